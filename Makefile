@@ -1,0 +1,33 @@
+# Every target does its own set-up: Python 3.11+, pip and make are all that must be there.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check
+STAMP  := $(VENV)/.ready
+
+.PHONY: help setup check test bench proto clean
+help:            ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## create .venv with the project, its extras and the dev tools
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q 'pip==25.3'
+	$(PIP) install -q -c constraints.txt torch==2.13.0
+	$(PIP) install -q -c constraints.txt -e '.[all]' --group dev
+	touch $@
+
+check: setup     ## ruff, pyright, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test: setup      ## the whole test suite
+	$(BIN)/python -m pytest
+
+proto: setup     ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
+	$(BIN)/python -m grpc_tools.protoc -I src/tinkex/wire --python_out=src/tinkex/wire --pyi_out=src/tinkex/wire tinkex.proto
+
+clean:           ## remove environments and caches
+	rm -rf $(VENV) .venv-* .pytest_cache .ruff_cache build dist

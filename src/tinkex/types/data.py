@@ -1,0 +1,323 @@
+"""What a model reads: chunks, model inputs and datums, over numpy arrays.
+
+Promises: tokens are int32 arrays from construction on; bad ones are refused with their position and value.
+Dataclasses and numpy alone, so that an engine needs nothing else. Knows nothing of the wire or of text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.strict import Dumpable, strict
+from tinkex.types.tensor import TensorData, TensorDtype
+
+MAX_TOKEN = 2**31 - 1
+
+
+def as_tokens(tokens: Any) -> np.ndarray:
+    """`tokens` (ints, or any integer array) as a flat, read-only int32 array.
+
+    >>> as_tokens([1, 2.5])
+    Traceback (most recent call last):
+    tinkex.errors.InvalidInputError: token ids must be whole numbers; position 1 is 2.5
+    """
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+    elif hasattr(tokens, "detach"):  # a torch tensor, without importing torch
+        array = tokens.detach().cpu().numpy()
+    else:
+        try:
+            array = np.array(tokens)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidInputError(f"tokens must be a flat list of token ids: {error}") from None
+    if array.ndim != 1:
+        raise InvalidInputError(f"tokens must be one-dimensional, got shape {list(array.shape)}")
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        position, value = next(
+            ((i, v) for i, v in enumerate(tokens) if isinstance(v, bool) or not hasattr(v, "__index__")),
+            (0, array[0]),
+        )
+        raise InvalidInputError(f"token ids must be whole numbers; position {position} is {value!r}")
+    if array.size and (array.min() < 0 or array.max() > MAX_TOKEN):
+        position = int(np.argmax((array < 0) | (array > MAX_TOKEN)))
+        raise InvalidInputError(f"token ids must be 0..{MAX_TOKEN}; position {position} is {array[position]}")
+    array = np.array(array, dtype=np.int32)  # a copy: what was given may change later
+    array.flags.writeable = False
+    return array
+
+
+class EncodedTextChunk:
+    """A run of token ids: `tokens_np` is the array, `tokens` a list made when first asked for."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+
+    def __init__(self, tokens: Sequence[int] | np.ndarray, type: str = "encoded_text") -> None:
+        self.tokens_np = as_tokens(tokens)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return self.tokens_np.tolist()
+
+    @property
+    def length(self) -> int:
+        return self.tokens_np.size
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return {"tokens": self.tokens, "type": self.type}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncodedTextChunk):
+            return NotImplemented
+        return np.array_equal(self.tokens_np, other.tokens_np)
+
+    def __hash__(self) -> int:
+        return hash(self.tokens_np.tobytes())
+
+    def __repr__(self) -> str:
+        return f"EncodedTextChunk(tokens={self.tokens})"
+
+
+def _image_length(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
+    if chunk.expected_tokens is None:
+        raise InvalidInputError(
+            f"{type(chunk).__name__} has no known length: set expected_tokens to how many positions it takes"
+        )
+    return chunk.expected_tokens
+
+
+@strict
+class ImageChunk(Dumpable):
+    """An image's bytes; `expected_tokens` is how many positions it takes."""
+
+    data: bytes
+    format: Literal["png", "jpeg"]
+    expected_tokens: int | None = None
+    type: Literal["image"] = "image"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("png", "jpeg"):
+            raise InvalidInputError(f"ImageChunk.format must be 'png' or 'jpeg', got {self.format!r}")
+        if not isinstance(self.data, bytes):
+            raise InvalidInputError(f"ImageChunk.data must be bytes, got {type(self.data).__name__}")
+
+    @property
+    def length(self) -> int:
+        return _image_length(self)
+
+
+@strict
+class ImageAssetPointerChunk(Dumpable):
+    """An image that the server already has, by its location. For sampling only."""
+
+    format: Literal["png", "jpeg"]
+    location: str
+    expected_tokens: int | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    @property
+    def length(self) -> int:
+        return _image_length(self)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise InvalidInputError("DmelChunk.dmel has a broken header")
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if not data[at - 1] & 0x80:
+            return value, at
+        shift += 7
+
+
+@strict
+class DmelChunk(Dumpable):
+    """Audio as a tensor container; its first dimension is its length in tokens."""
+
+    dmel: bytes
+    type: Literal["dmel"] = "dmel"
+
+    @property
+    def length(self) -> int:
+        at = 2 if self.dmel[:1] == b"\xfe" else 1  # an optional marker, then the dtype byte
+        ndim, at = _varint(self.dmel, at)
+        return _varint(self.dmel, at)[0] if ndim else 0
+
+
+ModelInputChunk = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
+
+
+class ModelInput:
+    """The chunks that a model reads, in order.
+
+    >>> ModelInput.from_ints([1, 2]).append_int(3).to_ints()
+    [1, 2, 3]
+    """
+
+    __slots__ = ("chunks",)
+    chunks: list[ModelInputChunk]
+
+    def __init__(self, chunks: Sequence[ModelInputChunk]) -> None:
+        self.chunks = list(chunks)
+        for i, chunk in enumerate(self.chunks):
+            if not isinstance(chunk, ModelInputChunk):
+                raise InvalidInputError(
+                    f"ModelInput.chunks[{i}] must be a chunk (EncodedTextChunk, ImageChunk, …), "
+                    f"got {type(chunk).__name__}; for plain token ids use ModelInput.from_ints"
+                )
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
+        """From token ids: a list, or any integer array."""
+        return cls([EncodedTextChunk(tokens)])
+
+    @classmethod
+    def empty(cls) -> ModelInput:
+        return cls([])
+
+    def append(self, chunk: ModelInputChunk) -> ModelInput:
+        """A new input with `chunk` at its end."""
+        return ModelInput([*self.chunks, chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        return self.append(EncodedTextChunk([token]))
+
+    @property
+    def length(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    def to_numpy(self) -> np.ndarray:
+        """All token ids as one int32 array; refused if there is anything but text."""
+        arrays = [c.tokens_np for c in self.chunks if isinstance(c, EncodedTextChunk)]
+        if len(arrays) != len(self.chunks):
+            kinds = sorted({type(c).__name__ for c in self.chunks} - {"EncodedTextChunk"})
+            raise InvalidInputError(f"only text has token ids; this input also holds {', '.join(kinds)}")
+        if len(arrays) == 1:
+            return arrays[0]
+        return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+
+    def to_ints(self) -> list[int]:
+        return self.to_numpy().tolist()
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return {"chunks": [chunk.model_dump() for chunk in self.chunks]}
+
+    def __eq__(self, other: object) -> bool:
+        return self.chunks == other.chunks if isinstance(other, ModelInput) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.chunks))
+
+    def __repr__(self) -> str:
+        return f"ModelInput(chunks={self.chunks!r})"
+
+
+@strict
+class PromptProvenanceSpan:
+    """These positions were the prompt of the sampled sequence `sequence_id`, from `offset` on."""
+
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@strict
+class SampledProvenanceSpan:
+    """These positions were sampled as part of the sequence `sequence_id`, from `offset` on."""
+
+    sequence_id: str
+    offset: int
+    length: int
+
+
+ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
+LossFnInputs = dict[str, TensorData]
+LossFnOutput = dict[str, TensorData]
+
+# A plain list has no dtype of its own: these keys say what it is.
+LIST_DTYPES: Mapping[str, TensorDtype] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "advantages": "float32",
+    "logprobs": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "sequence_ratio_mask": "float32",
+}
+_SPARSE_KEYS = ("target_tokens", "weights")
+
+
+def as_tensor(key: str, value: Any) -> TensorData:
+    """`value` as the TensorData that `key` calls for."""
+    if isinstance(value, TensorData):
+        return value
+    if hasattr(value, "detach"):
+        return TensorData.from_torch_sparse(value) if key in _SPARSE_KEYS else TensorData.from_torch(value)
+    if isinstance(value, np.ndarray):
+        return TensorData.from_numpy(value)
+    if isinstance(value, Mapping):
+        return TensorData(**value)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidInputError(f"must be a list, array or TensorData, got {type(value).__name__}")
+    if key not in LIST_DTYPES:
+        raise InvalidInputError(
+            f"is a plain list, and only these keys may be: {', '.join(LIST_DTYPES)}; "
+            "pass an array or TensorData for another key"
+        )
+    array = np.asarray(value) if len(value) else np.empty(0, LIST_DTYPES[key])
+    return TensorData(array, LIST_DTYPES[key], shape=array.shape)
+
+
+@strict
+class Datum:
+    """One training example: what the model reads, and the arrays that its loss reads.
+
+    >>> d = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.0, 1.0]})
+    >>> d.loss_fn_inputs["weights"]
+    TensorData(float32, shape=[2])
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: LossFnInputs = field(default_factory=dict)
+    model_input_spans: ProvenanceSpans | None = None
+    loss_fn_input_spans: ProvenanceSpans | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_input, ModelInput):
+            raise InvalidInputError(
+                f"Datum.model_input must be a ModelInput, got {type(self.model_input).__name__}"
+            )
+        inputs: LossFnInputs = {}
+        for key, value in self.loss_fn_inputs.items():
+            try:
+                inputs[key] = as_tensor(key, value)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"loss_fn_inputs[{key!r}]: {error}") from None
+            except ValueError as error:
+                raise InvalidInputError(f"loss_fn_inputs[{key!r}]: not rectangular: {error}") from None
+        object.__setattr__(self, "loss_fn_inputs", inputs)
+        if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
+            raise InvalidInputError("a Datum has both model_input_spans and loss_fn_input_spans, or neither")
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
+        """The same datum, with where its tokens came from."""
+        return dataclasses.replace(self, model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
+
+
+@dataclass(frozen=True)
+class ForwardBackwardInput:
+    """A pass: datums, the loss's name and its settings."""
+
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] | None = None

@@ -1,0 +1,109 @@
+"""What a model gives back: the outputs of a pass and of sampling, over numpy arrays.
+
+Promises: arrays are kept as they arrived (`*_np`); the lists of the official types are made when first
+asked for. Immutable: nothing downstream edits a result in place. Numpy alone; knows nothing of the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from tinkex.types.data import LossFnOutput
+from tinkex.types.tensor import TensorData
+
+StopReason = Literal["length", "stop"]
+TOPK_PADDING = -99999.0  # a cell of TopkLogprobs that holds nothing
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """One record per datum (at least `logprobs`) and metrics named `name:reduction`."""
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[LossFnOutput]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class TopkLogprobs:
+    """The k likeliest tokens at each position; unused cells have logprob TOPK_PADDING."""
+
+    token_ids: np.ndarray  # int32 [length, k]
+    logprobs: np.ndarray  # float32 [length, k]
+
+    @property
+    def k(self) -> int:
+        return self.token_ids.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.token_ids.shape[0]
+
+    def rows(self) -> list[list[tuple[int, float]] | None]:
+        """A list per position, likeliest first; None where nothing was computed."""
+        out: list[list[tuple[int, float]] | None] = []
+        for ids, lps in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
+            row = [(i, lp) for i, lp in zip(ids, lps, strict=True) if lp != TOPK_PADDING]
+            out.append(row or None)
+        return out
+
+
+@dataclass(frozen=True)
+class PromptAltTokens:
+    """Tokens drawn at each prompt position, with their logprobs: both [len(prompt) - 1, k]."""
+
+    tokens: TensorData
+    logprobs: TensorData
+
+
+@dataclass(frozen=True, eq=False)
+class SampledSequence:
+    """One sampled continuation, the stop token or end-of-sequence token included."""
+
+    stop_reason: StopReason
+    sequence_id: str = ""
+    tokens_np: np.ndarray | None = None
+    logprobs_np: np.ndarray | None = None
+    topk_logprobs_np: TopkLogprobs | None = None
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [] if self.tokens_np is None else self.tokens_np.tolist()
+
+    @cached_property
+    def logprobs(self) -> list[float] | None:
+        return None if self.logprobs_np is None else self.logprobs_np.tolist()
+
+    @cached_property
+    def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        return None if self.topk_logprobs_np is None else self.topk_logprobs_np.rows()
+
+    def __repr__(self) -> str:
+        return f"SampledSequence({self.stop_reason!r}, tokens={self.tokens})"
+
+
+@dataclass(frozen=True, eq=False)
+class SampleResponse:
+    """What a sample request gave: its sequences, and what was asked about the prompt."""
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs_np: np.ndarray | None = None  # float32 [len(prompt)], NaN where not computed
+    topk_prompt_logprobs_np: TopkLogprobs | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_cache_hit_tokens: int = 0
+    prompt_alt_tokens: PromptAltTokens | None = None
+
+    @cached_property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        if self.prompt_logprobs_np is None:
+            return None
+        return [None if lp != lp else lp for lp in self.prompt_logprobs_np.tolist()]  # NaN != NaN
+
+    @cached_property
+    def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.rows()

@@ -1,0 +1,118 @@
+"""The small values that a user builds and an engine reads: sampling, optimizer and LoRA settings.
+
+Promises: the wire's defaults, ranges checked at construction. Dataclasses alone, so that an engine can be
+imported without pydantic. Knows nothing of how these travel (see wire/codec.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.strict import Dumpable, strict
+
+
+def _number(owner: str, name: str, value: Any, low: float, high: float, *, open_high: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise InvalidInputError(f"{owner}.{name} must be a number, got {value!r}")
+    if value < low or value > high or (open_high and value == high):
+        bound = f"[{low:g}, {high:g}" + (")" if open_high else "]")
+        raise InvalidInputError(f"{owner}.{name} must be in {bound}, got {value!r}")
+
+
+def _whole(owner: str, name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInputError(f"{owner}.{name} must be a whole number, got {value!r}")
+    if value < low:
+        raise InvalidInputError(f"{owner}.{name} must be at least {low}, got {value!r}")
+
+
+@strict
+class SamplingParams(Dumpable):
+    """How to draw tokens.
+
+    >>> SamplingParams(max_tokens=64, temperature=0.7, stop=["\\n"]).top_p
+    1.0
+    """
+
+    max_tokens: int | None = None  # None: up to the context's end
+    seed: int | None = None
+    # A string, strings, or token ids. None: stop at the end-of-sequence token; []: never stop early.
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: float = 1.0  # 0.0 is greedy
+    top_k: int = -1  # -1 or 0: off
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _whole("SamplingParams", "max_tokens", self.max_tokens, 1)
+        if self.seed is not None:
+            _whole("SamplingParams", "seed", self.seed, -(2**63))
+        _number("SamplingParams", "temperature", self.temperature, 0.0, math.inf, open_high=True)
+        _number("SamplingParams", "top_p", self.top_p, 0.0, 1.0)
+        _whole("SamplingParams", "top_k", self.top_k, -1)
+        if isinstance(self.stop, bytes) or not (
+            self.stop is None or isinstance(self.stop, str | Sequence) or hasattr(self.stop, "tolist")
+        ):
+            raise InvalidInputError(
+                f"SamplingParams.stop must be a string, strings, or token ids, got {self.stop!r}"
+            )
+        if not isinstance(self.stop, str | None):
+            stop = [int(s) if hasattr(s, "__index__") else s for s in self.stop]  # numpy ints too
+            if not (all(isinstance(s, str) for s in stop) or all(isinstance(s, int) for s in stop)):
+                raise InvalidInputError(
+                    f"SamplingParams.stop must be all strings or all token ids, got {self.stop!r}"
+                )
+            if any(s == "" for s in stop):
+                raise InvalidInputError("SamplingParams.stop has an empty string; use [] to never stop early")
+            if any(isinstance(s, int) and s < 0 for s in stop):
+                raise InvalidInputError(f"SamplingParams.stop has a negative token id: {stop}")
+            object.__setattr__(self, "stop", stop)
+        elif self.stop == "":
+            raise InvalidInputError("SamplingParams.stop is an empty string; use [] to never stop early")
+
+
+@strict
+class AdamParams(Dumpable):
+    """One AdamW step's settings. Mind that beta2 and eps are the wire's defaults, not PyTorch's."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0  # decoupled
+    grad_clip_norm: float = 0.0  # global norm; 0 is off
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+            _number("AdamParams", name, getattr(self, name), 0.0, math.inf, open_high=True)
+        for name in ("beta1", "beta2"):
+            _number("AdamParams", name, getattr(self, name), 0.0, 1.0, open_high=True)
+
+
+@strict
+class LoraConfig(Dumpable):
+    """The shape of an adapter."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise InvalidInputError(f"lora_config.rank must be positive, got {self.rank!r}")
+        if self.seed is not None:
+            _whole("LoraConfig", "seed", self.seed, -(2**63))
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise InvalidInputError("At least one of train_unembed, train_mlp, or train_attn must be True")
+
+
+LossFnType = Literal[
+    "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom",
+    "kl_divergence",
+]  # fmt: skip
+LOSSES: tuple[str, ...] = LossFnType.__args__  # type: ignore[attr-defined]

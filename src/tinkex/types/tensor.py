@@ -1,0 +1,219 @@
+"""TensorData: one named array that travels with a datum, dense or CSR, float32 or int64.
+
+Promises: the numbers are a numpy array from construction on, never a Python list; what cannot be kept
+exactly (floats as token ids, float64 beyond float32's range) is refused, not cut. Knows neither torch
+(it is only met if the caller brings a tensor) nor the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tinkex.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+TensorDtype = Literal["int64", "float32"]
+_NUMPY = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+
+
+def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
+    """`array` as float32 or int64, C-contiguous; refuses what would lose its meaning."""
+    kind = array.dtype.kind
+    target = dtype or ("float32" if kind == "f" else "int64" if kind in "iub" else None)
+    if target not in _NUMPY:
+        raise InvalidInputError(f"dtype must be 'float32' or 'int64', got {dtype or str(array.dtype)!r}")
+    if kind not in "fiub":
+        raise InvalidInputError(f"an array of dtype {array.dtype} cannot be sent; use floats or integers")
+    if target == "int64":
+        if kind == "f":
+            raise InvalidInputError(
+                "floats given where int64 is needed; convert them yourself if you mean it"
+            )
+        if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise InvalidInputError("an unsigned value is too large for int64")
+    out = np.ascontiguousarray(array, dtype=_NUMPY[target]).reshape(array.shape)
+    if kind == "f" and array.dtype.itemsize > 4 and out.size:
+        lost = np.isinf(out) & ~np.isinf(array)
+        if lost.any():
+            raise InvalidInputError(f"{float(array[lost][0])!r} is too large for float32")
+    return out
+
+
+def _from_list(data: Any) -> np.ndarray:
+    try:
+        array = np.asarray(data)
+    except (ValueError, OverflowError) as error:
+        raise InvalidInputError(f"not a rectangular list of numbers: {error}") from None
+    if array.dtype.kind == "O":
+        raise InvalidInputError("not a rectangular list of numbers")
+    return array.astype(np.float32) if array.size == 0 and array.dtype.kind == "f" else array
+
+
+class TensorData:
+    """A dense or CSR array of float32 or int64.
+
+    >>> TensorData.from_numpy(np.arange(3)).tolist()
+    [0, 1, 2]
+    """
+
+    __slots__ = ("_values", "dtype", "shape", "sparse_col_np", "sparse_crow_np")
+
+    def __init__(
+        self,
+        data: Sequence[float] | np.ndarray | None = None,
+        dtype: TensorDtype | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | np.ndarray | None = None,
+        sparse_col_indices: Sequence[int] | np.ndarray | None = None,
+    ) -> None:
+        array = data if isinstance(data, np.ndarray) else _from_list([] if data is None else data)
+        if array.size == 0 and dtype is not None:
+            array = array.astype(_NUMPY.get(dtype, array.dtype))
+        self._values = _as_wire_array(array, dtype)
+        self.dtype: TensorDtype = "int64" if self._values.dtype.kind == "i" else "float32"
+        self.shape: list[int] | None = [int(n) for n in shape] if shape is not None else None
+        if self.shape is None and self._values.ndim > 1:
+            self.shape = list(self._values.shape)
+        self._values = self._values.reshape(-1)
+        self.sparse_crow_np = self.sparse_col_np = None
+        if (sparse_crow_indices is None) != (sparse_col_indices is None):
+            raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
+        if sparse_crow_indices is not None:
+            self.sparse_crow_np = np.ascontiguousarray(sparse_crow_indices, dtype=np.int64)
+            self.sparse_col_np = np.ascontiguousarray(sparse_col_indices, dtype=np.int64)
+            self._check_sparse()
+        elif self.shape is not None and int(np.prod(self.shape)) != self._values.size:
+            raise InvalidInputError(f"shape {self.shape} does not hold {self._values.size} values")
+
+    def _check_sparse(self) -> None:
+        assert self.sparse_crow_np is not None
+        assert self.sparse_col_np is not None
+        crow, col = self.sparse_crow_np, self.sparse_col_np
+        if self.shape is None or len(self.shape) != 2:
+            raise InvalidInputError("a sparse tensor needs a shape of [rows, columns]")
+        if min(self.shape) < 0:
+            raise InvalidInputError(f"shape {self.shape} has a negative size")
+        rows, cols = self.shape
+        if crow.shape != (rows + 1,) or crow[0] != 0 or (np.diff(crow) < 0).any() or crow[-1] != col.size:
+            raise InvalidInputError(
+                "sparse_crow_indices must rise from 0 to the number of values, one per row + 1"
+            )
+        if col.size != self._values.size:
+            raise InvalidInputError(f"{col.size} column indices for {self._values.size} values")
+        if col.size and (col.min() < 0 or col.max() >= cols):
+            raise InvalidInputError(f"a column index is outside 0..{cols - 1}")
+
+    # -- from other things -------------------------------------------------------------------------------
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> TensorData:
+        """Any float or integer array; wide floats become float32, integers int64."""
+        array = np.asarray(array)
+        return cls(array, shape=array.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        """Any torch tensor, wherever it lives and whether or not it needs a gradient."""
+        tensor = tensor.detach().cpu()
+        if tensor.is_floating_point():
+            tensor = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+        return cls.from_numpy(tensor.contiguous().numpy())
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
+        """A 2-D tensor as CSR where that is smaller, cells equal to `pad_value` left out; else dense."""
+        dense = cls.from_torch(tensor)
+        if dense.shape is None or len(dense.shape) != 2:
+            return dense
+        return dense.compressed(pad_value)
+
+    def compressed(self, pad_value: int = 0) -> TensorData:
+        """This 2-D tensor as CSR if that is smaller, itself otherwise."""
+        if self.is_sparse or self.shape is None or len(self.shape) != 2:
+            return self
+        rows, cols = self.shape
+        grid = self._values.reshape(rows, cols)
+        keep = grid != pad_value
+        if (rows + 1) + 2 * int(keep.sum()) >= rows * cols:
+            return self
+        crow = np.concatenate([[0], np.cumsum(keep.sum(axis=1))])
+        return TensorData(grid[keep], self.dtype, self.shape, crow, np.nonzero(keep)[1])
+
+    # -- to other things ---------------------------------------------------------------------------------
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.sparse_crow_np is not None
+
+    @property
+    def values_np(self) -> np.ndarray:
+        """The stored values, flat: all cells of a dense tensor, the listed ones of a sparse one."""
+        return self._values
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape) if self.shape is not None else (self._values.size,)
+
+    @property
+    def nbytes(self) -> int:
+        index = 0 if not self.is_sparse else self.sparse_crow_np.nbytes + self.sparse_col_np.nbytes  # type: ignore[union-attr]
+        return self._values.nbytes + index
+
+    @property
+    def data(self) -> list[Any]:
+        return self._values.tolist()
+
+    @property
+    def sparse_crow_indices(self) -> list[int] | None:
+        return None if self.sparse_crow_np is None else self.sparse_crow_np.tolist()
+
+    @property
+    def sparse_col_indices(self) -> list[int] | None:
+        return None if self.sparse_col_np is None else self.sparse_col_np.tolist()
+
+    def to_numpy(self, pad_value: int = 0) -> np.ndarray:
+        """The dense array; cells that a sparse tensor does not list hold `pad_value`."""
+        if self.sparse_crow_np is None or self.sparse_col_np is None:
+            return self._values.reshape(self.dense_shape)
+        out = np.full(self.dense_shape, pad_value, dtype=self._values.dtype)
+        rows = np.repeat(np.arange(self.dense_shape[0]), np.diff(self.sparse_crow_np))
+        out[rows, self.sparse_col_np] = self._values
+        return out
+
+    def to_torch(self, pad_value: int = 0) -> torch.Tensor:
+        import torch
+
+        array = self.to_numpy(pad_value)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def tolist(self, pad_value: int = 0) -> list[Any]:
+        return self.to_numpy(pad_value).tolist()
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return {
+            "data": self.data,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "sparse_crow_indices": self.sparse_crow_indices,
+            "sparse_col_indices": self.sparse_col_indices,
+        }
+
+    def __len__(self) -> int:
+        return self.dense_shape[0] if self.dense_shape else 1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorData):
+            return NotImplemented
+        same = self.dtype == other.dtype and self.dense_shape == other.dense_shape
+        return same and np.array_equal(self.to_numpy(), other.to_numpy(), equal_nan=self.dtype == "float32")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        layout = ", sparse" if self.is_sparse else ""
+        return f"TensorData({self.dtype}, shape={list(self.dense_shape)}{layout})"
