@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 STAMP  := $(VENV)/.ready
+OFFICIAL := .venv-official
 
 .PHONY: help setup check test bench proto clean
 help:            ## list the targets
@@ -25,6 +26,14 @@ check: setup     ## ruff, pyright, import-linter
 
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest
+
+bench: setup $(OFFICIAL)/.ready  ## the official client and ours on one stub server, one table
+	$(BIN)/python bench/client.py
+
+$(OFFICIAL)/.ready: bench/official-constraints.txt
+	test -x $(OFFICIAL)/bin/python || $(PYTHON) -m venv $(OFFICIAL)
+	$(OFFICIAL)/bin/pip --disable-pip-version-check install -q -c $< tinker==0.36.0 torch==2.13.0
+	touch $@
 
 proto: setup     ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
 	$(BIN)/python -m grpc_tools.protoc -I src/tinkex/wire --python_out=src/tinkex/wire --pyi_out=src/tinkex/wire tinkex.proto

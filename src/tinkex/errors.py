@@ -2,9 +2,12 @@
 
     TinkerError
     ├── InvalidInputError (ValueError)       refused before anything was sent
+    ├── CredentialError                      no usable key: nothing was sent
+    ├── TokenizerError                       no tokenizer: what was tried, and how to do without a hub
     ├── ClientClosedError (RuntimeError)     the client, or its session, is closed
     ├── ForkedClientError (RuntimeError)     used in a forked child without reconnecting
     ├── PassIncompleteError                  a step held back: part of its batch was refused
+    ├── ResultTimeoutError (TimeoutError)    not there yet; the request goes on
     ├── RequestFailedError                   the server accepted the request and failed it
     └── APIError
         ├── APIResponseValidationError       an answer that cannot be understood
@@ -74,6 +77,14 @@ class InvalidInputError(TinkerError, ValueError):
     """Bad input, refused at the call; the message names what was given and what is allowed."""
 
 
+class CredentialError(TinkerError):
+    """No usable key could be found; the message names every way to give one."""
+
+
+class TokenizerError(TinkerError):
+    """A tokenizer could not be loaded; the message names what was tried."""
+
+
 class ClientClosedError(TinkerError, RuntimeError):
     """The client was closed; make a new one."""
 
@@ -84,6 +95,10 @@ class ForkedClientError(TinkerError, RuntimeError):
 
 class PassIncompleteError(TinkerError):
     """An optim_step was not sent, because only a part of the pass before it was accepted."""
+
+
+class ResultTimeoutError(TinkerError, TimeoutError):
+    """A wait ran out of time. Nothing was cancelled: wait again for the same result."""
 
 
 class RequestFailedError(TinkerError):

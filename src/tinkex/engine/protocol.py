@@ -32,7 +32,7 @@ class EngineError(Exception):
     def __init__(self, message: str, category: Literal["user", "server"] = "server") -> None:
         super().__init__(message)
         self.message = message
-        self.category = category
+        self.category: Literal["user", "server"] = category
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class StopBytes:
-    """Stop sequences as bytes, and each token's bytes: strings may span tokens, and the engine knows no text."""
+    """Stop sequences as bytes, and each token's bytes: a stop may span tokens, and the engine knows no text."""
 
     sequences: tuple[bytes, ...]
     token_bytes: Sequence[bytes]  # indexed by token id; shared by every request of a base model
@@ -191,7 +191,7 @@ class Sampler(Protocol):
     async def sample(self, work: SampleWork) -> SampleResponse: ...
 
     async def publish(self, source: str | Path, name: str) -> None:
-        """Make an immutable copy of a run's live adapter (its id) or of a saved one (its directory) sampleable.
+        """Make an immutable copy of a live adapter (its run id) or of a saved one (its directory) sampleable.
 
         Publishing a name again is not an error if the name exists: published adapters never change.
         """

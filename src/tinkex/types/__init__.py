@@ -1,0 +1,114 @@
+"""What is said: every value that client, service and server exchange, by its official name.
+
+    from tinkex import types
+    types.SamplingParams(max_tokens=16)
+
+Names load when they are first used, so that importing this package brings in neither numpy nor pydantic.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinkex.errors import RequestErrorCategory  # noqa: F401
+    from tinkex.types.billing import *  # noqa: F403
+    from tinkex.types.checkpoints import *  # noqa: F403
+    from tinkex.types.config import *  # noqa: F403
+    from tinkex.types.data import *  # noqa: F403
+    from tinkex.types.futures import *  # noqa: F403
+    from tinkex.types.losses import *  # noqa: F403
+    from tinkex.types.optimizers import *  # noqa: F403
+    from tinkex.types.outputs import *  # noqa: F403
+    from tinkex.types.params import *  # noqa: F403
+    from tinkex.types.sampling import *  # noqa: F403
+    from tinkex.types.sessions import *  # noqa: F403
+    from tinkex.types.telemetry import *  # noqa: F403
+    from tinkex.types.tensor import *  # noqa: F403
+    from tinkex.types.training import *  # noqa: F403
+
+_NAMES = {
+    "tinkex.errors": "RequestErrorCategory",
+    "tinkex.types.tensor": "TensorData TensorDtype",
+    "tinkex.types.params": "AdamParams LoraConfig LossFnType SamplingParams",
+    "tinkex.types.data": """
+        Datum DmelChunk EncodedTextChunk ForwardBackwardInput ImageAssetPointerChunk ImageChunk LossFnInputs
+        LossFnOutput ModelInput ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
+    """,
+    "tinkex.types.outputs": """
+        ForwardBackwardOutput PromptAltTokens SampledSequence SampleResponse StopReason TopkLogprobs
+    """,
+    "tinkex.types.optimizers": """
+        AdamOptimizerConfig DimuonOptimizerConfig DimuonParams OptimizerConfig OptimParams
+        OtherOptimizerConfig OtherOptimParams
+    """,
+    "tinkex.types.training": """
+        CreateModelRequest CreateModelResponse ForwardBackwardRequest ForwardRequest GetInfoRequest
+        GetInfoResponse GetTrainingRunRequest ListTrainingRunsRequest ModelData OptimStepRequest
+        OptimStepResponse TrainingRun TrainingRunsResponse UnloadModelRequest UnloadModelResponse
+    """,
+    "tinkex.types.sampling": """
+        CreateSamplingSessionRequest CreateSamplingSessionResponse GetSamplerRequest GetSamplerResponse
+        JoinSamplingSessionRequest JoinSamplingSessionResponse SampleRequest
+    """,
+    "tinkex.types.checkpoints": """
+        Checkpoint CheckpointArchiveUrlResponse CheckpointRequest CheckpointsListResponse CheckpointType
+        CopyWeightsRequest CopyWeightsResponse Cursor ExternalWeightsUrlsResponse ListCheckpointsRequest
+        ListUserCheckpointsRequest LoadWeightsRequest LoadWeightsResponse ParsedCheckpointTinkerPath
+        SaveWeightsExternalRequest SaveWeightsExternalResponse SaveWeightsExternalResponseInternal
+        SaveWeightsForSamplerRequest SaveWeightsForSamplerResponse SaveWeightsForSamplerResponseInternal
+        SaveWeightsRequest SaveWeightsResponse SetCheckpointTTLRequest WeightsInfoRequest WeightsInfoResponse
+    """,
+    "tinkex.types.futures": """
+        CancelFutureRequest FutureCompletion FutureFailed FutureFinished FutureRetrieveRequest
+        FutureRetrieveResponse FuturesRetrieveRequest FuturesRetrieveResponse MetadataOnly ModelID Pending
+        RequestFailedResponse RequestID SamplingSessionFuturesTarget UntypedAPIFuture
+    """,
+    "tinkex.types.sessions": """
+        AccessibleSearchOwner AccessScope ActiveSessionStatusQuery AssignSessionProjectRequest
+        CancelledSessionStatusQuery ClientFinishedSessionStatusQuery ClientSessionFinished
+        ClientSessionFinishErrored ClientSessionFinishInterrupted ClientSessionFinishReason
+        ClientSessionFinishReasonType ClientSessionFinishSuccess CreateSessionRequest CreateSessionResponse
+        ExportSessionTraceRequest FailedSessionStatusQuery FinishSessionRequest GetSessionRequest
+        GetSessionResponse ListSessionsRequest ListSessionsResponse OwnSearchOwner SearchOwner SessionActive
+        SessionCancelled SessionFailed SessionFailedReason SessionFailedRequestReason
+        SessionFailedSamplingSessionReason SessionFailedTrainingRunReason SessionHeartbeatRequest
+        SessionHeartbeatResponse SessionSearchCursor SessionSearchRequest SessionSearchResponse SessionStatus
+        SessionStatusQuery SessionSummary SessionTraceExportResponse UserSearchOwner
+    """,
+    "tinkex.types.config": """
+        ApiKeyDetails ApiKeyResponse AuthTokenResponse ClientConfigRequest ClientConfigResponse
+        ClientDynamicConfigResponse EmptyRequest GetServerCapabilitiesResponse HealthResponse NamedDetails
+        SupportedModel UserDetails WhoamiResponse
+    """,
+    "tinkex.types.losses": """
+        CreateCustomLossRequest CreateCustomLossResponse CustomLossGraph CustomLossInput CustomLossInputRank
+        CustomLossNode CustomLossNodeOp
+    """,
+    "tinkex.types.billing": """
+        AuditEventType AuditLogEntry AuditLogRequest AuditLogResponse BillingEventInfo BillingUsageEvent
+        BillingUsageResponse BillingUsageSession CheckpointBillingEvent CurrentCheckpointStorageUsageItem
+        CurrentCheckpointStorageUsageResponse GetBillingUsageRequest GetCurrentCheckpointStorageUsageRequest
+        SamplingPrefillBillingEvent SamplingSampleBillingEvent StorageBillingEvent TrainingBillingEvent
+    """,
+    "tinkex.types.telemetry": """
+        EventType GenericEvent SessionEndEvent SessionStartEvent Severity TelemetryBatch TelemetryEvent
+        TelemetryResponse TelemetrySendRequest UnhandledExceptionEvent
+    """,
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

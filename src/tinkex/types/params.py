@@ -15,7 +15,7 @@ from tinkex.types.strict import Dumpable, strict
 
 
 def _number(owner: str, name: str, value: Any, low: float, high: float, *, open_high: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise InvalidInputError(f"{owner}.{name} must be a number, got {value!r}")
     if value < low or value > high or (open_high and value == high):
         bound = f"[{low:g}, {high:g}" + (")" if open_high else "]")

@@ -7,6 +7,7 @@ exactly (floats as token ids, float64 beyond float32's range) is refused, not cu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 TensorDtype = Literal["int64", "float32"]
 _NUMPY = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+
+# Cells that a sparse tensor may spread to: a few bytes must not ask for all the memory there is.
+MAX_SPARSE_CELLS = 1 << 26
 
 
 def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
@@ -54,6 +58,19 @@ def _from_list(data: Any) -> np.ndarray:
     return array.astype(np.float32) if array.size == 0 and array.dtype.kind == "f" else array
 
 
+def _as_shape(shape: Sequence[int]) -> list[int]:
+    if not all(hasattr(n, "__index__") and n >= 0 for n in shape):
+        raise InvalidInputError(f"shape must be whole numbers from 0 on, got {list(shape)}")
+    return [int(n) for n in shape]
+
+
+def _as_index(indices: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    array = indices if isinstance(indices, np.ndarray) else _from_list(indices)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidInputError(f"{name} must be a flat list of whole numbers")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
 class TensorData:
     """A dense or CSR array of float32 or int64.
 
@@ -76,7 +93,7 @@ class TensorData:
             array = array.astype(_NUMPY.get(dtype, array.dtype))
         self._values = _as_wire_array(array, dtype)
         self.dtype: TensorDtype = "int64" if self._values.dtype.kind == "i" else "float32"
-        self.shape: list[int] | None = [int(n) for n in shape] if shape is not None else None
+        self.shape: list[int] | None = _as_shape(shape) if shape is not None else None
         if self.shape is None and self._values.ndim > 1:
             self.shape = list(self._values.shape)
         self._values = self._values.reshape(-1)
@@ -84,10 +101,11 @@ class TensorData:
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
         if sparse_crow_indices is not None:
-            self.sparse_crow_np = np.ascontiguousarray(sparse_crow_indices, dtype=np.int64)
-            self.sparse_col_np = np.ascontiguousarray(sparse_col_indices, dtype=np.int64)
+            assert sparse_col_indices is not None
+            self.sparse_crow_np = _as_index(sparse_crow_indices, "sparse_crow_indices")
+            self.sparse_col_np = _as_index(sparse_col_indices, "sparse_col_indices")
             self._check_sparse()
-        elif self.shape is not None and int(np.prod(self.shape)) != self._values.size:
+        elif self.shape is not None and math.prod(self.shape) != self._values.size:
             raise InvalidInputError(f"shape {self.shape} does not hold {self._values.size} values")
 
     def _check_sparse(self) -> None:
@@ -96,9 +114,9 @@ class TensorData:
         crow, col = self.sparse_crow_np, self.sparse_col_np
         if self.shape is None or len(self.shape) != 2:
             raise InvalidInputError("a sparse tensor needs a shape of [rows, columns]")
-        if min(self.shape) < 0:
-            raise InvalidInputError(f"shape {self.shape} has a negative size")
         rows, cols = self.shape
+        if rows * cols > MAX_SPARSE_CELLS:
+            raise InvalidInputError(f"shape {self.shape} has more than {MAX_SPARSE_CELLS} cells")
         if crow.shape != (rows + 1,) or crow[0] != 0 or (np.diff(crow) < 0).any() or crow[-1] != col.size:
             raise InvalidInputError(
                 "sparse_crow_indices must rise from 0 to the number of values, one per row + 1"

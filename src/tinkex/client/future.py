@@ -1,0 +1,160 @@
+"""APIFuture: the one kind of future, awaitable and blocking alike.
+
+Promises: a `concurrent.futures.Future` in every respect, which can also be awaited from any event loop,
+cached once resolved, and cancelled for real. A wait that runs out of time cancels nothing: the request
+goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
+background thread, in a forked child) raises instead of hanging. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+from tinkex.client import loop as background
+from tinkex.errors import ForkedClientError, ResultTimeoutError
+
+T = TypeVar("T")
+
+
+class APIFuture(concurrent.futures.Future[T], Generic[T]):
+    """A result that is on its way.
+
+    `await future`, `future.result(timeout=…)` and `await future.result_async(timeout=…)` all give it;
+    `future.cancel()` gives it up.
+    """
+
+    def __init__(self, what: str = "request") -> None:
+        super().__init__()
+        self._what = what
+        self._pid = os.getpid()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result, waiting for it up to `timeout` seconds (None: as long as it takes)."""
+        self._check_can_wait()
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self.done():
+                raise  # the request's own timeout, not ours
+            raise self._timed_out(timeout) from None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_can_wait()
+        try:
+            return super().exception(timeout)
+        except TimeoutError:
+            raise self._timed_out(timeout) from None
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
+        self._check_fork()
+        waiter = asyncio.wrap_future(_Shield(self))
+        done, _ = await asyncio.wait([waiter], timeout=timeout)
+        if not done:
+            waiter.cancel()
+            raise self._timed_out(timeout)
+        return waiter.result()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._check_fork()
+        if self.done() and not self.cancelled():
+            return self._ready().__await__()
+        # Shielded: cancelling one task that awaits must not take the result from the others.
+        return asyncio.wrap_future(_Shield(self)).__await__()
+
+    async def _ready(self) -> T:
+        return super().result(0)
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """Itself: it already is a concurrent future."""
+        return self
+
+    def _check_fork(self) -> None:
+        if self._pid != os.getpid() and not self.done():
+            raise ForkedClientError(background.FORKED)
+
+    def _check_can_wait(self) -> None:
+        self._check_fork()
+        if not self.done() and background.on_loop():
+            raise RuntimeError(
+                f"waiting for a {self._what} here would wait for ever: this is tinkex's own thread "
+                "(a callback?); await it from your own code instead"
+            )
+
+    def _timed_out(self, timeout: float | None) -> ResultTimeoutError:
+        return ResultTimeoutError(
+            f"no result of the {self._what} after {timeout:g} s; it goes on, and can be waited for again"
+        )
+
+
+class _Shield(concurrent.futures.Future[T]):
+    """A stand-in that follows `inner`: cancelling the stand-in leaves `inner` alone."""
+
+    def __init__(self, inner: concurrent.futures.Future[T]) -> None:
+        super().__init__()
+        inner.add_done_callback(self._follow)
+
+    def _follow(self, inner: concurrent.futures.Future[T]) -> None:
+        if inner.cancelled():
+            self.cancel()
+        if not self.set_running_or_notify_cancel():
+            return
+        if error := inner.exception():
+            self.set_exception(error)
+        else:
+            self.set_result(inner.result())
+
+
+def resolve(future: concurrent.futures.Future[T], value: T) -> None:
+    """Set the result, unless the future was cancelled meanwhile."""
+    try:
+        future.set_result(value)
+    except concurrent.futures.InvalidStateError:
+        pass
+
+
+def fail(future: concurrent.futures.Future[Any], error: BaseException) -> None:
+    """Set the exception, unless the future was cancelled meanwhile."""
+    try:
+        if isinstance(error, asyncio.CancelledError):
+            future.cancel()
+        else:
+            future.set_exception(error)
+    except concurrent.futures.InvalidStateError:
+        pass
+
+
+def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> APIFuture[T]:
+    """Run a coroutine on the background loop; cancelling the future cancels it. Call from any thread."""
+    future: APIFuture[T] = APIFuture(what)
+
+    def begin() -> None:
+        if future.cancelled():
+            return
+        task = background.spawn(_drive(make(), future))
+        future.add_done_callback(lambda f: f.cancelled() and background.call_soon(task.cancel))
+
+    background.call_soon(begin)
+    return future
+
+
+async def _drive(coroutine: Coroutine[Any, Any, T], future: APIFuture[T]) -> None:
+    try:
+        resolve(future, await coroutine)
+    except asyncio.CancelledError as error:
+        fail(future, error)
+    except BaseException as error:
+        fail(future, error)
+        if not isinstance(error, Exception):
+            raise
+
+
+def completed(value: T, what: str = "request") -> APIFuture[T]:
+    """A future that already has its result."""
+    future: APIFuture[T] = APIFuture(what)
+    future.set_result(value)
+    return future

@@ -1,0 +1,106 @@
+"""The one background thread on which every client of the process talks.
+
+Promises: started on first use, never blocked by user code or big bodies (those go to `off_loop`), and
+aware of fork: a child never waits on a thread that only its parent has. Knows nothing of what runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tinkex.errors import ForkedClientError
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_workers: ThreadPoolExecutor | None = None
+_owner_pid: int | None = None
+_tasks: set[asyncio.Task[Any]] = set()  # asyncio itself only keeps weak references
+
+FORKED = (
+    "this process was forked from one that had already used tinkex, whose connections cannot be shared: "
+    "start workers with multiprocessing's 'spawn' or 'forkserver' method, or make the first client "
+    "after the fork"
+)
+
+
+def check_fork() -> None:
+    """Raise if the loop belongs to a parent process: waiting on it would never end."""
+    if _owner_pid is not None and _owner_pid != os.getpid():
+        raise ForkedClientError(FORKED)
+
+
+def get_loop() -> asyncio.AbstractEventLoop:
+    """The background loop, started on first use."""
+    global _loop, _owner_pid
+    check_fork()
+    if _loop is not None:
+        return _loop
+    with _lock:
+        if _loop is None:
+            loop = _new_loop()
+            ready = threading.Event()
+
+            def run() -> None:
+                asyncio.set_event_loop(loop)
+                loop.call_soon(ready.set)
+                loop.run_forever()
+
+            threading.Thread(target=run, name="tinkex", daemon=True).start()
+            ready.wait()
+            _owner_pid = os.getpid()
+            _loop = loop
+    return _loop
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop  # half the CPU per request, where it is installed
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _reset_lock_in_child() -> None:
+    # The parent may have held it while forking. `_owner_pid` stays: it is how the child knows.
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_lock_in_child)
+
+
+def on_loop() -> bool:
+    """True on the background loop's own thread, where blocking would wait for itself."""
+    try:
+        return asyncio.get_running_loop() is _loop
+    except RuntimeError:
+        return False
+
+
+def call_soon(callback: Callable[..., object], *args: Any) -> None:
+    """Run `callback` on the loop, from any thread."""
+    get_loop().call_soon_threadsafe(callback, *args)
+
+
+def spawn(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task on the loop and keep it alive until it ends. Call on the loop's own thread."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
+
+
+async def off_loop(function: Callable[..., T], *args: Any) -> T:
+    """Run `function` in a worker thread: for encoding, decoding and users' code."""
+    global _workers
+    if _workers is None:
+        _workers = ThreadPoolExecutor(4, thread_name_prefix="tinkex-worker")
+    return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)

@@ -1,0 +1,202 @@
+"""A pass, seen from the client: checked before it is sent, cut into chunks, put together again.
+
+Promises: what is wrong with a pass is said at the call, naming the datum, the key, what was given and what
+is allowed; metrics of chunks are reduced as their suffix says, and no metric can break a finished pass.
+Pure functions; knows nothing of how a pass travels.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.data import Datum, EncodedTextChunk, ImageAssetPointerChunk
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import LOSSES
+from tinkex.types.tensor import TensorData
+
+# What each loss reads: needed, then optional. Other keys pass through: a server may know them.
+_RATIO_LOSS = (("target_tokens", "logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold"))
+INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cross_entropy": (("target_tokens",), ("weights",)),
+    "importance_sampling": _RATIO_LOSS,
+    "ppo": _RATIO_LOSS,
+    "cispo": _RATIO_LOSS,
+    "dro": _RATIO_LOSS,
+    "gspo": (_RATIO_LOSS[0], (*_RATIO_LOSS[1], "sequence_ratio_mask")),
+    "kl_divergence": (("target_tokens", "logprobs"), ("weights",)),
+}
+
+
+# -- checking ------------------------------------------------------------------------------------------
+
+
+def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None) -> None:
+    """Raise InvalidInputError if this pass cannot succeed."""
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise InvalidInputError(f"data must be a list of Datum, got {type(data).__name__}")
+    if not data:
+        raise InvalidInputError("data is empty: a pass needs at least one Datum")
+    if loss_fn not in LOSSES:
+        close = difflib.get_close_matches(str(loss_fn), LOSSES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise InvalidInputError(f"no loss_fn is called {loss_fn!r}{hint} There are: {', '.join(LOSSES)}")
+    for key, value in (config or {}).items():
+        if not isinstance(value, int | float | str) or isinstance(value, bool):
+            raise InvalidInputError(f"loss_fn_config[{key!r}] must be a number or a string, got {value!r}")
+    needed, optional = INPUTS.get(loss_fn, ((), ()))
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise InvalidInputError(f"data[{index}] must be a Datum, got {type(datum).__name__}")
+        try:
+            _check_datum(datum, loss_fn, needed, optional)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"data[{index}]{error}") from None
+
+
+def _check_datum(datum: Datum, loss_fn: str, needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    inputs = datum.loss_fn_inputs
+    for key in needed:
+        if key not in inputs:
+            given = ", ".join(inputs) or "nothing"
+            raise InvalidInputError(f".loss_fn_inputs: {loss_fn} needs {key!r}; given: {given}")
+    for key in inputs:
+        if needed and key not in needed and key not in optional:
+            missing = [k for k in optional if k not in inputs]
+            if close := difflib.get_close_matches(key, missing, n=1, cutoff=0.75):
+                raise InvalidInputError(
+                    f".loss_fn_inputs: {loss_fn} does not read {key!r}; did you mean {close[0]!r}?"
+                )
+    if any(isinstance(chunk, ImageAssetPointerChunk) for chunk in datum.model_input.chunks):
+        raise InvalidInputError(
+            ".model_input: an ImageAssetPointerChunk can be sampled from, not trained on; send an ImageChunk"
+        )
+    _check_tensors(datum, (*needed, *optional))
+
+
+def _check_tensors(datum: Datum, per_token: tuple[str, ...]) -> None:
+    length = _length(datum)
+    target = datum.loss_fn_inputs.get("target_tokens")
+    for key, tensor in datum.loss_fn_inputs.items():
+        where = f".loss_fn_inputs[{key!r}]"
+        if key == "target_tokens" and tensor.dtype != "int64":
+            raise InvalidInputError(f"{where} must be int64 token ids, got {tensor.dtype}")
+        if key == "target_tokens" and tensor.values_np.size and tensor.values_np.min() < 0:
+            raise InvalidInputError(f"{where} has a negative token id: {int(tensor.values_np.min())}")
+        if key in per_token and length is not None and tensor.dense_shape[:1] != (length,):
+            raise InvalidInputError(
+                f"{where} has shape {list(tensor.dense_shape)}, but model_input has {length} positions"
+            )
+        if key == "weights" and target is not None and tensor.dense_shape != target.dense_shape:
+            raise InvalidInputError(
+                f"{where} has shape {list(tensor.dense_shape)}, target_tokens has {list(target.dense_shape)}"
+            )
+        if tensor.dtype == "float32":
+            _check_finite(where, tensor)
+
+
+def _check_finite(where: str, tensor: TensorData) -> None:
+    values = tensor.values_np
+    # A sum is finite unless something in it is not (or it overflowed): ten times cheaper than isfinite.
+    if math.isfinite(values.sum()):
+        return
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise InvalidInputError(f"{where}[{bad[0]}] is {values[bad[0]]}; every value must be finite")
+
+
+def _length(datum: Datum) -> int | None:
+    """Positions of the model input; None where an image does not say."""
+    total = 0
+    for chunk in datum.model_input.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            total += chunk.tokens_np.size
+        elif getattr(chunk, "expected_tokens", 0) is None:
+            return None
+        else:
+            total += chunk.length
+    return total
+
+
+# -- chunks --------------------------------------------------------------------------------------------
+
+
+def datum_bytes(datum: Datum) -> int:
+    """About how much of a request's body this datum is."""
+    total = sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
+    for chunk in datum.model_input.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            total += chunk.tokens_np.nbytes
+        else:
+            total += len(getattr(chunk, "data", None) or getattr(chunk, "dmel", b""))
+    return total
+
+
+def cut(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
+    """`data` in order, in chunks within the server's limits; a larger single datum goes alone."""
+    chunks: list[list[Datum]] = []
+    room = 0
+    for datum in data:
+        size = datum_bytes(datum)
+        if not chunks or len(chunks[-1]) >= max_datums or size > room:
+            chunks.append([])
+            room = max_bytes
+        chunks[-1].append(datum)
+        room -= size
+    return chunks
+
+
+def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """The outputs of a pass's chunks as the output of the pass."""
+    return ForwardBackwardOutput(
+        loss_fn_output_type=outputs[0].loss_fn_output_type,
+        loss_fn_outputs=[record for output in outputs for record in output.loss_fn_outputs],
+        metrics=reduce_metrics([(o.metrics, len(o.loss_fn_outputs)) for o in outputs]),
+    )
+
+
+# -- metrics -------------------------------------------------------------------------------------------
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    total = sum(weights)
+    if not total:
+        return sum(values) / len(values)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / total
+
+
+def _whole(values: Iterable[float]) -> list[int]:
+    return [int(v) for v in values if math.isfinite(v)]
+
+
+_REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "sum": lambda values, _: sum(values),
+    "min": lambda values, _: min(values),
+    "max": lambda values, _: max(values),
+    "mean": _mean,
+    "slack": lambda values, weights: max(values) - _mean(values, weights),
+    "hash2": lambda values, _: float(sum(_whole(values)) % 2**64),
+    "hash_unordered": lambda values, _: float(hash(tuple(sorted(_whole(values))))),
+}
+
+
+def reduce_metrics(chunks: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Metrics of several chunks, each with its number of outputs, as one.
+
+    The part of a key after its last colon says how: sum, min, max, mean (weighted by outputs), slack (max
+    minus mean), hash2, hash_unordered. `unique`, and whatever else, is kept apart as key, key_1, key_2, …
+    """
+    reduced: dict[str, float] = {}
+    for key in dict.fromkeys(key for metrics, _ in chunks for key in metrics):
+        values = [metrics[key] for metrics, _ in chunks if key in metrics]
+        weights = [float(count) for metrics, count in chunks if key in metrics]
+        reduction = _REDUCTIONS.get(key.rpartition(":")[2])
+        if reduction is not None:
+            reduced[key] = reduction(values, weights)
+        else:
+            reduced.update({f"{key}_{n}" if n else key: value for n, value in enumerate(values)})
+    return reduced

@@ -1,0 +1,160 @@
+"""Waiting for results: one long poll per request, or one per sampler where the server offers it.
+
+Promises: polls are paced whatever the server answers; a batch poll that breaks falls back to single polls
+instead of failing everyone; queue states reach an observer on each change. Knows nothing of what a
+result means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tinkex.client import loop as background
+from tinkex.client.connection import Connection
+from tinkex.errors import RequestErrorCategory, RequestFailedError, TinkerError
+from tinkex.types.futures import (
+    FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+    MetadataOnly,
+    Pending,
+    RequestFailedResponse,
+    SamplingSessionFuturesTarget,
+)
+from tinkex.wire import ops
+from tinkex.wire.ops import Op
+
+log = logging.getLogger("tinkex")
+Observer = Callable[[str, str | None], None]  # queue state, its reason
+QUICK_POLL = 1.0  # a "not yet" that came back sooner than this was no long poll: wait before the next
+
+
+async def retrieve(
+    connection: Connection,
+    op: Op[Any, Any],
+    request_id: str,
+    *,
+    observe: Observer | None = None,
+    ready: bool = False,
+) -> Any:
+    """The result of a promise of `op`; raises RequestFailedError if the server failed it.
+
+    `ready` says that the result is known to be there, so that the request is a short one.
+    """
+    request = FutureRetrieveRequest(request_id=request_id)
+    now = asyncio.get_running_loop().time
+    pause = 0.0
+    while True:
+        asked = now()
+        answer = await connection.transport.call(ops.RETRIEVE_FUTURE, request, awaiting=op, ready=ready)
+        if isinstance(answer, RequestFailedResponse):
+            raise RequestFailedError(
+                f"{op.name} failed ({answer.category}): {answer.error}",
+                request_id,
+                RequestErrorCategory.parse(answer.category),
+            )
+        if isinstance(answer, Pending):
+            if observe is not None:
+                observe(answer.queue_state, answer.queue_state_reason)
+        elif not isinstance(answer, MetadataOnly):
+            if observe is not None:
+                observe("active", None)
+            return answer
+        ready = False
+        pause = min(max(0.05, pause * 2), QUICK_POLL) if now() - asked < QUICK_POLL else 0.0
+        if pause:
+            await asyncio.sleep(pause)
+
+
+class BatchPoller:
+    """One long poll for all samples of a sampling session (one at a time, and none when nobody waits)."""
+
+    def __init__(self, connection: Connection, sampling_session_id: str, clone_id: int) -> None:
+        self._connection = connection
+        self._target = SamplingSessionFuturesTarget(
+            sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
+        )
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._early: set[str] = set()  # finished before anyone asked: the answer to the submit was slower
+        self._retrieved: list[str] = []
+        self._cursor = 0
+        self._task: asyncio.Task[None] | None = None
+        self._broken = False
+
+    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: Observer | None = None) -> Any:
+        """As `retrieve` above, through the shared poll."""
+        if request_id in self._early:
+            self._early.discard(request_id)
+        elif not self._broken:
+            await self._finished(request_id)
+        result = await retrieve(self._connection, op, request_id, observe=observe, ready=not self._broken)
+        self._retrieved.append(request_id)
+        return result
+
+    async def _finished(self, request_id: str) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = waiter
+        if self._task is None:
+            self._task = background.spawn(self._poll())
+        try:
+            await waiter
+        finally:
+            self._waiting.pop(request_id, None)
+
+    async def _poll(self) -> None:
+        try:
+            # One more round after the last waiter, to tell the server what may be forgotten.
+            while self._waiting or self._retrieved:
+                await self._poll_once()
+        except TinkerError as error:
+            log.debug("batch retrieval gave up (%s); polling one by one", error)
+            self._broken = True
+            for waiter in self._waiting.values():
+                if not waiter.done():
+                    waiter.set_result(None)
+        finally:
+            self._task = None
+
+    async def _poll_once(self) -> None:
+        retrieved, self._retrieved = self._retrieved, []
+        asked = asyncio.get_running_loop().time()
+        request = FuturesRetrieveRequest(
+            target=self._target, prev_cursor=self._cursor, retrieved_request_ids=retrieved
+        )
+        try:
+            reply = await self._connection.transport.call(ops.RETRIEVE_FUTURES, request)
+        except BaseException:
+            self._retrieved = retrieved + self._retrieved
+            raise
+        self._cursor = max(self._cursor, reply.cursor)
+        for completion in reply.completions:
+            waiter = self._waiting.get(completion.request_id)
+            if waiter is None:
+                self._early.add(completion.request_id)
+            elif not waiter.done():
+                waiter.set_result(None)
+        quick = asyncio.get_running_loop().time() - asked < QUICK_POLL
+        if not reply.completions and quick and self._waiting:
+            await asyncio.sleep(0.1)
+
+
+class QueueWatch:
+    """Turns a stream of queue states into one log line per change, and tells whoever listens."""
+
+    def __init__(self, what: str, listener: Observer | None = None) -> None:
+        self._what = what
+        self._listener = listener
+        self._state = "active"
+
+    def __call__(self, state: str, reason: str | None) -> None:
+        if state == self._state:
+            return
+        self._state = state
+        if state == "active":
+            log.info("%s is running again", self._what)
+        else:
+            log.warning("%s is paused (%s)%s", self._what, state, f": {reason}" if reason else "")
+        if self._listener is not None:
+            self._listener(state, reason)

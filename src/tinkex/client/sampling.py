@@ -1,0 +1,418 @@
+"""SamplingClient: draws from a base model or a published adapter, thousands of requests at a time.
+
+Promises: requests are independent of each other and fail alone; a result that the server forgot is asked
+for anew; a cancelled request is cancelled on the server too. Copies travel to other processes with the
+source of their credential, never with the credential itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import itertools
+import json
+import logging
+import random
+import time
+import weakref
+from dataclasses import asdict, replace
+from typing import Any
+
+from tinkex.client import loop as background
+from tinkex.client.connection import Connection, connect
+from tinkex.client.future import APIFuture, fail, start
+from tinkex.client.limits import Gate
+from tinkex.client.poller import BatchPoller, QueueWatch, retrieve
+from tinkex.client.retry import RetryConfig, RetryPolicy
+from tinkex.client.session import Session
+from tinkex.errors import APIConnectionError, ExpiredError, InvalidInputError, TinkerError
+from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, tokenizer_name
+from tinkex.types.data import ModelInput
+from tinkex.types.futures import CancelFutureRequest, UntypedAPIFuture
+from tinkex.types.outputs import SampleResponse
+from tinkex.types.params import SamplingParams
+from tinkex.types.sampling import (
+    CreateSamplingSessionRequest,
+    GetSamplerRequest,
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    SampleRequest,
+)
+from tinkex.types.tensor import TensorData
+from tinkex.wire import ops
+
+log = logging.getLogger("tinkex")
+CLONE_STRIDE = 1_000_000_000  # seq ids of one copy of a sampler
+
+
+class SamplingClient:
+    """A sampler. Made by `create_sampling_client` and `save_weights_and_get_sampling_client`.
+
+    >>> prompt = ModelInput.from_ints(tokens)                                   # doctest: +SKIP
+    >>> future = sampler.sample(prompt, 4, SamplingParams(max_tokens=64))
+    >>> [sequence.tokens for sequence in future.result().sequences]
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sampling_session_id: str,
+        *,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        base_model: str | None = None,
+        model_path: str | None = None,
+        clone: bool = False,
+    ) -> None:
+        self._session = session
+        self._connection = session.connection
+        self._sampling_session_id = sampling_session_id
+        self.base_model = base_model
+        self.model_path = model_path
+        self.retry_config = retry_config or RetryConfig()
+        self._record_stability_info = record_stability_info
+        self._clone = clone
+        self._ready: asyncio.Task[None] | None = None
+        self._seq = itertools.count()
+        self._gate = Gate(1)  # sized when the server's settings are known
+        self._batch: BatchPoller | None = None
+        self._watch = QueueWatch(f"sampler {sampling_session_id}", self.on_queue_state_change)
+        self._in_flight: weakref.WeakSet[APIFuture[SampleResponse]] = weakref.WeakSet()
+        self._last_success = time.monotonic()
+
+    # -- sampling ----------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """`num_samples` continuations of `prompt`."""
+        request = SampleRequest(
+            prompt, sampling_params, num_samples, self._sampling_session_id,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+        )  # fmt: skip
+        self._connection.check_open()
+        if request.target_prompt_logprobs is not None:
+            _check_targets(request)
+        future = start(lambda: self._sample(request), "sample")
+        if self.retry_config.enable_stuck_detection:
+            self._in_flight.add(future)
+        return future
+
+    async def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SampleResponse:
+        future = self.sample(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
+            topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
+        )  # fmt: skip
+        return await _owned(future, timeout)
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """log p(token | what is before it) for each token of `prompt`; None for the first."""
+        future: APIFuture[list[float | None]] = APIFuture("compute_logprobs")
+        inner = self.sample(
+            prompt, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )  # fmt: skip
+        _forward(inner, future, _prompt_logprobs)
+        return future
+
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None, *, timeout: float | None = None
+    ) -> list[float | None]:
+        return await _owned(self.compute_logprobs(prompt, prompt_logprobs_last_n), timeout)
+
+    async def _sample(self, request: SampleRequest) -> SampleResponse:
+        await self._open()
+        async with self._gate.hold():
+            for tries in itertools.count(1):
+                try:
+                    response = await self._sample_once(_numbered(request, next(self._seq)))
+                except ExpiredError:
+                    # The server no longer has the result (it restarted, say): ask for a new one.
+                    if not self.retry_config.enable_retry_logic:
+                        raise
+                except self.retry_config.retryable_exceptions:
+                    pass
+                else:
+                    self._last_success = time.monotonic()
+                    return response
+                await asyncio.sleep(RetryPolicy.of(self.retry_config).backoff(tries))
+        raise AssertionError("unreachable")
+
+    async def _sample_once(self, request: SampleRequest) -> SampleResponse:
+        promise = await self._connection.call(ops.SAMPLE, request)
+        try:
+            if self._batch is not None:
+                response = await self._batch.retrieve(ops.SAMPLE, promise.request_id, self._watch)
+            else:
+                response = await retrieve(
+                    self._connection, ops.SAMPLE, promise.request_id, observe=self._watch
+                )
+        except asyncio.CancelledError:
+            background.spawn(_cancel(self._connection, promise.request_id))
+            raise
+        return _checked(response, request, promise)
+
+    async def _open(self) -> None:
+        """Learn the server's settings and this copy's number, before the first sample."""
+        if self._ready is None or (self._ready.done() and self._ready.exception() is not None):
+            self._ready = asyncio.get_running_loop().create_task(self._get_ready())
+        if not self._ready.done():
+            await asyncio.shield(self._ready)
+
+    async def _get_ready(self) -> None:
+        await self._session.open()
+        config = self._connection.config
+        clone_id = 0
+        if self._clone and config.sample_join_sampling_session:
+            request = JoinSamplingSessionRequest(sampling_session_id=self._sampling_session_id)
+            clone_id = (await self._connection.call(ops.JOIN_SAMPLING_SESSION, request)).client_counter
+        elif self._clone:
+            clone_id = random.SystemRandom().randint(1, CLONE_STRIDE - 1)
+        self._seq = itertools.count(clone_id * CLONE_STRIDE)
+        self._gate.resize(self.retry_config.max_connections or config.sample_max_concurrent_requests)
+        if config.sample_use_retrieve_futures:
+            self._batch = BatchPoller(self._connection, self._sampling_session_id, clone_id)
+        if self.retry_config.enable_stuck_detection:
+            self._last_success = time.monotonic()
+            background.spawn(_watch_progress(weakref.ref(self), self.retry_config.progress_timeout))
+
+    def _give_up_if_stuck(self) -> None:
+        quiet = time.monotonic() - self._last_success
+        if not self._in_flight:
+            self._last_success = time.monotonic()
+        elif quiet > self.retry_config.progress_timeout:
+            error = APIConnectionError(
+                message=f"no sample of {self._sampling_session_id} finished for {quiet:.0f} s "
+                f"(RetryConfig.progress_timeout); {len(self._in_flight)} were waiting"
+            )
+            for future in list(self._in_flight):
+                fail(future, error)
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        """Called when the server pauses or resumes this sampler; override it to be told."""
+
+    # -- what this sampler is ----------------------------------------------------------------------------
+
+    def get_base_model(self, *, timeout: float | None = None) -> str:
+        return self._info().result(timeout).base_model
+
+    async def get_base_model_async(self, *, timeout: float | None = None) -> str:
+        return (await self._info().result_async(timeout)).base_model
+
+    def _info(self) -> APIFuture[GetSamplerResponse]:
+        return self._connection.submit(
+            ops.GET_SAMPLER, GetSamplerRequest(sampler_id=self._sampling_session_id)
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The base model's tokenizer (a transformers one), cached."""
+        return load_tokenizer(tokenizer_name(self.get_base_model()))
+
+    async def get_tokenizer_async(self) -> Any:
+        return await load_tokenizer_async(tokenizer_name(await self.get_base_model_async()))
+
+    def get_telemetry(self) -> None:
+        """Telemetry is off."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"SamplingClient({self._sampling_session_id!r})"
+
+    # -- copies in other processes -----------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        if not self._connection.base_url:
+            raise TypeError(
+                "this sampler runs inside this process and cannot be sent to another one; start a server "
+                "with `tinkex serve` to share it"
+            )
+        return {
+            "base_url": self._connection.base_url,
+            "session_id": start(self._session.open).result(),
+            "sampling_session_id": self._sampling_session_id,
+            "credential": self._connection.credential_source,
+            "record_stability_info": self._record_stability_info,
+        }
+
+    def __reduce__(self):
+        return _from_state, (self._state(), self.retry_config)
+
+    def get_sampler_handle(self) -> str:
+        """A string from which another process can make this sampler; it holds no credential."""
+        config = asdict(replace(self.retry_config, retryable_exceptions=()))
+        state = {**self._state(), "retry_config": config}
+        return base64.urlsafe_b64encode(json.dumps(state).encode()).decode()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """The sampler that `get_sampler_handle` described."""
+        try:
+            state = json.loads(base64.urlsafe_b64decode(handle))
+            config = RetryConfig(**{**state.pop("retry_config"), "retryable_exceptions": ()})
+            return _from_state(state, config, api_key=api_key)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise InvalidInputError("not a sampler handle; make one with get_sampler_handle()") from None
+
+
+def open_sampler(
+    session: Session,
+    *,
+    model_path: str | None = None,
+    base_model: str | None = None,
+    retry_config: RetryConfig | None = None,
+    record_stability_info: bool = False,
+) -> APIFuture[SamplingClient]:
+    """Open a sampling session on a base model, a published adapter, or both."""
+    if model_path is None and base_model is None:
+        raise InvalidInputError("give model_path (tinker://…) or base_model")
+    if model_path is not None and not model_path.startswith("tinker://"):
+        raise InvalidInputError(f"model_path must start with tinker://, got {model_path!r}")
+
+    async def create() -> SamplingClient:
+        request = CreateSamplingSessionRequest(
+            session_id=await session.open(),
+            sampling_session_seq_id=next(session.sampling_seq),
+            model_path=model_path,
+            base_model=base_model,
+        )
+        reply = await session.call(ops.CREATE_SAMPLING_SESSION, request)
+        return SamplingClient(
+            session, reply.sampling_session_id, retry_config=retry_config,
+            record_stability_info=record_stability_info, base_model=base_model, model_path=model_path,
+        )  # fmt: skip
+
+    return start(create, "create_sampling_session")
+
+
+# Copies that came into this process share one session each, so that a thousand of them beat one heart.
+_joined: weakref.WeakValueDictionary[tuple[str, ...], Session] = weakref.WeakValueDictionary()
+
+
+def _from_state(
+    state: dict[str, Any], retry_config: RetryConfig, *, api_key: str | None = None
+) -> SamplingClient:
+    connection = connect(state["base_url"], api_key, source=None if api_key else state["credential"])
+    key = (state["base_url"], state["session_id"], connection.credential_source, api_key or "")
+    session = _joined.get(key)
+    if session is None or session.connection.closed:
+        session = _joined[key] = Session(connection, session_id=state["session_id"])
+    return SamplingClient(
+        session, state["sampling_session_id"], retry_config=retry_config,
+        record_stability_info=state["record_stability_info"], clone=True,
+    )  # fmt: skip
+
+
+async def _watch_progress(ref: weakref.ref[SamplingClient], timeout: float) -> None:
+    while True:
+        await asyncio.sleep(min(60.0, timeout / 4))
+        sampler = ref()
+        if sampler is None:
+            return
+        sampler._give_up_if_stuck()
+        del sampler
+
+
+async def _cancel(connection: Connection, request_id: str) -> None:
+    """Tell the server that nobody waits any more; it may not care."""
+    try:
+        await connection.transport.call(ops.CANCEL_FUTURE, CancelFutureRequest(request_id=request_id))
+    except TinkerError as error:
+        log.debug("sample %s could not be cancelled on the server: %s", request_id, error)
+
+
+async def _owned(future: APIFuture[Any], timeout: float | None) -> Any:
+    """Await a future that nobody else has: if the task that awaits it is cancelled, so is the request."""
+    try:
+        return await future.result_async(timeout)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+
+
+def _forward(inner: APIFuture[Any], outer: APIFuture[Any], convert: Any) -> None:
+    """`outer` becomes `convert` of what `inner` becomes; cancelling either cancels both."""
+
+    def done(_: Any) -> None:
+        if inner.cancelled():
+            outer.cancel()
+        elif error := inner.exception():
+            fail(outer, error)
+        else:
+            try:
+                outer.set_result(convert(inner.result()))
+            except Exception as failure:
+                fail(outer, failure)
+
+    inner.add_done_callback(done)
+    outer.add_done_callback(lambda f: f.cancelled() and inner.cancel())
+
+
+def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
+    if response.prompt_logprobs is None:
+        raise TinkerError("the server did not return the prompt's logprobs")
+    return response.prompt_logprobs
+
+
+def _numbered(request: SampleRequest, seq_id: int) -> SampleRequest:
+    """The same request with a seq id, without checking all of it again."""
+    request = copy.copy(request)
+    object.__setattr__(request, "seq_id", seq_id)
+    return request
+
+
+def _check_targets(request: SampleRequest) -> None:
+    targets, positions = request.target_prompt_logprobs, request.prompt.length - 1
+    assert targets is not None
+    if targets.dtype != "int64" or len(targets.dense_shape) != 2 or targets.dense_shape[0] != positions:
+        raise InvalidInputError(
+            f"target_prompt_logprobs must be int64 of shape [{positions}, K] (a row for each prompt token "
+            f"but the first), got {targets.dtype} {list(targets.dense_shape)}"
+        )
+
+
+def _checked(response: SampleResponse, request: SampleRequest, promise: UntypedAPIFuture) -> SampleResponse:
+    """The response, with its sequences' ids; what was asked for must be there."""
+    if len(response.sequences) != request.num_samples:
+        raise TinkerError(
+            f"the server returned {len(response.sequences)} sequences for num_samples={request.num_samples}"
+        )
+    if request.prompt_alt_tokens_k and response.prompt_alt_tokens is None:
+        raise TinkerError("this server does not support prompt_alt_tokens_k")
+    ids = promise.sample_sequence_ids
+    if not ids or len(ids) != len(response.sequences):
+        return response  # servers before 0.26 have none
+    sequences = [replace(s, sequence_id=i) for s, i in zip(response.sequences, ids, strict=True)]
+    return replace(response, sequences=sequences)

@@ -1,0 +1,363 @@
+"""ServiceClient: the door. Makes training, sampling and REST clients, which share one session.
+
+Promises: made without any traffic; the session opens with the first run or sampler and ends with the
+`with` block, `close()` or the process. Knows the official signatures; how things are done is elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinkex.client.connection import Connection, connect
+from tinkex.client.future import APIFuture, start
+from tinkex.client.poller import retrieve
+from tinkex.client.rest import RestClient
+from tinkex.client.retry import RetryConfig
+from tinkex.client.sampling import SamplingClient, open_sampler
+from tinkex.client.session import Session
+from tinkex.client.training import TrainingClient, open_run
+from tinkex.config import Settings, Timeouts, console_url
+from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.types.checkpoints import (
+    CopyWeightsRequest,
+    LoadWeightsRequest,
+    ParsedCheckpointTinkerPath,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinkex.types.config import EmptyRequest, GetServerCapabilitiesResponse
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
+from tinkex.types.params import LoraConfig
+from tinkex.types.training import CreateModelRequest
+from tinkex.wire import ops
+
+if TYPE_CHECKING:
+    from typing import Self
+
+log = logging.getLogger("tinkex")
+
+# Builds a connection to a service in this process; set by `tinkex/__init__`, so that no client module ever
+# imports the engine's side.
+embedded: Callable[[Settings], Connection] | None = None
+
+
+class ServiceClient:
+    """The way to a Tinker server: the one given, TINKER_BASE_URL's, or the hosted one.
+
+    >>> with ServiceClient(base_url="http://127.0.0.1:8000") as service:        # doctest: +SKIP
+    ...     run = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        timeouts: Timeouts | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            warnings.warn(
+                f"ServiceClient does not know {', '.join(unknown)}; ignored", FutureWarning, stacklevel=2
+            )
+        settings = Settings.read()
+        local = not (base_url or api_key or settings.base_url or settings.api_key or settings.credential_cmd)
+        if local and embedded is not None and not settings.credentials_file.exists():
+            connection = embedded(settings)
+        else:
+            connection = connect(
+                base_url, api_key, settings=settings, headers=default_headers_overrides, timeouts=timeouts
+            )
+        self._connection = connection
+        self._session = Session(
+            connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name
+        )
+
+    # -- the server --------------------------------------------------------------------------------------
+
+    def get_server_capabilities(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
+        """Which base models there are."""
+        return self._capabilities().result(timeout)
+
+    async def get_server_capabilities_async(
+        self, *, timeout: float | None = None
+    ) -> GetServerCapabilitiesResponse:
+        return await self._capabilities().result_async(timeout)
+
+    def _capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
+        return self._connection.submit(ops.GET_SERVER_CAPABILITIES, EmptyRequest())
+
+    def create_rest_client(self) -> RestClient:
+        """Runs, checkpoints and sessions, to list and to look after."""
+        return RestClient(self._connection)
+
+    def get_console_url(self) -> str:
+        return console_url(self._connection.base_url, "sessions")
+
+    def get_telemetry(self) -> None:
+        """Telemetry is off."""
+        return None
+
+    # -- runs --------------------------------------------------------------------------------------------
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """Start a run: a fresh LoRA adapter on a base model."""
+        lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
+        return self._create_run(base_model, lora, user_metadata, optimizer).result(timeout)
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
+        return await self._create_run(base_model, lora, user_metadata, optimizer).result_async(timeout)
+
+    def _create_run(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> APIFuture[TrainingClient]:
+        if not isinstance(base_model, str) or not base_model:
+            raise InvalidInputError(f"base_model is required; got {base_model!r}")
+        self._connection.check_open()
+        seq = next(self._session.run_seq)
+        return open_run(
+            self._session,
+            lambda session_id: CreateModelRequest(
+                session_id=session_id, model_seq_id=seq, base_model=base_model, lora_config=lora,
+                user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(),
+            ),
+        )  # fmt: skip
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """Go on from saved weights, with a fresh optimizer."""
+        return self._resume(path, False, base_model, user_metadata, weights_access_token, optimizer).result(
+            timeout
+        )
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        future = self._resume(path, False, base_model, user_metadata, weights_access_token, optimizer)
+        return await future.result_async(timeout)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """Go on from a saved state: weights, Adam's moments and its step."""
+        return self._resume(path, True, base_model, user_metadata, weights_access_token, None).result(timeout)
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        future = self._resume(path, True, base_model, user_metadata, weights_access_token, None)
+        return await future.result_async(timeout)
+
+    def _resume(
+        self,
+        path: str,
+        with_optimizer: bool,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+    ) -> APIFuture[TrainingClient]:
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        self._connection.check_open()
+        seq = next(self._session.run_seq)
+
+        async def via_load() -> TrainingClient:
+            """The server makes the run and loads it in one request; the run's id follows from its number."""
+            session_id = await self._session.open()
+            request = LoadWeightsRequest(
+                session_id=session_id, model_seq_id=seq, path=path, optimizer=with_optimizer,
+                base_model=base_model, user_metadata=user_metadata, optimizer_config=optimizer,
+                weights_access_token=token,
+            )  # fmt: skip
+            promise = await self._session.call(ops.LOAD_WEIGHTS, request)
+            loaded = await retrieve(self._connection, ops.LOAD_WEIGHTS, promise.request_id)
+            return TrainingClient(self._session, loaded.model_id or f"{session_id}:train:{seq}")
+
+        async def via_create() -> TrainingClient:
+            info = await self._connection.call(ops.GET_WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path))
+            run = await open_run(
+                self._session,
+                lambda session_id: CreateModelRequest(
+                    session_id=session_id, model_seq_id=seq, base_model=base_model or info.base_model,
+                    lora_config=_lora_of(info, path), user_metadata=user_metadata,
+                    optimizer_config=optimizer or info.optimizer_config,
+                ),
+            )  # fmt: skip
+            await run._load(path, optimizer=with_optimizer, token=token)
+            return run
+
+        async def resume() -> TrainingClient:
+            await self._session.open()
+            if self._connection.config.create_model_via_load_weights:
+                return await via_load()
+            return await via_create()
+
+        return start(resume, "create_training_client_from_state")
+
+    # -- samplers ----------------------------------------------------------------------------------------
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> SamplingClient:
+        """A sampler of a base model or of a published adapter (`tinker://…/sampler_weights/…`)."""
+        return self._sampler(model_path, base_model, retry_config, record_stability_info).result(timeout)
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> SamplingClient:
+        future = self._sampler(model_path, base_model, retry_config, record_stability_info)
+        return await future.result_async(timeout)
+
+    def _sampler(
+        self, model_path: str | None, base_model: str | None, retry_config: RetryConfig | None, record: bool
+    ) -> APIFuture[SamplingClient]:
+        self._connection.check_open()
+        return open_sampler(
+            self._session, model_path=model_path, base_model=base_model, retry_config=retry_config,
+            record_stability_info=record,
+        )  # fmt: skip
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into this session; the new path."""
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        self._connection.check_open()
+        seq = next(self._session.run_seq)
+
+        async def copy() -> str:
+            request = CopyWeightsRequest(
+                session_id=await self._session.open(), model_seq_id=seq, source_path=path,
+                ttl_seconds=ttl_seconds, weights_access_token=weights_access_token,
+            )  # fmt: skip
+            return (await self._session.call(ops.COPY_WEIGHTS, request)).tinker_path
+
+        return start(copy, "copy_weights")
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def close(
+        self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
+    ) -> APIFuture[None]:
+        """Finish the session and close every connection. Later calls raise ClientClosedError."""
+        if status not in ("success", "errored", "interrupted"):
+            raise InvalidInputError(f"status must be success, errored or interrupted, got {status!r}")
+        return start(lambda: self._session.close(status, detail), "close")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close(_status(kind)).result(self._connection.timeouts.close)
+        except (TinkerError, TimeoutError) as failure:
+            log.warning("the session could not be finished: %s", failure)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.close(_status(kind)).result_async(self._connection.timeouts.close)
+        except (TinkerError, TimeoutError) as failure:
+            log.warning("the session could not be finished: %s", failure)
+
+    def __repr__(self) -> str:
+        return f"ServiceClient({self._connection.base_url!r})"
+
+
+def _status(kind: type[BaseException] | None) -> Literal["success", "errored", "interrupted"]:
+    if kind is None:
+        return "success"
+    return "errored" if issubclass(kind, Exception) else "interrupted"
+
+
+def _lora_of(info: WeightsInfoResponse, path: str) -> LoraConfig:
+    if not info.is_lora or info.lora_rank is None:
+        raise TinkerError(f"{path} is not a LoRA checkpoint of known rank, and cannot be trained on")
+    flags = {
+        name: value
+        for name in ("train_unembed", "train_mlp", "train_attn")
+        if (value := getattr(info, name)) is not None
+    }
+    return LoraConfig(rank=info.lora_rank, **flags)

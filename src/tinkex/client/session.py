@@ -1,0 +1,196 @@
+"""A session: a client process's lease on a server, kept alive by heartbeats until it is finished.
+
+Promises: opened once, on first need; finished by `close`, at exit, or when nothing uses it any more (a
+dropped client is collected, and its heartbeats with it). Knows nothing of what the session is used for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+import os
+import sys
+import weakref
+from typing import Any, Literal, TypeVar
+
+from tinkex._version import __version__
+from tinkex.client import loop as background
+from tinkex.client.connection import Connection
+from tinkex.client.future import start
+from tinkex.errors import ExpiredError, TinkerError
+from tinkex.types.sessions import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+from tinkex.wire import ops
+from tinkex.wire.ops import Op
+
+log = logging.getLogger("tinkex")
+Req = TypeVar("Req")
+Reply = TypeVar("Reply")
+FinishReason = Literal["success", "errored", "interrupted"]
+HEARTBEAT_WARNING = (
+    120.0  # seconds without a successful heartbeat before it is said, and between two warnings
+)
+
+
+class Lease:
+    """The part of a session that lives on the background loop. Holds no reference to the session itself."""
+
+    def __init__(self, connection: Connection, session_id: str, *, owned: bool) -> None:
+        self.connection = connection
+        self.session_id = session_id
+        self.owned = owned  # a copy of someone else's session is kept alive, but not finished
+        self.finished = False
+        self._heartbeat = background.spawn(self._beat())
+        _leases.add(self)
+
+    async def _beat(self) -> None:
+        last = warned = asyncio.get_running_loop().time()
+        while not self.finished:
+            await asyncio.sleep(self.connection.timeouts.heartbeat_interval)
+            now = asyncio.get_running_loop().time()
+            try:
+                request = SessionHeartbeatRequest(session_id=self.session_id)
+                await self.connection.transport.call(ops.SESSION_HEARTBEAT, request)
+                last = warned = now
+            except ExpiredError:
+                log.info("session %s has ended on the server", self.session_id)
+                return
+            except TinkerError as error:
+                if now - max(last, warned) > HEARTBEAT_WARNING:
+                    warned = now
+                    log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, error)
+
+    async def finish(self, reason: FinishReason, detail: str | None) -> None:
+        """Tell the server that this session is over, and stop."""
+        if self.finished:
+            return
+        self.finished = True
+        self._heartbeat.cancel()
+        try:
+            if self.owned:
+                request = FinishSessionRequest(
+                    session_id=self.session_id, reason={"type": reason}, detail=detail
+                )
+                await self.connection.transport.call(ops.FINISH_SESSION, request)
+        finally:
+            await self.connection.close()
+
+
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+class Session:
+    """What training and sampling clients share. Opens itself on first use.
+
+    `session_id` given: joins a session that another client opened, instead of opening one.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        display_name: str | None = None,
+        session_id: str | None = None,
+    ) -> None:
+        self.connection = connection
+        self.user_metadata = user_metadata
+        self.project_id = project_id or connection.settings.project_id
+        self.display_name = display_name
+        self._joined = session_id
+        self._opening: asyncio.Task[Lease] | None = None
+        self.run_seq = itertools.count()
+        self.sampling_seq = itertools.count()
+        self.custom_loss_seq = itertools.count()
+
+    async def open(self) -> str:
+        """The session's id, opening the session if this is its first use."""
+        self.connection.check_open()
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+        return (await asyncio.shield(self._opening)).session_id
+
+    async def _open(self) -> Lease:
+        await self.connection.open()
+        session_id = self._joined or await self._create()
+        lease = Lease(self.connection, session_id, owned=self._joined is None)
+        finalizer = weakref.finalize(self, _abandon, lease)
+        finalizer.atexit = False  # _finish_all does it for all of them at once
+        return lease
+
+    async def _create(self) -> str:
+        request = CreateSessionRequest(
+            tags=list(self.connection.settings.tags),
+            user_metadata=self.user_metadata or {},
+            sdk_version=__version__,
+            project_id=self.project_id,
+            display_name=self.display_name,
+        )
+        reply = await self.connection.transport.call(ops.CREATE_SESSION, request)
+        for level, message in (
+            (logging.INFO, reply.info_message),
+            (logging.WARNING, reply.warning_message),
+            (logging.ERROR, reply.error_message),
+        ):
+            if message:
+                log.log(level, "%s", message)
+        return reply.session_id
+
+    async def call(self, op: Op[Req, Reply], request: Req, **context: Any) -> Reply:
+        return await self.connection.call(op, request, **context)
+
+    @property
+    def opened(self) -> bool:
+        return self._opening is not None
+
+    async def close(self, reason: FinishReason = "success", detail: str | None = None) -> None:
+        """Finish the session and close its connections; closing twice is not an error."""
+        if self._opening is not None:
+            try:
+                lease = await asyncio.shield(self._opening)
+            except TinkerError:
+                lease = None  # it never opened: nothing to finish
+            if lease is not None:
+                await lease.finish(reason, detail)
+        await self.connection.close()
+
+
+def _abandon(lease: Lease) -> None:
+    """The last reference to a session is gone: finish it in the background."""
+    if not lease.finished:
+        try:
+            background.call_soon(_spawn_finish, lease)
+        except (TinkerError, RuntimeError):
+            pass  # a forked child, or an interpreter on its way out
+
+
+def _spawn_finish(lease: Lease) -> None:
+    async def quietly() -> None:
+        try:
+            await lease.finish("success", None)
+        except TinkerError as error:
+            log.debug("session %s could not be finished: %s", lease.session_id, error)
+
+    background.spawn(quietly())
+
+
+@atexit.register
+def _finish_all() -> None:
+    """At exit: finish every open session, all at once and for a few seconds at most."""
+    leases = [lease for lease in _leases if not lease.finished]
+    if not leases or background._owner_pid != os.getpid():
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    reason: FinishReason = (
+        "success" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
+    )
+
+    async def finish_all() -> None:
+        await asyncio.gather(*(lease.finish(reason, None) for lease in leases), return_exceptions=True)
+
+    try:
+        start(finish_all, "session finish").result(max(lease.connection.timeouts.close for lease in leases))
+    except Exception as failure:
+        log.debug("sessions could not be finished at exit: %s", failure)

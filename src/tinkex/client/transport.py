@@ -1,0 +1,340 @@
+"""Hop 2: how a call leaves this process. `Transport` is the seam; `HttpTransport` is HTTP behind it.
+
+Promises: one call, one answer or one typed error; retries by the one policy; connections kept apart by
+traffic kind with hard caps; big bodies built and parsed off the event loop. The only module that knows
+the HTTP library. Knows nothing of sessions, runs or futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urljoin, urlsplit
+
+import pyqwest
+
+from tinkex._version import __version__
+from tinkex.client.auth import Credential, JwtCredential
+from tinkex.client.limits import Gate, shared_rate_limit
+from tinkex.client.loop import off_loop
+from tinkex.client.retry import Attempt, RetryPolicy
+from tinkex.config import Timeouts
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APITimeoutError,
+    InvalidInputError,
+    Request,
+    Response,
+    status_error,
+)
+from tinkex.types.config import ClientConfigResponse
+from tinkex.wire import codec, ops
+from tinkex.wire.ops import Op, Pool
+
+log = logging.getLogger("tinkex")
+
+BIG_BODY = 128 * 1024  # bytes from which encoding or decoding leaves the loop
+MAX_REDIRECTS = 5
+LOST_NOTICE = 10.0  # seconds of silence from a server that did answer, before it is said
+JSON_ONLY = (400, 415, 422, 500)  # how servers that only speak JSON refuse a protobuf body
+
+AnyOp = Op[Any, Any]
+
+# Statuses beside 2xx that are an answer, not a failure: "not yet", and "it is over there".
+ALSO_OK: dict[str, tuple[int, ...]] = {
+    ops.RETRIEVE_FUTURE.name: (408,),
+    ops.GET_CHECKPOINT_ARCHIVE_URL.name: (301, 302, 303, 307, 308),
+}
+
+
+class Transport(Protocol):
+    """Where a client's calls go: an HTTP server, or a service in this process."""
+
+    base_url: str  # "" for a service in this process
+
+    async def call(
+        self, op: AnyOp, request: Any, *, awaiting: AnyOp | None = None, ready: bool = False, method: str = ""
+    ) -> Any:
+        """Do one operation.
+
+        For retrieve_future: `awaiting` is the operation whose result is asked for, and `ready` says that the
+        result is known to be there. `method` is the public method behind the call, for servers that count.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Answer(NamedTuple):
+    """One HTTP response."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class _Failed(Exception):
+    """One try that failed: what the policy needs to know, and the error it would be."""
+
+    def __init__(self, attempt: Attempt, error: APIError) -> None:
+        self.attempt, self.error = attempt, error
+
+
+def _caps(https: bool) -> dict[Pool, int]:
+    """Requests in flight for each kind of traffic.
+
+    Over plain HTTP each one is a socket; over TLS they usually share one HTTP/2 connection.
+    """
+    return {
+        Pool.SESSION: 2,
+        Pool.TRAIN: 8,
+        Pool.SAMPLE: 400 if https else 8,
+        Pool.RETRIEVE: 2000 if https else 256,
+        Pool.POLL: 64 if https else 4,
+        Pool.REST: 32 if https else 8,
+        Pool.TELEMETRY: 1,
+    }
+
+
+class HttpTransport:
+    """A Tinker server over HTTP."""
+
+    def __init__(
+        self,
+        base_url: str,
+        credential: Credential,
+        *,
+        headers: Mapping[str, str] | None = None,
+        policy: RetryPolicy | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.base_url = base_url
+        self.credential = credential
+        self.timeouts = timeouts or Timeouts()
+        self.policy = policy or RetryPolicy(
+            connect_budget=self.timeouts.unreachable, lost_budget=self.timeouts.lost
+        )
+        self._https = base_url.startswith("https")
+        self._gates = {pool: Gate(cap) for pool, cap in _caps(self._https).items()}
+        self._clients: dict[Pool, tuple[pyqwest.Client, pyqwest.HTTPTransport]] = {}
+        self._rate = shared_rate_limit(base_url, credential.identity)
+        self._headers = {"user-agent": f"tinkex/{__version__}", **(headers or {})}
+        process = uuid.uuid4().hex  # a counter behind one uuid is cheaper than a uuid for each request
+        self._ids = (f"{process}-{n}" for n in itertools.count())
+        self._compress = False
+        self._reached = False
+        self._silent_since: float | None = None
+        self._speaks_proto: bool | None = None  # None: not known yet
+
+    def honour(self, config: ClientConfigResponse) -> None:
+        """Take over what the server's settings say about how to talk to it."""
+        self._compress = config.proto_compress_fwdbwd
+        self.policy = self.policy.with_billing(config.billing_exception_max_pause_duration_sec)
+        if config.pjwt_auth_enabled and not isinstance(self.credential, JwtCredential):
+            self.credential = JwtCredential(self.credential, self.call)
+
+    async def aclose(self) -> None:
+        clients, self._clients = self._clients, {}
+        for _, http in clients.values():
+            await http.aclose()
+
+    # -- the call ----------------------------------------------------------------------------------------
+
+    async def call(
+        self, op: AnyOp, request: Any, *, awaiting: AnyOp | None = None, ready: bool = False, method: str = ""
+    ) -> Any:
+        encoded = await self._encode(op, request, proto=self._speaks_proto is not False)
+        pool = Pool.SAMPLE if ready else op.pool  # a result that is there needs no long poll
+        headers = self._call_headers(op, encoded, awaiting, method)
+        started, tries = time.monotonic(), 0
+        while True:
+            try:
+                answer = await self._try(op, pool, encoded, headers)
+                break
+            except _Failed as failed:
+                attempt, error = failed.attempt, failed.error
+            if op is ops.FORWARD_BACKWARD and self._speaks_proto is None and attempt.status in JSON_ONLY:
+                return await self._call_in_json(op, request, method, error)
+            tries += 1
+            elapsed = time.monotonic() - started
+            delay = self.policy.decide(attempt, tries, elapsed, patient=op.pool is Pool.SAMPLE)
+            if delay is None or not op.retry:
+                raise _with_history(error, tries, elapsed)
+            self._say_if_lost(attempt)
+            if op is ops.SAMPLE and attempt.status in (402, 429):
+                self._rate.pause(delay)
+            else:
+                await asyncio.sleep(delay)
+        if op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
+            self._speaks_proto = True
+        return await self._decode(op, answer, awaiting)
+
+    async def _try(self, op: AnyOp, pool: Pool, encoded: codec.Encoded, headers: dict[str, str]) -> Answer:
+        """Send once; anything but a usable answer is `_Failed`."""
+        url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
+        probing = await self._rate.turn() if op is ops.SAMPLE else False
+        try:
+            answer = await self._send(op, pool, url, headers, encoded.body)
+        except (OSError, pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError) as cause:
+            attempt = Attempt(cause=cause, reached=self._reached)
+            raise _Failed(attempt, _connection_error(op, url, cause)) from None
+        finally:
+            if probing:
+                self._rate.finish_probe()
+        self._reached, self._silent_since = True, None
+        if op is ops.SAMPLE and answer.status not in (402, 429):
+            self._rate.succeeded()
+        if answer.status < 300 or answer.status in ALSO_OK.get(op.name, ()):
+            return answer
+        raise _Failed(
+            Attempt(answer.status, answer.headers, empty_body=not answer.body), _status_error(op, url, answer)
+        )
+
+    async def _call_in_json(self, op: AnyOp, request: Any, method: str, refusal: APIError) -> Any:
+        """A first protobuf body was refused: see whether this is a server that only speaks JSON."""
+        encoded = await self._encode(op, request, proto=False)
+        try:
+            answer = await self._try(op, op.pool, encoded, self._call_headers(op, encoded, None, method))
+        except _Failed:
+            raise refusal from None  # it was not about protobuf
+        self._speaks_proto = False
+        log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
+        return await self._decode(op, answer, None)
+
+    def _say_if_lost(self, attempt: Attempt) -> None:
+        if attempt.status or not self._reached:
+            return
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= LOST_NOTICE:
+            self._silent_since = now
+            log.warning(
+                "lost contact with %s (%s); still trying, for up to %g s in all",
+                self.base_url, attempt.cause, self.policy.lost_budget,
+            )  # fmt: skip
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    async def _send(
+        self, op: AnyOp, pool: Pool, url: str, headers: dict[str, str], body: bytes | None
+    ) -> Answer:
+        # Before the gate: fetching a token is a call too, and must not wait for those that wait for it.
+        headers["x-api-key"] = await self._api_key(op)
+        async with self._gates[pool].hold():
+            client = self._client(pool)
+            answer = await _execute(client, op.method, url, headers, body)
+            for _ in range(MAX_REDIRECTS):
+                if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(op.name, ()):
+                    break
+                url = urljoin(url, answer.headers.get("location", url))
+                if urlsplit(url).netloc != urlsplit(self.base_url).netloc:
+                    headers = {}  # a signed URL elsewhere: never show it our key
+                answer = await _execute(client, "GET", url, headers, None)
+        if note := answer.headers.get("x-deprecation-note"):
+            severe = answer.headers.get("x-deprecation-level") == "error"
+            log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self.base_url, note)
+        return answer
+
+    async def _api_key(self, op: AnyOp) -> str:
+        credential = self.credential
+        if op is ops.GET_AUTH_TOKEN and isinstance(credential, JwtCredential):
+            credential = credential.inner  # a JWT is asked for with the key itself
+        return credential.current() or await credential.token()
+
+    def _client(self, pool: Pool) -> pyqwest.Client:
+        if pool not in self._clients:
+            polls = pool in (Pool.RETRIEVE, Pool.POLL)
+            http = pyqwest.HTTPTransport(
+                timeout=self.timeouts.long_poll if polls else self.timeouts.request,
+                connect_timeout=self.timeouts.connect,
+                pool_max_idle_per_host=self._gates[pool].capacity,
+                tls_include_system_certs=self._https,
+                follow_redirects=False,
+                enable_otel=False,
+            )
+            self._clients[pool] = (pyqwest.Client(http), http)
+        return self._clients[pool][0]
+
+    def _call_headers(
+        self, op: AnyOp, encoded: codec.Encoded, awaiting: AnyOp | None, method: str
+    ) -> dict[str, str]:
+        headers = {**self._headers, **encoded.headers}
+        if op.method != "GET":
+            # One key for one logical operation: however often it is sent, it is done once.
+            headers["x-idempotency-key"] = next(self._ids)
+        if op is ops.SAMPLE:
+            headers["x-tinker-sampling-backpressure"] = "1"
+        if awaiting is not None:
+            headers["x-tinker-request-type"] = awaiting.request_type
+            headers["accept"] = "application/x-protobuf, application/json"
+        if method:
+            headers["x-sdk-version"], headers["x-sdk-method"] = __version__, method
+        return headers
+
+    # -- bodies ------------------------------------------------------------------------------------------
+
+    async def _encode(self, op: AnyOp, request: Any, *, proto: bool) -> codec.Encoded:
+        compress = self._compress and op is ops.FORWARD_BACKWARD
+        if codec.request_size(request) < BIG_BODY:
+            return codec.encode_request(op, request, proto=proto, compress=compress)
+        return await off_loop(lambda: codec.encode_request(op, request, proto=proto, compress=compress))
+
+    async def _decode(self, op: AnyOp, answer: Answer, awaiting: AnyOp | None) -> Any:
+        def decode() -> Any:
+            if awaiting is not None:
+                return codec.decode_result(awaiting, answer.status, answer.headers, answer.body)
+            return codec.decode_reply(op, answer.status, answer.headers, answer.body)
+
+        try:
+            return decode() if len(answer.body) < BIG_BODY else await off_loop(decode)
+        except InvalidInputError as error:
+            url = self.base_url + op.path
+            response = Response(answer.status, answer.headers, "", Request(op.method, url))
+            raise APIResponseValidationError(
+                response, answer.body[:4096], f"{op.method} {url}: the answer cannot be read: {error}"
+            ) from error
+
+
+async def _execute(
+    client: pyqwest.Client, method: str, url: str, headers: dict[str, str], body: bytes | None
+) -> Answer:
+    response = await client.execute(method, url, headers, body)
+    return Answer(response.status, response.headers, response.content)  # type: ignore[arg-type]
+
+
+def _connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
+    request = Request(op.method, url)
+    if isinstance(cause, TimeoutError):
+        return APITimeoutError(request, f"no answer from {op.method} {url} in time")
+    return APIConnectionError(request, f"no connection to {url}: {_root_cause(cause)}")
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__
+
+
+def _status_error(op: AnyOp, url: str, answer: Answer) -> APIError:
+    text, body = codec.decode_error(answer.status, answer.headers, answer.body)
+    response = Response(
+        answer.status, dict(answer.headers.items()), answer.body[:4096].decode(errors="replace"),
+        Request(op.method, url),
+    )  # fmt: skip
+    return status_error(f"{answer.status} from {op.method} {url}: {text}", response, body)
+
+
+def _with_history(error: APIError, tries: int, elapsed: float) -> APIError:
+    """The error, saying how often and how long it was tried."""
+    if tries > 1:
+        error.message = f"{error.message} ({tries} attempts in {elapsed:.1f} s)"
+        error.args = (error.message,)
+    return error

@@ -1,0 +1,123 @@
+"""Every environment variable and default that the project reads, in one place.
+
+    TINKER_API_KEY          the key; without it, and without a URL, the engine runs in this process
+    TINKER_BASE_URL         the server
+    TINKER_CREDENTIAL_CMD   a shell command that prints a token
+    TINKER_PROJECT_ID       the project of new sessions
+    TINKER_TAGS             tags of new sessions, separated by commas
+    TINKER_TELEMETRY        1, true, yes or on: send telemetry (off unless asked for)
+    TINKER_LOG              debug or info: log to stderr
+    CLOUDFLARE_ACCESS_CLIENT_ID, CLOUDFLARE_ACCESS_CLIENT_SECRET   sent as headers if set
+    TINKEX_HOME             where the embedded engine keeps its state (default ~/.tinkex)
+    TINKEX_TOKENIZER_DIR    a directory of tokenizers, looked into before any hub
+
+Read once, when a client is made: nothing else in the project looks at the environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from tinkex.errors import InvalidInputError
+
+HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that each thing may take before it is an error. See docs/client.md for the table."""
+
+    connect: float = 5.0  # one TCP and TLS handshake
+    request: float = 60.0  # one HTTP request and its answer
+    long_poll: float = 45.0  # one poll for a result
+    unreachable: float = 10.0  # a host that never answered
+    lost: float = 300.0  # a host that did answer, and stopped
+    close: float = 5.0  # finishing a session at close() and at exit
+    heartbeat_interval: float = 10.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says, as it was when a client was made."""
+
+    api_key: str | None = None
+    base_url: str | None = None
+    credential_cmd: str | None = None
+    project_id: str | None = None
+    tags: tuple[str, ...] = ()
+    telemetry: bool = False
+    log: str | None = None
+    extra_headers: tuple[tuple[str, str], ...] = ()
+    home: Path = Path("~/.tinkex")
+    tokenizer_dir: Path | None = None
+    credentials_file: Path = Path("~/.tinker/credentials.json")
+    offline: bool = False
+
+    @classmethod
+    def read(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """From the environment; an empty variable counts as unset."""
+        env = os.environ if env is None else env
+        get = lambda name: env.get(name) or None  # noqa: E731
+        headers = {
+            "CF-Access-Client-Id": get("CLOUDFLARE_ACCESS_CLIENT_ID"),
+            "CF-Access-Client-Secret": get("CLOUDFLARE_ACCESS_CLIENT_SECRET"),
+        }
+        tokenizer_dir = get("TINKEX_TOKENIZER_DIR")
+        return cls(
+            api_key=get("TINKER_API_KEY"),
+            base_url=get("TINKER_BASE_URL"),
+            credential_cmd=get("TINKER_CREDENTIAL_CMD"),
+            project_id=get("TINKER_PROJECT_ID"),
+            tags=tuple(t.strip() for t in (get("TINKER_TAGS") or "").split(",") if t.strip()),
+            telemetry=(get("TINKER_TELEMETRY") or "").lower() in ("1", "true", "yes", "on"),
+            log=get("TINKER_LOG"),
+            extra_headers=tuple((name, value) for name, value in headers.items() if value),
+            home=Path(get("TINKEX_HOME") or "~/.tinkex").expanduser(),
+            tokenizer_dir=Path(tokenizer_dir).expanduser() if tokenizer_dir else None,
+            credentials_file=Path("~/.tinker/credentials.json").expanduser(),
+            offline=(get("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on"),
+        )
+
+
+def normalize_url(url: str) -> str:
+    """One spelling for one server: scheme and host in lower case, no default port, no trailing slash.
+
+    >>> normalize_url("HTTP://LocalHost:80/api/")
+    'http://localhost/api'
+    """
+    parts = urlsplit(url.strip())
+    scheme = parts.scheme.lower()
+    if scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidInputError(f"base_url must look like http://host:port or https://host/path, got {url!r}")
+    try:
+        host, port = parts.hostname.encode("idna").decode().lower(), parts.port
+    except ValueError as error:
+        raise InvalidInputError(f"base_url {url!r} has a bad host or port: {error}") from None
+    if ":" in host:
+        host = f"[{host}]"
+    if port is not None and port != {"http": 80, "https": 443}[scheme]:
+        host = f"{host}:{port}"
+    return urlunsplit((scheme, host, parts.path.rstrip("/"), "", ""))
+
+
+def is_loopback(url: str) -> bool:
+    """Does this URL name this very machine?"""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def console_url(base_url: str, page: str = "") -> str:
+    """The page about something, on the server in use."""
+    root = HOSTED_CONSOLE if base_url == HOSTED_URL else base_url
+    return f"{root}/{page}".rstrip("/")

@@ -1,0 +1,160 @@
+"""The two bases of the control plane's values: what is asked, and what is answered.
+
+Promises: both are frozen. A request that a user builds refuses unknown names with a did-you-mean, as
+InvalidInputError; a reply ignores them, so that an older client understands a newer server. In both, None
+means "not given": it takes the field's default and does not travel, but for the few fields that a class
+names in `sent_as_null`. Knows pydantic; knows neither HTTP nor the paths of endpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import core_schema
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.strict import unknown_field
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# The validation context of what came over the wire: unknown names are noted and dropped there.
+WIRE = "wire"
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # ids that count, sizes, offsets: never negative, 64 bits
+
+
+def explain(error: ValidationError, owner: str) -> str:
+    """What is wrong, in one line: each place with what was given there.
+
+    >>> class Point(ReplyModel):
+    ...     x: int
+    >>> try:
+    ...     Point.model_validate({"x": "one"})
+    ... except ValidationError as error:
+    ...     print(explain(error, "Point"))
+    Point.x: Input should be a valid integer, unable to parse string as an integer, got 'one'
+    """
+    lines = []
+    for problem in error.errors(include_url=False):
+        place = ".".join([owner, *map(str, problem["loc"])])
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidInputError):  # our own words say what was given already
+            lines.append(f"{place}: {cause}" if problem["loc"] else str(cause))
+        elif problem["type"] == "missing":
+            lines.append(f"{place} is missing")
+        else:
+            given = repr(problem["input"])
+            lines.append(f"{place}: {problem['msg']}, got {given if len(given) < 80 else given[:79] + '…'}")
+    return "; ".join(lines[:5])
+
+
+def tidy(
+    owner: str,
+    known: Collection[str],
+    data: Mapping[Any, Any],
+    *,
+    lenient: bool,
+    keep_null: Collection[str] = (),
+) -> dict[str, Any]:
+    """`data` without its Nones, and without what `owner` does not know; which is refused unless `lenient`."""
+    for name in data:
+        if name not in known:
+            if not lenient:
+                raise InvalidInputError(unknown_field(owner, str(name), known))
+            log.debug("%s: ignored the unknown field %r", owner, name)
+    return {k: v for k, v in data.items() if k in known and (v is not None or k in keep_null)}
+
+
+class Model(BaseModel):
+    """A frozen value; None means "not given"."""
+
+    model_config = ConfigDict(frozen=True, defer_build=True, protected_namespaces=())
+    # Fields that travel as null when they are None, because their absence would mean something else.
+    sent_as_null: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tidy(cls, data: Any, info: ValidationInfo) -> Any:
+        extra = cls.model_config.get("extra")
+        if not isinstance(data, Mapping) or extra == "allow":
+            return data
+        lenient = extra == "ignore" or info.context == WIRE
+        return tidy(cls.__name__, cls.model_fields, data, lenient=lenient, keep_null=cls.sent_as_null)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON object of this value: defaults said, Nones left out."""
+        fields = self.model_dump(mode="json", exclude_none=True)
+        for name in self.sent_as_null:
+            fields.setdefault(name, None)
+        return fields
+
+
+if TYPE_CHECKING:
+    _Strict = type(BaseModel)
+else:
+
+    class _Strict(type(BaseModel)):
+        """Turns pydantic's refusal of a user's arguments into ours. Parsing does not come through here."""
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if args:
+                raise InvalidInputError(
+                    f"{cls.__name__} takes its fields by name: {', '.join(cls.model_fields)}"
+                )
+            try:
+                return super().__call__(**kwargs)
+            except ValidationError as error:
+                raise InvalidInputError(explain(error, cls.__name__)) from None
+
+
+class RequestModel(Model, metaclass=_Strict):
+    """What a user or a client builds and sends.
+
+    >>> class Greeting(RequestModel):
+    ...     text: str
+    >>> Greeting(txet="hello")
+    Traceback (most recent call last):
+    tinkex.errors.InvalidInputError: Greeting has no 'txet'; did you mean 'text'? It takes: text
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ReplyModel(Model):
+    """What a server answers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def read_plain(cls: type[T], value: Any, *, lenient: bool) -> T:
+    """`value` as the strict dataclass `cls`: itself, or built from a mapping by its own constructor."""
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"must be a {cls.__name__}, got {type(value).__name__}")
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**tidy(cls.__name__, known, value, lenient=lenient))
+
+
+class Plain:
+    """Marks a field whose type is one of our strict dataclasses: `Annotated[AdamParams, Plain]`.
+
+    Without it pydantic would fill the dataclass by itself, past the constructor that checks it.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        def read(value: Any, info: core_schema.ValidationInfo) -> Any:
+            return read_plain(source, value, lenient=info.context == WIRE)
+
+        return core_schema.with_info_plain_validator_function(
+            read,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda value: value.model_dump(exclude_none=True)
+            ),
+        )

@@ -1,0 +1,260 @@
+"""Checkpoints: saving and loading weights, the `tinker://` paths that name them, and their upkeep."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal, Self
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.base import Count, ReplyModel, RequestModel
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
+
+CheckpointType = Literal["training", "sampler", "external"]
+_FOLDERS: dict[str, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+class Checkpoint(ReplyModel):
+    """Saved weights."""
+
+    checkpoint_id: str  # "weights/NAME", "sampler_weights/NAME" or "external_weights/NAME"
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class Cursor(ReplyModel):
+    """Where a page stands among all there is."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class ParsedCheckpointTinkerPath(ReplyModel):
+    """A checkpoint's path, taken apart.
+
+    >>> ParsedCheckpointTinkerPath.from_tinker_path("tinker://s:train:0/weights/step-10").checkpoint_id
+    'weights/step-10'
+    """
+
+    tinker_path: str
+    training_run_id: str
+    checkpoint_type: CheckpointType
+    checkpoint_id: str
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> Self:
+        """Read `tinker://RUN/weights/NAME`, or the same with sampler_weights or external_weights."""
+        scheme, _, rest = str(tinker_path).partition("://")
+        parts = rest.split("/")
+        if scheme != "tinker" or len(parts) != 3 or not all(parts) or parts[1] not in _FOLDERS:
+            raise InvalidInputError(
+                f"not a checkpoint path: {tinker_path!r}; one looks like tinker://RUN/weights/NAME "
+                f"(or {' or '.join(list(_FOLDERS)[1:])} in place of weights), NAME without '/'"
+            )
+        run, folder, name = parts
+        return cls(
+            tinker_path=tinker_path,
+            training_run_id=run,
+            checkpoint_type=_FOLDERS[folder],
+            checkpoint_id=f"{folder}/{name}",
+        )
+
+
+# -- saving ----------------------------------------------------------------------------------------------
+
+
+class SaveWeightsRequest(RequestModel):
+    """Save a run with its optimizer's state, to go on from later."""
+
+    model_id: str
+    path: str | None = None  # the checkpoint's name
+    seq_id: Count | None = None
+    ttl_seconds: Count | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsResponse(ReplyModel):
+    """Where it is."""
+
+    path: str
+    type: Literal["save_weights"] | None = None
+
+
+class SaveWeightsForSamplerRequest(RequestModel):
+    """Publish a run's adapter: under a name, or unnamed for one sampling session."""
+
+    model_id: str
+    path: str | None = None
+    sampling_session_seq_id: Count | None = None
+    seq_id: Count | None = None
+    ttl_seconds: Count | None = None
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsForSamplerResponse(ReplyModel):
+    """Where it is."""
+
+    path: str
+    type: Literal["save_weights_for_sampler"] | None = None
+
+
+class SaveWeightsForSamplerResponseInternal(ReplyModel):
+    """As it travels: a path if it has a name, a sampling session if it has none."""
+
+    path: str | None = None
+    sampling_session_id: str | None = None
+    type: Literal["save_weights_for_sampler"] | None = None
+
+
+class SaveWeightsExternalRequest(RequestModel):
+    """Export a run's adapter as files to download, encrypted if recipients are given."""
+
+    model_id: str
+    path: str
+    seq_id: Count | None = None
+    ttl_seconds: Count | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveWeightsExternalResponse(ReplyModel):
+    """Where it is."""
+
+    path: str
+    type: Literal["save_weights_external"] | None = None
+
+
+class SaveWeightsExternalResponseInternal(ReplyModel):
+    """As it travels."""
+
+    path: str | None = None
+    size_bytes: int | None = None
+    type: Literal["save_weights_external"] | None = None
+
+
+# -- loading ---------------------------------------------------------------------------------------------
+
+
+class LoadWeightsRequest(RequestModel):
+    """Load a checkpoint into a run, or into a new one (`session_id` and `model_seq_id`)."""
+
+    model_id: str | None = None
+    seq_id: Count | None = None
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool = True  # clients before 0.5.1 do not say it, and mean yes
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class LoadWeightsResponse(ReplyModel):
+    """It is loaded."""
+
+    path: str | None = None
+    model_id: str | None = None
+    type: Literal["load_weights"] | None = None
+
+
+class WeightsInfoRequest(RequestModel):
+    """What was this checkpoint made from?"""
+
+    tinker_path: str
+
+
+class WeightsInfoResponse(ReplyModel):
+    """What a run must be like for a checkpoint to fit."""
+
+    base_model: str
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+class CopyWeightsRequest(RequestModel):
+    """Copy a checkpoint into a project, or into a session."""
+
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    destination_project_id: str | None = None
+    source_path: str
+    ttl_seconds: Count | None = None
+    weights_access_token: str | None = None
+
+
+class CopyWeightsResponse(ReplyModel):
+    """Where the copy is."""
+
+    tinker_path: str
+
+
+# -- upkeep ----------------------------------------------------------------------------------------------
+
+
+class ListCheckpointsRequest(RequestModel):
+    """A run's checkpoints."""
+
+    training_run_id: str
+
+
+class ListUserCheckpointsRequest(RequestModel):
+    """One page of all checkpoints of a user, newest first."""
+
+    limit: Count = 100
+    offset: Count = 0
+
+
+class CheckpointsListResponse(ReplyModel):
+    """Checkpoints, and where this page stands."""
+
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class CheckpointRequest(RequestModel):
+    """One checkpoint of a run: to delete, publish, unpublish or download."""
+
+    training_run_id: str
+    checkpoint_id: str
+
+
+class SetCheckpointTTLRequest(RequestModel):
+    """When a checkpoint expires, in seconds from now; None is never."""
+
+    sent_as_null = frozenset({"ttl_seconds"})
+
+    training_run_id: str
+    checkpoint_id: str
+    ttl_seconds: Count | None
+
+
+class ExternalWeightsUrlsResponse(ReplyModel):
+    """The exported files, each by its relative path."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
+class CheckpointArchiveUrlResponse(ReplyModel):
+    """One file with everything; what clients up to 0.35.0 download."""
+
+    url: str
+    expires: datetime | None = None

@@ -1,0 +1,114 @@
+"""What a server tells a client about itself: settings, capabilities, health, and who a key belongs to.
+
+Promises: every setting has the default that a client assumes when the server is silent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tinkex.types.base import ReplyModel, RequestModel
+
+
+class EmptyRequest(RequestModel):
+    """Nothing needs to be said."""
+
+
+class ClientConfigRequest(RequestModel):
+    """Asked before anything else."""
+
+    sdk_version: str
+
+
+class ClientConfigResponse(ReplyModel):
+    """How a client of this server shall behave."""
+
+    pjwt_auth_enabled: bool = False  # exchange the key for a JWT
+    credential_default_source: str = "api_key"
+    sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
+    inflight_response_bytes_semaphore_size: int = 50 * 1024 * 1024
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False  # zstd bodies on forward_backward
+    fwdbwd_max_chunk_len: int = 1024  # datums a request
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
+    billing_exception_max_pause_duration_sec: int = 3600
+    sample_no_retries: bool = False
+    sample_enable_stuck_detection: bool = True
+    sample_max_concurrent_requests: int = 2000
+    use_pyqwest_transport: bool = True
+    create_model_via_load_weights: bool = False
+    sample_use_retrieve_futures: bool = False  # one long poll for all futures of a sampler
+    custom_loss_server_side: bool = False
+    sample_join_sampling_session: bool = False
+
+
+class ClientDynamicConfigResponse(ReplyModel):
+    """What may change while a client runs."""
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+    sample_cancel_max_batch_size: int = 64
+
+
+class AuthTokenResponse(ReplyModel):
+    """A JWT to use in place of the key."""
+
+    jwt: str
+
+
+class NamedDetails(ReplyModel):
+    """An organisation, as a key's owner sees it."""
+
+    name: str
+
+
+class UserDetails(ReplyModel):
+    """A user, as a key's owner sees them."""
+
+    email: str
+
+
+class ApiKeyDetails(ReplyModel):
+    """Whose key it is."""
+
+    org_details: NamedDetails
+    user_details: UserDetails
+
+
+class ApiKeyResponse(ReplyModel):
+    """The key that was used for this very request."""
+
+    key_id: int
+    name: str
+    note: str
+    details: ApiKeyDetails
+
+
+class WhoamiResponse(ReplyModel):
+    """Who a JWT speaks for."""
+
+    user_urn: str
+    org_urn: str
+    email: str | None = None
+
+
+class HealthResponse(ReplyModel):
+    """The server is there."""
+
+    status: Literal["ok"] = "ok"
+
+
+class SupportedModel(ReplyModel):
+    """A base model, and what can be done with it."""
+
+    model_name: str | None = None
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+class GetServerCapabilitiesResponse(ReplyModel):
+    """Which base models there are."""
+
+    supported_models: list[SupportedModel]

@@ -1,0 +1,113 @@
+"""Promises and how they end: what is asked about a future, and what may be answered.
+
+The answer to a retrieval is one of `Pending`, `MetadataOnly`, `RequestFailedResponse`, or the result itself.
+Knows nothing of polling; that is the client's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from tinkex.errors import RequestErrorCategory
+from tinkex.types.base import Count, ReplyModel, RequestModel
+
+ModelID = str
+RequestID = str
+
+
+class UntypedAPIFuture(ReplyModel):
+    """A promise: ask for its result by `request_id`."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None  # of a sample request: one per sequence, in order
+
+
+class FutureRetrieveRequest(RequestModel):
+    """Is it done? With `allow_metadata_only` a server may answer with the result's size first."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Not done yet, and why it waits."""
+
+    request_id: str = ""
+    queue_state: str = "active"  # active, paused_capacity, paused_rate_limit, or what a newer server says
+    queue_state_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class MetadataOnly:
+    """Done, and this many bytes large: ask again without `allow_metadata_only` to get it."""
+
+    size: int
+
+
+class RequestFailedResponse(ReplyModel):
+    """Done, and failed; `category` says whose fault it was."""
+
+    error: str
+    category: RequestErrorCategory = RequestErrorCategory.Unknown
+
+    @field_validator("category", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> RequestErrorCategory:
+        return RequestErrorCategory.parse(value)
+
+
+class SamplingSessionFuturesTarget(RequestModel):
+    """The futures of one sampler; clones of it count apart."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: Count = 0
+
+
+class FuturesRetrieveRequest(RequestModel):
+    """Which futures ended since `prev_cursor`? Results listed as retrieved need not be kept any longer."""
+
+    target: SamplingSessionFuturesTarget
+    prev_cursor: Count = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+
+
+class FutureFinished(ReplyModel):
+    """Its result can be retrieved."""
+
+    state: Literal["finished"] = "finished"
+    request_id: str
+    response_payload_uncompressed_size: Count | None = None
+
+
+class FutureFailed(ReplyModel):
+    """Its failure can be retrieved."""
+
+    state: Literal["failed"] = "failed"
+    request_id: str
+
+
+FutureCompletion = Annotated[FutureFinished | FutureFailed, Field(discriminator="state")]
+
+
+class FuturesRetrieveResponse(ReplyModel):
+    """What ended, and the cursor to ask with next time."""
+
+    completions: list[FutureCompletion]
+    cursor: Count
+
+
+# What a retrieval may answer; the results are those of wire/ops.py.
+FutureRetrieveResponse = Pending | MetadataOnly | RequestFailedResponse | Any
+
+
+class CancelFutureRequest(RequestModel):
+    """Its result is not wanted any longer."""
+
+    request_id: str

@@ -1,0 +1,79 @@
+"""Which optimizer a run has, and what one of its steps is told.
+
+Promises: AdamW and Dimuon are known by their settings; any other `{type, …}` is kept whole, for a server
+that knows it. `AdamParams` itself lives in params.py, where an engine finds it without pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from tinkex.types.base import Plain, RequestModel
+from tinkex.types.params import AdamParams
+
+
+class AdamOptimizerConfig(RequestModel):
+    """AdamW, the default."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class DimuonOptimizerConfig(RequestModel):
+    """Dimuon; not every server has it."""
+
+    type: Literal["dimuon"] = "dimuon"
+    version: Literal[1] = 1
+
+
+class OtherOptimizerConfig(RequestModel):
+    """An optimizer that this version does not know, with whatever settings it was given."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+class DimuonParams(RequestModel):
+    """One Dimuon step's settings."""
+
+    type: Literal["dimuon"] = "dimuon"
+    learning_rate: float = Field(ge=0)
+    grad_clip_norm: float = 0.0
+    beta1: float = 0.9
+
+
+class OtherOptimParams(RequestModel):
+    """A step of an optimizer that this version does not know."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return kind if kind in ("adamw", "dimuon") else "other"
+
+
+OptimizerConfig = Annotated[
+    Annotated[AdamOptimizerConfig, Tag("adamw")]
+    | Annotated[DimuonOptimizerConfig, Tag("dimuon")]
+    | Annotated[OtherOptimizerConfig, Tag("other")],
+    Discriminator(_kind),
+]
+
+
+def _step_kind(value: Any) -> str:
+    if isinstance(value, AdamParams):
+        return "adam"
+    kind = value.get("type", "adam") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return kind if kind in ("adam", "dimuon") else "other"
+
+
+OptimParams = Annotated[
+    Annotated[AdamParams, Plain, Tag("adam")]
+    | Annotated[DimuonParams, Tag("dimuon")]
+    | Annotated[OtherOptimParams, Tag("other")],
+    Discriminator(_step_kind),
+]

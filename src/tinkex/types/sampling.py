@@ -1,0 +1,101 @@
+"""Sampling sessions, and what is asked of them.
+
+A sample request carries a prompt as arrays and is a dataclass (no pydantic on its path).
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.base import Count, ReplyModel, RequestModel
+from tinkex.types.data import ModelInput
+from tinkex.types.params import SamplingParams
+from tinkex.types.strict import strict
+from tinkex.types.tensor import TensorData
+
+
+class CreateSamplingSessionRequest(RequestModel):
+    """Open a sampler on a base model or on a published adapter."""
+
+    session_id: str
+    sampling_session_seq_id: Count
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingSessionResponse(ReplyModel):
+    """The sampler's id."""
+
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class JoinSamplingSessionRequest(RequestModel):
+    """A clone of a sampler asks for a number of its own."""
+
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(ReplyModel):
+    """The clone's number."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+class GetSamplerRequest(RequestModel):
+    """What does this sampler sample from?"""
+
+    sampler_id: str
+
+
+class GetSamplerResponse(ReplyModel):
+    """A sampler's base model, and its published adapter if it has one."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+@strict
+class SampleRequest:
+    """`num_samples` continuations of a prompt, and what shall be said about the prompt itself."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    num_samples: int = 1
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None  # with model_path, the addressing of servers without sampling sessions
+    model_path: str | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("num_samples", self.num_samples, 1)
+        _at_least("topk_prompt_logprobs", self.topk_prompt_logprobs, 0)
+        _at_least("topk_sample_logprobs", self.topk_sample_logprobs, 0)
+        _at_least("prompt_alt_tokens_k", self.prompt_alt_tokens_k, 0)
+        if self.prompt_logprobs_last_n is not None:
+            _at_least("prompt_logprobs_last_n", self.prompt_logprobs_last_n, 1)
+        if self.seq_id is not None:
+            _at_least("seq_id", self.seq_id, 0)
+        if type(self.prompt) is not ModelInput:
+            raise InvalidInputError(f"prompt must be a ModelInput, got {type(self.prompt).__name__}")
+        if type(self.sampling_params) is not SamplingParams:
+            given = type(self.sampling_params).__name__
+            raise InvalidInputError(f"sampling_params must be SamplingParams, got {given}")
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if type(value) is not int or not low <= value < 2**63:
+        raise InvalidInputError(f"{name} must be a whole number from {low} on, got {value!r}")

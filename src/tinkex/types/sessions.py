@@ -1,0 +1,302 @@
+"""Sessions: a client process's lease, how it ends, and how past ones are found."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, Field
+
+from tinkex.types.base import Count, ReplyModel, RequestModel
+
+AccessScope = Literal["owned", "accessible"]
+
+
+class CreateSessionRequest(RequestModel):
+    """Open a session."""
+
+    tags: list[str] = Field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateSessionResponse(ReplyModel):
+    """The session's id, and anything the server wants the user to read."""
+
+    type: Literal["create_session"] = "create_session"
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    session_id: str
+
+
+class SessionHeartbeatRequest(RequestModel):
+    """Still here."""
+
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SessionHeartbeatResponse(ReplyModel):
+    """Heard."""
+
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+# -- how a session ends ----------------------------------------------------------------------------------
+
+ClientSessionFinishReasonType = Literal["success", "errored", "interrupted"]
+
+
+class ClientSessionFinishSuccess(ReplyModel):
+    """It did what it was meant to."""
+
+    type: Literal["success"] = "success"
+
+
+class ClientSessionFinishErrored(ReplyModel):
+    """It ended with an exception."""
+
+    type: Literal["errored"] = "errored"
+
+
+class ClientSessionFinishInterrupted(ReplyModel):
+    """It was stopped from outside."""
+
+    type: Literal["interrupted"] = "interrupted"
+
+
+ClientSessionFinishReason = Annotated[
+    ClientSessionFinishSuccess | ClientSessionFinishErrored | ClientSessionFinishInterrupted,
+    Field(discriminator="type"),
+]
+
+
+class FinishSessionRequest(RequestModel):
+    """Close a session, and say how it went."""
+
+    sent_as_null = frozenset({"detail"})
+
+    session_id: str
+    reason: ClientSessionFinishReason
+    detail: str | None = None
+
+
+class SessionFailedRequestReason(ReplyModel):
+    """A request failed."""
+
+    type: Literal["request"] = "request"
+    request_id: str
+    request_type: str
+
+
+class SessionFailedTrainingRunReason(ReplyModel):
+    """A run failed."""
+
+    type: Literal["training_run"] = "training_run"
+    training_run_id: str
+
+
+class SessionFailedSamplingSessionReason(ReplyModel):
+    """A sampler failed."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+
+
+SessionFailedReason = Annotated[
+    SessionFailedRequestReason | SessionFailedTrainingRunReason | SessionFailedSamplingSessionReason,
+    Field(discriminator="type"),
+]
+
+
+class SessionFailed(ReplyModel):
+    """Ended by a failure on the server's side."""
+
+    type: Literal["failed"] = "failed"
+    category: Literal["user", "internal"]
+    reason: SessionFailedReason
+    message: str
+
+
+class SessionCancelled(ReplyModel):
+    """Ended by someone else's wish."""
+
+    type: Literal["cancelled"] = "cancelled"
+    detail: str | None = None
+
+
+class ClientSessionFinished(ReplyModel):
+    """Ended by its client."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reason: ClientSessionFinishReason
+    detail: str | None = None
+
+
+class SessionActive(ReplyModel):
+    """Not ended."""
+
+    type: Literal["active"] = "active"
+
+
+SessionStatus = Annotated[
+    SessionFailed | SessionCancelled | ClientSessionFinished | SessionActive, Field(discriminator="type")
+]
+
+
+# -- reading sessions ------------------------------------------------------------------------------------
+
+
+class ListSessionsRequest(RequestModel):
+    """One page of session ids, newest first."""
+
+    limit: Count = 20
+    offset: Count = 0
+    access_scope: AccessScope = "owned"
+
+
+class ListSessionsResponse(ReplyModel):
+    """Session ids."""
+
+    sessions: list[str]
+
+
+class GetSessionRequest(RequestModel):
+    """What is in this session?"""
+
+    session_id: str
+    access_scope: AccessScope = "owned"
+
+
+class GetSessionResponse(ReplyModel):
+    """A session's runs and samplers."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class AssignSessionProjectRequest(RequestModel):
+    """Put a session into a project."""
+
+    session_id: str
+    project_id: str
+
+
+class ExportSessionTraceRequest(RequestModel):
+    """Ask for, or ask after, a session's trace."""
+
+    session_id: str
+
+
+class SessionTraceExportResponse(ReplyModel):
+    """A trace in the making: `url` is set once it is ready, `error` if it failed."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
+
+
+# -- searching sessions ----------------------------------------------------------------------------------
+
+
+class OwnSearchOwner(RequestModel):
+    """My own sessions."""
+
+    type: Literal["own"] = "own"
+
+
+class AccessibleSearchOwner(RequestModel):
+    """Every session that I may see."""
+
+    type: Literal["accessible"] = "accessible"
+
+
+class UserSearchOwner(RequestModel):
+    """The sessions of these users."""
+
+    type: Literal["user"] = "user"
+    owner_urns: list[str] = Field(min_length=1, max_length=10)
+
+
+SearchOwner = Annotated[OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")]
+
+
+class ActiveSessionStatusQuery(RequestModel):
+    """Sessions that have not ended."""
+
+    type: Literal["active"] = "active"
+
+
+class CancelledSessionStatusQuery(RequestModel):
+    """Sessions that were cancelled."""
+
+    type: Literal["cancelled"] = "cancelled"
+
+
+class FailedSessionStatusQuery(RequestModel):
+    """Sessions that failed."""
+
+    type: Literal["failed"] = "failed"
+
+
+class ClientFinishedSessionStatusQuery(RequestModel):
+    """Sessions that their client closed; for these reasons, if any are given."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reasons: list[ClientSessionFinishReasonType] | None = None
+
+
+SessionStatusQuery = Annotated[
+    ActiveSessionStatusQuery
+    | CancelledSessionStatusQuery
+    | FailedSessionStatusQuery
+    | ClientFinishedSessionStatusQuery,
+    Field(discriminator="type"),
+]
+
+
+class SessionSearchCursor(ReplyModel):
+    """Where the next page starts."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(RequestModel):
+    """Sessions that match everything given here, newest first."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict)
+    display_name: str | None = Field(None, min_length=1)
+    owner: SearchOwner = OwnSearchOwner()
+    statuses: list[SessionStatusQuery] | None = Field(None, min_length=1)
+    limit: int = Field(50, ge=1, le=200)
+    cursor: SessionSearchCursor | None = None
+
+
+class SessionSummary(ReplyModel):
+    """A session, as a search shows it."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: SessionStatus | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(ReplyModel):
+    """One page of sessions."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None

@@ -1,0 +1,81 @@
+"""What a client may report about itself. Ours sends nothing unless asked to."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tinkex.types.base import ReplyModel, RequestModel
+
+EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
+Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+class _Event(ReplyModel):
+    event_id: str
+    event_session_index: int
+    severity: Severity
+    timestamp: datetime
+
+
+class SessionStartEvent(_Event):
+    """A session began."""
+
+    event: Literal["SESSION_START"] = "SESSION_START"
+
+
+class SessionEndEvent(_Event):
+    """A session ended, after `duration`."""
+
+    event: Literal["SESSION_END"] = "SESSION_END"
+    duration: str
+
+
+class UnhandledExceptionEvent(_Event):
+    """Something was raised that nobody caught."""
+
+    event: Literal["UNHANDLED_EXCEPTION"] = "UNHANDLED_EXCEPTION"
+    error_message: str
+    error_type: str
+    traceback: str | None = None
+
+
+class GenericEvent(_Event):
+    """Anything else."""
+
+    event: Literal["GENERIC_EVENT"] = "GENERIC_EVENT"
+    event_name: str
+    event_data: dict[str, Any] = Field(default_factory=dict)
+
+
+TelemetryEvent = Annotated[
+    SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent, Field(discriminator="event")
+]
+
+
+class TelemetryBatch(ReplyModel):
+    """Events of one process."""
+
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str = ""
+
+
+class TelemetrySendRequest(RequestModel):
+    """Events of one process; clients before 0.24.0 send no process_uuid."""
+
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str = ""
+
+
+class TelemetryResponse(ReplyModel):
+    """Taken. Official clients retry for ever unless they read exactly this."""
+
+    status: Literal["accepted"] = "accepted"

@@ -1,0 +1,167 @@
+"""Runs: their creation, their passes and steps, and what is known about them.
+
+A pass carries arrays and is a dataclass (no pydantic on its path); all else is small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
+
+from tinkex.types.base import Count, Plain, ReplyModel, RequestModel
+from tinkex.types.checkpoints import Checkpoint, Cursor
+from tinkex.types.data import ForwardBackwardInput
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig, OptimParams
+from tinkex.types.params import AdamParams, LoraConfig
+from tinkex.types.sessions import AccessScope
+
+
+class CreateModelRequest(RequestModel):
+    """Start a run on a base model."""
+
+    session_id: str
+    model_seq_id: Count
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Annotated[LoraConfig, Plain] | None = None
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(ReplyModel):
+    """The run's id."""
+
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class UnloadModelRequest(RequestModel):
+    """Let go of a run; clients up to 0.25.0 ask for it."""
+
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(ReplyModel):
+    """It is let go."""
+
+    model_id: str
+    type: Literal["unload_model"] | None = None
+
+
+class GetInfoRequest(RequestModel):
+    """What is this run made of?"""
+
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(ReplyModel):
+    """The base model of a run."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(ReplyModel):
+    """A run's base model, adapter and optimizer."""
+
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: str
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+
+@dataclass(frozen=True)
+class ForwardBackwardRequest:
+    """One pass of a run, or a chunk of one; `forward_only` leaves the gradients alone."""
+
+    forward_backward_input: ForwardBackwardInput
+    model_id: str
+    seq_id: int
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """The official name for a pass without gradients; ours is ForwardBackwardRequest(forward_only=True)."""
+
+    forward_input: ForwardBackwardInput
+    model_id: str
+    seq_id: int | None = None
+
+
+class OptimStepRequest(RequestModel):
+    """One optimizer step of a run. On the wire `optim_params` is `adam_params` or `optimizer_params`."""
+
+    optim_params: OptimParams
+    model_id: str
+    seq_id: Count | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_wire(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict) or "optim_params" in data:
+            return data
+        data = dict(data)
+        adam, other = data.pop("adam_params", None), data.pop("optimizer_params", None)
+        params = adam if other is None else other
+        return data if params is None else {**data, "optim_params": params}
+
+    @model_serializer(mode="wrap")
+    def _to_wire(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = handler(self)
+        name = "adam_params" if isinstance(self.optim_params, AdamParams) else "optimizer_params"
+        return {**{k: v for k, v in fields.items() if k != "optim_params"}, name: fields["optim_params"]}
+
+
+class OptimStepResponse(ReplyModel):
+    """What the server says about the step."""
+
+    metrics: dict[str, float] | None = None
+
+
+class TrainingRun(ReplyModel):
+    """A run, as it is listed."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class ListTrainingRunsRequest(RequestModel):
+    """One page of runs, newest first."""
+
+    limit: Count = 20
+    offset: Count = 0
+    access_scope: AccessScope = "owned"
+    project_id: str | None = None
+
+
+class TrainingRunsResponse(ReplyModel):
+    """Runs, and where this page stands."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class GetTrainingRunRequest(RequestModel):
+    """One run."""
+
+    training_run_id: str
+    access_scope: AccessScope = "owned"

@@ -1,0 +1,356 @@
+"""How it is said: values to bytes and back, for both ends of the wire.
+
+Promises: pure functions; every default is written, every default may be absent when read, null means "not
+given"; passes and samples are protobuf for whoever accepts it and JSON for whoever does not; bad input of
+any kind raises InvalidInputError with its place, never anything else. Knows neither sockets nor any HTTP
+library: a request is a path, a query string, headers and a body; headers are looked up in lower case.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from types import NoneType
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
+
+import orjson
+from pydantic import ValidationError
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.base import WIRE, Model, explain
+from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
+from tinkex.types.futures import MetadataOnly, Pending, RequestFailedResponse
+from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.training import ForwardBackwardRequest
+from tinkex.wire import json_codec, ops, proto_codec
+from tinkex.wire.ops import Op
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+JSON = "application/json"
+PROTO = "application/x-protobuf"
+MAX_BODY = 256 * 1024 * 1024  # bytes that a request may grow to when it is unpacked
+_ACCESS_TOKEN = "x-tinker-weights-access-token"  # a secret stays out of the body
+
+Headers = Mapping[str, str]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A request, ready to be sent; `query` has no question mark."""
+
+    path: str
+    query: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+
+
+# -- requests, as a client writes them -------------------------------------------------------------------
+
+
+def request_size(request: Any) -> int:
+    """About how many bytes `request` will take: enough to know whether it is big."""
+    if isinstance(request, ForwardBackwardRequest):
+        return sum(
+            sum(_chunk_size(chunk, 4) for chunk in datum.model_input.chunks)
+            + sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
+            for datum in request.forward_backward_input.data
+        )
+    if isinstance(request, SampleRequest):
+        return sum(_chunk_size(chunk, 7) for chunk in request.prompt.chunks)
+    return 0
+
+
+def _chunk_size(chunk: Any, token_bytes: int) -> int:
+    tokens = getattr(chunk, "tokens_np", None)
+    if tokens is not None:
+        return tokens.size * token_bytes
+    return len(getattr(chunk, "data", b"") or getattr(chunk, "dmel", b""))
+
+
+def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compress: bool = False) -> Encoded:
+    """`request` as `op` sends it. `proto=False` is for servers that speak JSON alone."""
+    try:
+        if isinstance(request, ForwardBackwardRequest):
+            encoded = _encode_pass(op, request, proto=proto)
+        elif isinstance(request, SampleRequest):
+            encoded = Encoded(op.path, "", _headers(JSON), _dump(json_codec.write_sample_request(request)))
+        else:
+            encoded = _encode_model(op, request)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _refusal(op, error) from None
+    if compress and encoded.body:
+        headers = {**encoded.headers, "content-encoding": "zstd"}
+        return Encoded(encoded.path, encoded.query, headers, zstd.compress(encoded.body))
+    return encoded
+
+
+def _headers(content_type: str | None) -> dict[str, str]:
+    return {"accept": JSON} if content_type is None else {"accept": JSON, "content-type": content_type}
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bool) -> Encoded:
+    if proto and op is not ops.FORWARD:
+        return Encoded(op.path, "", _headers(PROTO), proto_codec.write_pass(request))
+    path = ops.FORWARD.path if request.forward_only else ops.FORWARD_BACKWARD.path
+    return Encoded(path, "", _headers(JSON), _dump(json_codec.write_pass(request)))
+
+
+def _encode_model(op: Op[Any, Any], request: Model) -> Encoded:
+    fields = request.to_wire()
+    headers = _headers(JSON)
+    if isinstance(request, CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
+        headers[_ACCESS_TOKEN] = token
+    path = op.path
+    for name, has_slashes in op.placeholders.items():
+        value = str(fields.pop(name))
+        if not value or value in (".", ".."):
+            raise InvalidInputError(f"{name} must not be {value!r}")
+        placeholder = f"{{{name}:path}}" if has_slashes else f"{{{name}}}"
+        path = path.replace(placeholder, quote(value, safe="/:" if has_slashes else ":"))
+    if op.method in ("GET", "DELETE"):
+        return Encoded(path, urlencode(fields), _headers(None))
+    if op.placeholders and not fields:  # the path says it all
+        return Encoded(path, "", _headers(None))
+    return Encoded(path, "", headers, _dump(fields))
+
+
+# -- requests, as a server reads them --------------------------------------------------------------------
+
+
+def decode_request(
+    op: Op[Any, Any],
+    *,
+    path_params: Mapping[str, Any] | None = None,
+    query: Mapping[str, str] | None = None,
+    headers: Headers | None = None,
+    body: bytes = b"",
+    max_body: int = MAX_BODY,
+) -> Any:
+    """The request that a client of any age sent to `op`."""
+    headers = headers or {}
+    try:
+        body = _unpack(body, headers.get("content-encoding", ""), max_body)
+        if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
+            return proto_codec.read_pass(body)
+        fields = {**(query or {}), **_load_object(body or b"{}"), **(path_params or {})}
+        if op.request is ForwardBackwardRequest:
+            return json_codec.read_pass(fields, forward_only=op is ops.FORWARD)
+        if op.request is SampleRequest:
+            return json_codec.read_sample_request(fields)
+        if op.request is CopyWeightsRequest and _ACCESS_TOKEN in headers:
+            fields["weights_access_token"] = headers[_ACCESS_TOKEN]
+        return op.request.model_validate(fields, context=WIRE)  # type: ignore[union-attr]
+    except (TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise _refusal(op, error) from None
+
+
+def _refusal(op: Op[Any, Any], error: BaseException) -> InvalidInputError:
+    if isinstance(error, ValidationError):
+        return InvalidInputError(explain(error, op.request.__name__))
+    return InvalidInputError(f"{op.name}: {error}")
+
+
+def _load_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInputError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"a JSON object was expected, got {type(value).__name__}")
+    return value
+
+
+def _unpack(body: bytes, encoding: str, limit: int) -> bytes:
+    """`body` without its content encoding; one that grows past `limit` is refused before it does."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise InvalidInputError(f"content-encoding must be zstd or none, got {encoding!r}")
+    unpacker = zstd.ZstdDecompressor()
+    try:
+        out = unpacker.decompress(body, limit + 1)
+    except zstd.ZstdError as error:
+        raise InvalidInputError(f"not a zstd body: {error}") from None
+    if len(out) > limit:
+        raise InvalidInputError(f"the body unpacks to more than {limit} bytes")
+    if not unpacker.eof or unpacker.unused_data:
+        raise InvalidInputError("a zstd body must be one whole frame")
+    return out
+
+
+# -- replies and results, as a server writes them --------------------------------------------------------
+
+
+def encode_reply(value: Model | None) -> tuple[str, bytes]:
+    """Content type and body of an answer; None has neither."""
+    return ("", b"") if value is None else (JSON, _dump(value.to_wire()))
+
+
+def encode_result(value: Any, accept: str = JSON) -> tuple[str, bytes]:
+    """Content type and body of a future's answer, for a client that accepts `accept`."""
+    proto = PROTO in accept
+    if isinstance(value, ForwardBackwardOutput):
+        return (
+            (PROTO, proto_codec.write_output(value))
+            if proto
+            else (JSON, _dump(json_codec.write_output(value)))
+        )
+    if isinstance(value, SampleResponse):
+        return (
+            (PROTO, proto_codec.write_samples(value))
+            if proto
+            else (JSON, _dump(json_codec.write_samples(value)))
+        )
+    if isinstance(value, Pending):
+        body = {"type": "try_again", "request_id": value.request_id, "queue_state": value.queue_state}
+        if value.queue_state_reason is not None:
+            body["queue_state_reason"] = value.queue_state_reason
+        return JSON, _dump(body)
+    if isinstance(value, MetadataOnly):
+        return JSON, _dump({"status": "complete_metadata", "response_payload_size": value.size})
+    return encode_reply(value)
+
+
+# -- replies and results, as a client reads them ---------------------------------------------------------
+
+
+def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> T:
+    """What `op` was answered."""
+    if op.reply is NoneType:
+        return None  # type: ignore[return-value]
+    if op is ops.GET_CHECKPOINT_ARCHIVE_URL and 300 <= status < 400:
+        return _read_redirect(headers)  # type: ignore[return-value]
+    return _read_model(op.reply, _load_object(body))
+
+
+def decode_result(
+    op: Op[Any, Any], status: int, headers: Headers, body: bytes
+) -> Pending | MetadataOnly | RequestFailedResponse | Any:
+    """What became of the promise that `op` gave."""
+    if status == 408:
+        return _read_pending(body)
+    if PROTO in headers.get("content-type", ""):
+        return _guarded(_PROTO_RESULTS[op.result], body) if op.result in _PROTO_RESULTS else _no_proto(op)
+    fields = _load_object(body)
+    if fields.get("type") == "try_again":
+        return _read_pending(body)
+    if fields.get("status") == "complete_metadata":
+        size = fields.get("response_payload_size")
+        return MetadataOnly(size if isinstance(size, int) else 0)
+    if "error" in fields:
+        return _read_failure(fields)
+    if op.result in _JSON_RESULTS:
+        return _guarded(_JSON_RESULTS[op.result], fields)
+    assert op.result is not None, f"{op.name} gives no promise"
+    return _read_model(op.result, fields)
+
+
+_PROTO_RESULTS: dict[Any, Callable[[bytes], Any]] = {
+    ForwardBackwardOutput: proto_codec.read_output,
+    SampleResponse: proto_codec.read_samples,
+}
+_JSON_RESULTS: dict[Any, Callable[[Any], Any]] = {
+    ForwardBackwardOutput: json_codec.read_output,
+    SampleResponse: json_codec.read_samples,
+}
+
+
+def _guarded(read: Callable[[Any], T], value: Any) -> T:
+    try:
+        return read(value)
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise InvalidInputError(str(error)) from None
+
+
+def _no_proto(op: Op[Any, Any]) -> Any:
+    raise InvalidInputError(f"{op.name} is answered in JSON, got protobuf")
+
+
+def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
+    try:
+        return kind.model_validate(fields)  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise InvalidInputError(explain(error, kind.__name__)) from None
+
+
+def _read_pending(body: bytes) -> Pending:
+    """A "not yet", whose body is optional."""
+    try:
+        fields = _load_object(body)
+    except InvalidInputError:
+        return Pending()
+    reason = fields.get("queue_state_reason")
+    return Pending(
+        str(fields.get("request_id") or ""),
+        str(fields.get("queue_state") or "active"),
+        None if reason is None else str(reason),
+    )
+
+
+def _read_failure(fields: dict[str, Any]) -> RequestFailedResponse:
+    error = fields["error"]
+    text = error if isinstance(error, str) else orjson.dumps(error).decode()
+    return RequestFailedResponse(error=text, category=fields.get("category", ""))
+
+
+def _read_redirect(headers: Headers) -> CheckpointArchiveUrlResponse:
+    expires: datetime | None = None
+    try:
+        expires = parsedate_to_datetime(headers.get("expires", ""))
+    except ValueError:
+        pass
+    if not (url := headers.get("location")):
+        raise InvalidInputError("a redirect without a location")
+    return CheckpointArchiveUrlResponse(url=url, expires=expires)
+
+
+MAX_ERROR_TEXT = 2000
+
+
+def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, object | None]:
+    """What a refusal says, for people, and its JSON if it has any.
+
+    >>> decode_error(422, {}, b'{"detail": "rank must be positive"}')[0]
+    'rank must be positive'
+    """
+    try:
+        parsed: object | None = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        parsed = None
+    text = _message_of(parsed) or body.decode(errors="replace").strip()
+    if not text:
+        known = status in HTTPStatus._value2member_map_
+        text = HTTPStatus(status).phrase if known else "no explanation"
+    if len(text) > MAX_ERROR_TEXT:
+        text = text[:MAX_ERROR_TEXT] + "…"
+    return text, parsed
+
+
+def _message_of(parsed: object) -> str:
+    """The words in the usual places: detail, message, error; or a list of complaints with their places."""
+    if isinstance(parsed, str):
+        return parsed
+    if isinstance(parsed, list):
+        return "; ".join(filter(None, map(_message_of, parsed)))
+    if not isinstance(parsed, dict):
+        return ""
+    for key in ("detail", "message", "error", "msg"):
+        if words := _message_of(parsed.get(key)):
+            place = parsed.get("loc")
+            return f"{'.'.join(map(str, place))}: {words}" if isinstance(place, list) else words
+    return ""

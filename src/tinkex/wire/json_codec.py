@@ -1,0 +1,423 @@
+"""Arrays as JSON: sample requests, and passes and results for those who speak no protobuf.
+
+Promises: what is written has no NaN and no infinity (metrics without a finite value are left out, logprobs
+become null); what is read may lack every default, may say null for "not given", and may come from any SDK
+since 0.3. Bad input raises InvalidInputError with its place. Returns and takes plain dicts: bytes, content
+types and the small models are codec.py's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.base import read_plain
+from tinkex.types.data import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ForwardBackwardInput,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    PromptProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+)
+from tinkex.types.outputs import (
+    TOPK_PADDING,
+    ForwardBackwardOutput,
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    StopReason,
+    TopkLogprobs,
+)
+from tinkex.types.params import SamplingParams
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.tensor import TensorData
+from tinkex.types.training import ForwardBackwardRequest
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+# -- reading with a place to blame -----------------------------------------------------------------------
+
+
+def _get(obj: Any, key: str, kind: type[T] | tuple[type, ...], where: str, default: Any = ...) -> Any:
+    """`obj[key]`, of this kind; absent or null, it is `default`, or refused if there is none."""
+    if not isinstance(obj, Mapping):
+        raise InvalidInputError(f"{where} must be an object, got {type(obj).__name__}")
+    value = obj.get(key)
+    if value is None:
+        if default is ...:
+            raise InvalidInputError(f"{where}.{key} is missing")
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(k.__name__ for k in kinds)
+        raise InvalidInputError(f"{where}.{key} must be {names}, got {type(value).__name__}")
+    return value
+
+
+def _at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """`build(...)`, its refusal prefixed with the place."""
+    try:
+        return build(*args, **kwargs)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"{where}: {error}") from None
+
+
+# -- chunks and tensors ----------------------------------------------------------------------------------
+
+
+def write_chunk(chunk: ModelInputChunk) -> Json:
+    if isinstance(chunk, EncodedTextChunk):
+        return {"tokens": chunk.tokens_np, "type": "encoded_text"}
+    fields = chunk.model_dump(exclude_none=True)
+    for name in ("data", "dmel"):
+        if name in fields:
+            fields[name] = base64.b64encode(fields[name]).decode()
+    return fields
+
+
+def _base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise InvalidInputError(f"not base64: {error}") from None
+
+
+def _chunk_kind(obj: Any, where: str) -> str:
+    """The chunk's type; old SDKs leave it out, and then its keys tell."""
+    given = _get(obj, "type", str, where, None)
+    if given is not None:
+        return given
+    by_key = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel"}
+    return next((kind for key, kind in by_key.items() if obj.get(key) is not None), "encoded_text")
+
+
+def read_chunk(obj: Any, where: str) -> ModelInputChunk:
+    kind = _chunk_kind(obj, where)
+    if kind == "encoded_text":
+        return _at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where))
+    if kind == "dmel":
+        return DmelChunk(_at(f"{where}.dmel", _base64, _get(obj, "dmel", str, where)))
+    if kind not in ("image", "image_asset_pointer"):
+        raise InvalidInputError(
+            f"{where}.type must be encoded_text, image, image_asset_pointer or dmel, got {kind!r}"
+        )
+    # SDKs up to 0.5.0 call the length `tokens`; their height and width have no meaning any longer.
+    length = _get(obj, "expected_tokens", int, where, None) or _get(obj, "tokens", int, where, None)
+    picture = _get(obj, "format", str, where)
+    if kind == "image":
+        data = _at(f"{where}.data", _base64, _get(obj, "data", str, where))
+        return _at(where, ImageChunk, data, picture, length)  # type: ignore[arg-type]
+    location = _get(obj, "location", str, where)
+    return _at(where, ImageAssetPointerChunk, picture, location, length)  # type: ignore[arg-type]
+
+
+def write_model_input(value: ModelInput) -> Json:
+    return {"chunks": [write_chunk(chunk) for chunk in value.chunks]}
+
+
+def read_model_input(obj: Any, where: str) -> ModelInput:
+    chunks = _get(obj, "chunks", list, where)
+    return ModelInput([read_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
+
+
+def write_tensor(value: TensorData) -> Json:
+    out: Json = {"data": value.values_np, "dtype": value.dtype}
+    if value.shape is not None:
+        out["shape"] = value.shape
+    if value.is_sparse:
+        out["sparse_crow_indices"] = value.sparse_crow_np
+        out["sparse_col_indices"] = value.sparse_col_np
+    return out
+
+
+def read_tensor(obj: Any, where: str) -> TensorData:
+    return _at(
+        where,
+        TensorData,
+        _get(obj, "data", list, where),
+        _get(obj, "dtype", str, where, None),
+        _get(obj, "shape", list, where, None),
+        _get(obj, "sparse_crow_indices", list, where, None),
+        _get(obj, "sparse_col_indices", list, where, None),
+    )
+
+
+# -- passes ----------------------------------------------------------------------------------------------
+
+
+def write_spans(spans: ProvenanceSpans) -> list[Json]:
+    return [
+        {
+            "type": "prompt" if isinstance(span, PromptProvenanceSpan) else "sampled",
+            "sequence_id": span.sequence_id,
+            "offset": span.offset,
+            "length": span.length,
+        }
+        for span in spans
+    ]
+
+
+def _read_spans(obj: Any, key: str, where: str) -> ProvenanceSpans | None:
+    items = _get(obj, key, list, where, None)
+    if items is None:
+        return None
+    spans: ProvenanceSpans = []
+    for i, item in enumerate(items):
+        place = f"{where}.{key}[{i}]"
+        prompt = _get(item, "type", str, place) == "prompt"
+        spans.append(
+            (PromptProvenanceSpan if prompt else SampledProvenanceSpan)(
+                _get(item, "sequence_id", str, place),
+                _get(item, "offset", int, place),
+                _get(item, "length", int, place),
+            )
+        )
+    return spans
+
+
+def _write_datum(datum: Datum) -> Json:
+    out: Json = {
+        "loss_fn_inputs": {key: write_tensor(value) for key, value in datum.loss_fn_inputs.items()},
+        "model_input": write_model_input(datum.model_input),
+    }
+    if datum.model_input_spans is not None and datum.loss_fn_input_spans is not None:
+        out["model_input_spans"] = write_spans(datum.model_input_spans)
+        out["loss_fn_input_spans"] = write_spans(datum.loss_fn_input_spans)
+    return out
+
+
+def _read_datum(obj: Any, where: str) -> Datum:
+    inputs = _get(obj, "loss_fn_inputs", dict, where, {})
+    return _at(
+        where,
+        Datum,
+        read_model_input(_get(obj, "model_input", dict, where), f"{where}.model_input"),
+        {key: read_tensor(value, f"{where}.loss_fn_inputs[{key!r}]") for key, value in inputs.items()},
+        _read_spans(obj, "model_input_spans", where),
+        _read_spans(obj, "loss_fn_input_spans", where),
+    )
+
+
+def write_pass(request: ForwardBackwardRequest) -> Json:
+    """The body of /forward_backward, or of /forward for a pass without gradients."""
+    work = request.forward_backward_input
+    body: Json = {"data": [_write_datum(datum) for datum in work.data], "loss_fn": work.loss_fn}
+    if work.loss_fn_config is not None:
+        body["loss_fn_config"] = dict(work.loss_fn_config)
+    name = "forward_input" if request.forward_only else "forward_backward_input"
+    return {name: body, "model_id": request.model_id, "seq_id": request.seq_id}
+
+
+def read_pass(obj: Any, *, forward_only: bool) -> ForwardBackwardRequest:
+    name = "forward_input" if forward_only else "forward_backward_input"
+    work = _get(obj, name, dict, "body")
+    config = _get(work, "loss_fn_config", dict, name, None)
+    for key, value in (config or {}).items():
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise InvalidInputError(
+                f"{name}.loss_fn_config[{key!r}] must be a number or a string, got {value!r}"
+            )
+    return ForwardBackwardRequest(
+        ForwardBackwardInput(
+            [_read_datum(d, f"data[{i}]") for i, d in enumerate(_get(work, "data", list, name))],
+            _get(work, "loss_fn", str, name),
+            config or None,
+        ),
+        _get(obj, "model_id", str, "body"),
+        _seq_id(obj, 2**31),
+        forward_only,
+    )
+
+
+def _seq_id(obj: Any, limit: int) -> int:
+    seq_id = _get(obj, "seq_id", int, "body", 0)
+    if not 0 <= seq_id < limit:
+        raise InvalidInputError(f"seq_id must be from 0 to {limit - 1}, got {seq_id}")
+    return seq_id
+
+
+# -- samples ---------------------------------------------------------------------------------------------
+
+
+def write_sample_request(request: SampleRequest) -> Json:
+    params = request.sampling_params
+    sampling: Json = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    for name in ("max_tokens", "seed", "stop"):
+        if (value := getattr(params, name)) is not None:
+            sampling[name] = value
+    out: Json = {
+        "num_samples": request.num_samples,
+        "prompt": write_model_input(request.prompt),
+        "sampling_params": sampling,
+        "prompt_logprobs": request.prompt_logprobs,
+        "topk_prompt_logprobs": request.topk_prompt_logprobs,
+        "topk_sample_logprobs": request.topk_sample_logprobs,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
+        "record_stability_info": request.record_stability_info,
+        "type": "sample",
+    }
+    for name in ("sampling_session_id", "seq_id", "base_model", "model_path", "prompt_logprobs_last_n"):
+        if (value := getattr(request, name)) is not None:
+            out[name] = value
+    if request.target_prompt_logprobs is not None:
+        out["target_prompt_logprobs"] = write_tensor(request.target_prompt_logprobs)
+    return out
+
+
+def read_sample_request(obj: Any) -> SampleRequest:
+    def get(key: str, kind: Any, default: Any = ...) -> Any:
+        return _get(obj, key, kind, "body", default)
+
+    target = get("target_prompt_logprobs", dict, None)
+    return SampleRequest(
+        prompt=read_model_input(get("prompt", dict), "prompt"),
+        sampling_params=_at(
+            "sampling_params", read_plain, SamplingParams, get("sampling_params", dict, {}), lenient=True
+        ),
+        num_samples=get("num_samples", int, 1),
+        sampling_session_id=get("sampling_session_id", str, None),
+        seq_id=None if get("seq_id", int, None) is None else _seq_id(obj, 2**63),
+        base_model=get("base_model", str, None),
+        model_path=get("model_path", str, None),
+        prompt_logprobs=get("prompt_logprobs", bool, False),
+        topk_prompt_logprobs=get("topk_prompt_logprobs", int, 0),
+        topk_sample_logprobs=get("topk_sample_logprobs", int, 0),
+        target_prompt_logprobs=None if target is None else read_tensor(target, "target_prompt_logprobs"),
+        prompt_alt_tokens_k=get("prompt_alt_tokens_k", int, 0),
+        prompt_logprobs_last_n=get("prompt_logprobs_last_n", int, None),
+        record_stability_info=get("record_stability_info", bool, False),
+    )
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def write_output(value: ForwardBackwardOutput) -> Json:
+    return {
+        "loss_fn_output_type": value.loss_fn_output_type,
+        "loss_fn_outputs": [
+            {name: write_tensor(tensor) for name, tensor in record.items()}
+            for record in value.loss_fn_outputs
+        ],
+        "metrics": {name: number for name, number in value.metrics.items() if math.isfinite(number)},
+    }
+
+
+def read_output(obj: Any) -> ForwardBackwardOutput:
+    outputs = []
+    for i, record in enumerate(_get(obj, "loss_fn_outputs", list, "body")):
+        if not isinstance(record, Mapping):
+            raise InvalidInputError(f"loss_fn_outputs[{i}] must be an object, got {type(record).__name__}")
+        outputs.append({k: _read_logprobs(v, f"loss_fn_outputs[{i}][{k!r}]") for k, v in record.items()})
+    metrics = _get(obj, "metrics", dict, "body", {})
+    numbers = {name: float(n) for name, n in metrics.items() if isinstance(n, int | float)}
+    return ForwardBackwardOutput(_get(obj, "loss_fn_output_type", str, "body", ""), outputs, numbers)
+
+
+def _read_logprobs(obj: Any, where: str) -> TensorData:
+    """A tensor in which null stands for a number that JSON has not."""
+    if isinstance(obj, Mapping) and isinstance(data := obj.get("data"), list) and None in data:
+        obj = {**obj, "data": [math.nan if n is None else n for n in data]}
+    return read_tensor(obj, where)
+
+
+def _write_topk(value: TopkLogprobs | None) -> Any:
+    return None if value is None else value.rows()
+
+
+def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | None:
+    if rows is None:
+        return None
+    k = max((len(row) for row in rows if row), default=0)
+    if not k:
+        return None
+    ids = np.zeros((len(rows), k), np.int32)
+    logprobs = np.full((len(rows), k), TOPK_PADDING, np.float32)
+    for i, row in enumerate(rows):
+        for j, pair in enumerate(row or ()):
+            token, logprob = pair
+            ids[i, j], logprobs[i, j] = token, math.nan if logprob is None else logprob
+    return TopkLogprobs(ids, logprobs)
+
+
+def write_samples(value: SampleResponse) -> Json:
+    sequences = []
+    for sequence in value.sequences:
+        item: Json = {
+            "stop_reason": sequence.stop_reason,
+            "tokens": [] if sequence.tokens_np is None else sequence.tokens_np,
+            "logprobs": sequence.logprobs_np,
+        }
+        if sequence.topk_logprobs_np is not None:
+            item["topk_logprobs"] = _write_topk(sequence.topk_logprobs_np)
+        sequences.append(item)
+    out: Json = {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_logprobs": value.prompt_logprobs_np,
+        "topk_prompt_logprobs": _write_topk(value.topk_prompt_logprobs_np),
+        "prompt_cache_hit_tokens": value.prompt_cache_hit_tokens,
+    }
+    if value.target_prompt_logprobs is not None:
+        out["target_prompt_logprobs"] = write_tensor(value.target_prompt_logprobs)
+    if (alt := value.prompt_alt_tokens) is not None:
+        out["prompt_alt_tokens"] = {
+            "tokens": write_tensor(alt.tokens),
+            "logprobs": write_tensor(alt.logprobs),
+        }
+    return out
+
+
+# Other spellings of why a sequence ended, which some servers and documents use.
+_STOP_REASONS: dict[str, StopReason] = {
+    "stop": "stop", "length": "length", "max_tokens": "length", "stop_sequence": "stop", "eos": "stop",
+}  # fmt: skip
+
+
+def _read_floats(values: list[Any] | None) -> np.ndarray | None:
+    return np.array([math.nan if v is None else v for v in values], np.float32) if values else None
+
+
+def _read_sequence(obj: Any, where: str) -> SampledSequence:
+    reason = _get(obj, "stop_reason", str, where)
+    if reason not in _STOP_REASONS:
+        raise InvalidInputError(f"{where}.stop_reason must be 'stop' or 'length', got {reason!r}")
+    return SampledSequence(
+        _STOP_REASONS[reason],
+        tokens_np=_at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where)).tokens_np,
+        logprobs_np=_at(f"{where}.logprobs", _read_floats, _get(obj, "logprobs", list, where, None)),
+        topk_logprobs_np=_at(where, _read_topk, _get(obj, "topk_logprobs", list, where, None)),
+    )
+
+
+def read_samples(obj: Any) -> SampleResponse:
+    target = _get(obj, "target_prompt_logprobs", dict, "body", None)
+    alt = _get(obj, "prompt_alt_tokens", dict, "body", None)
+    topk = _get(obj, "topk_prompt_logprobs", list, "body", None)
+    return SampleResponse(
+        [_read_sequence(s, f"sequences[{i}]") for i, s in enumerate(_get(obj, "sequences", list, "body"))],
+        _at("prompt_logprobs", _read_floats, _get(obj, "prompt_logprobs", list, "body", None)),
+        _at("topk_prompt_logprobs", _read_topk, topk),
+        None if target is None else _read_logprobs(target, "target_prompt_logprobs"),
+        _get(obj, "prompt_cache_hit_tokens", int, "body", 0),
+        None
+        if alt is None
+        else PromptAltTokens(
+            read_tensor(alt.get("tokens"), "prompt_alt_tokens.tokens"),
+            _read_logprobs(alt.get("logprobs"), "prompt_alt_tokens.logprobs"),
+        ),
+    )

@@ -1,0 +1,282 @@
+"""The one table of operations: for each, how it is asked for and what comes back.
+
+A row is all there is to know about an endpoint: the server mounts its routes from it, the client posts by
+it, and the service has a method of the row's name. Promises answer `UntypedAPIFuture`; their `result` is
+asked for with RETRIEVE_FUTURE. Knows types only: how a value becomes bytes is codec.py's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from types import NoneType
+from typing import Any, Generic, TypeVar
+
+from tinkex.types import (
+    billing,
+    checkpoints,
+    config,
+    futures,
+    losses,
+    sampling,
+    sessions,
+    telemetry,
+    training,
+)
+from tinkex.types.futures import UntypedAPIFuture
+from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
+
+Req = TypeVar("Req")
+Reply = TypeVar("Reply")
+
+
+class Pool(StrEnum):
+    """Kinds of traffic, which a client keeps apart so that none starves another."""
+
+    SESSION = "session"
+    TRAIN = "train"
+    SAMPLE = "sample"
+    RETRIEVE = "retrieve"
+    POLL = "poll"  # the long poll for many futures at once
+    REST = "rest"
+    TELEMETRY = "telemetry"
+
+
+@dataclass(frozen=True)
+class Op(Generic[Req, Reply]):
+    """One operation. `path` is in Starlette's syntax; its placeholders are fields of the request.
+
+    What a GET or DELETE does not say in its path, it says in its query string.
+    """
+
+    name: str
+    method: str
+    path: str
+    request: type[Req]
+    reply: type[Reply]
+    result: type | None = None  # what a promise resolves to
+    request_type: str = ""  # X-Tinker-Request-Type when its promise is retrieved
+    pool: Pool = Pool.REST
+    timeout: float = 60.0
+    retry: bool = True  # False: whoever calls it has a rhythm of their own, the transport must not repeat it
+
+    @cached_property
+    def placeholders(self) -> dict[str, bool]:
+        """The fields in the path; True for those that may contain slashes."""
+        return {name: kind == ":path" for name, kind in re.findall(r"{(\w+)(:path)?}", self.path)}
+
+    @property
+    def is_promise(self) -> bool:
+        return self.result is not None
+
+
+_V1 = "/api/v1"
+_RUN = f"{_V1}/training_runs/{{training_run_id}}"
+_CHECKPOINT = f"{_RUN}/checkpoints/{{checkpoint_id:path}}"
+_SESSION = f"{_V1}/sessions/{{session_id}}"
+
+
+def _promise(
+    name: str, request: type[Req], result: type, request_type: str, **more: Any
+) -> Op[Req, UntypedAPIFuture]:
+    settings = {"pool": Pool.TRAIN, "path": f"{_V1}/{name}", **more}
+    return Op(
+        name,
+        "POST",
+        request=request,
+        reply=UntypedAPIFuture,
+        result=result,
+        request_type=request_type,
+        **settings,
+    )
+
+
+# -- the server itself, and who is asking ----------------------------------------------------------------
+
+GET_CLIENT_CONFIG = Op(
+    "get_client_config", "POST", f"{_V1}/client/config",
+    config.ClientConfigRequest, config.ClientConfigResponse, pool=Pool.SESSION,
+)  # fmt: skip
+GET_DYNAMIC_CONFIG = Op(
+    "get_dynamic_config", "POST", f"{_V1}/client/dynamic_config",
+    config.ClientConfigRequest, config.ClientDynamicConfigResponse,
+    pool=Pool.SESSION, timeout=10.0, retry=False,
+)  # fmt: skip
+GET_AUTH_TOKEN = Op(
+    "get_auth_token", "POST", f"{_V1}/auth/token",
+    config.EmptyRequest, config.AuthTokenResponse, pool=Pool.SESSION,
+)  # fmt: skip
+GET_API_KEY = Op("get_api_key", "GET", f"{_V1}/auth/apikey/me", config.EmptyRequest, config.ApiKeyResponse)
+DELETE_API_KEY = Op("delete_api_key", "DELETE", f"{_V1}/auth/apikey/me", config.EmptyRequest, NoneType)
+GET_HEALTH = Op("get_health", "GET", f"{_V1}/healthz", config.EmptyRequest, config.HealthResponse)
+GET_SERVER_CAPABILITIES = Op(
+    "get_server_capabilities", "GET", f"{_V1}/get_server_capabilities",
+    config.EmptyRequest, config.GetServerCapabilitiesResponse,
+)  # fmt: skip
+SEND_TELEMETRY = Op(
+    "send_telemetry", "POST", f"{_V1}/telemetry",
+    telemetry.TelemetrySendRequest, telemetry.TelemetryResponse, pool=Pool.TELEMETRY, timeout=5.0,
+)  # fmt: skip
+
+# -- sessions --------------------------------------------------------------------------------------------
+
+CREATE_SESSION = Op(
+    "create_session", "POST", f"{_V1}/create_session",
+    sessions.CreateSessionRequest, sessions.CreateSessionResponse, pool=Pool.SESSION,
+)  # fmt: skip
+SESSION_HEARTBEAT = Op(
+    "session_heartbeat", "POST", f"{_V1}/session_heartbeat",
+    sessions.SessionHeartbeatRequest, sessions.SessionHeartbeatResponse,
+    pool=Pool.SESSION, timeout=10.0, retry=False,
+)  # fmt: skip
+FINISH_SESSION = Op(
+    "finish_session", "POST", f"{_SESSION}/finish", sessions.FinishSessionRequest, NoneType, pool=Pool.SESSION
+)
+SEARCH_SESSIONS = Op(
+    "search_sessions",
+    "POST",
+    f"{_V1}/sessions/search",
+    sessions.SessionSearchRequest,
+    sessions.SessionSearchResponse,
+)
+LIST_SESSIONS = Op(
+    "list_sessions", "GET", f"{_V1}/sessions", sessions.ListSessionsRequest, sessions.ListSessionsResponse
+)
+GET_SESSION = Op("get_session", "GET", _SESSION, sessions.GetSessionRequest, sessions.GetSessionResponse)
+ASSIGN_SESSION_PROJECT = Op(
+    "assign_session_project", "PUT", f"{_SESSION}/project", sessions.AssignSessionProjectRequest, NoneType
+)
+EXPORT_SESSION_TRACE = Op(
+    "export_session_trace", "GET", f"{_SESSION}/trace_export",
+    sessions.ExportSessionTraceRequest, sessions.SessionTraceExportResponse,
+)  # fmt: skip
+
+# -- runs ------------------------------------------------------------------------------------------------
+
+CREATE_MODEL = _promise(
+    "create_model", training.CreateModelRequest, training.CreateModelResponse, "CreateModel"
+)
+UNLOAD_MODEL = _promise(  # asked for by clients up to 0.25.0
+    "unload_model", training.UnloadModelRequest, training.UnloadModelResponse, "UnloadModel"
+)
+GET_INFO = Op("get_info", "POST", f"{_V1}/get_info", training.GetInfoRequest, training.GetInfoResponse)
+FORWARD_BACKWARD = _promise(
+    "forward_backward", training.ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward"
+)
+FORWARD = _promise(  # asked for by clients up to 0.24.1; newer ones say forward_only
+    "forward", training.ForwardBackwardRequest, ForwardBackwardOutput, "Forward"
+)
+OPTIM_STEP = _promise("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
+CREATE_CUSTOM_LOSS = _promise(
+    "create_custom_loss", losses.CreateCustomLossRequest, losses.CreateCustomLossResponse, "CreateCustomLoss"
+)
+LIST_TRAINING_RUNS = Op(
+    "list_training_runs", "GET", f"{_V1}/training_runs",
+    training.ListTrainingRunsRequest, training.TrainingRunsResponse,
+)  # fmt: skip
+GET_TRAINING_RUN = Op("get_training_run", "GET", _RUN, training.GetTrainingRunRequest, training.TrainingRun)
+
+# -- checkpoints -----------------------------------------------------------------------------------------
+
+SAVE_WEIGHTS = _promise(
+    "save_weights", checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse, "SaveWeights"
+)
+SAVE_WEIGHTS_FOR_SAMPLER = _promise(
+    "save_weights_for_sampler", checkpoints.SaveWeightsForSamplerRequest,
+    checkpoints.SaveWeightsForSamplerResponseInternal, "SaveWeightsForSampler",
+)  # fmt: skip
+SAVE_WEIGHTS_EXTERNAL = _promise(
+    "save_weights_external", checkpoints.SaveWeightsExternalRequest,
+    checkpoints.SaveWeightsExternalResponseInternal, "SaveWeightsExternal",
+)  # fmt: skip
+LOAD_WEIGHTS = _promise(
+    "load_weights", checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse, "LoadWeights"
+)
+GET_WEIGHTS_INFO = Op(
+    "get_weights_info", "POST", f"{_V1}/weights_info",
+    checkpoints.WeightsInfoRequest, checkpoints.WeightsInfoResponse,
+)  # fmt: skip
+COPY_WEIGHTS = Op(
+    "copy_weights", "POST", f"{_V1}/copy_weights",
+    checkpoints.CopyWeightsRequest, checkpoints.CopyWeightsResponse,
+)  # fmt: skip
+LIST_CHECKPOINTS = Op(
+    "list_checkpoints", "GET", f"{_RUN}/checkpoints",
+    checkpoints.ListCheckpointsRequest, checkpoints.CheckpointsListResponse,
+)  # fmt: skip
+LIST_USER_CHECKPOINTS = Op(
+    "list_user_checkpoints", "GET", f"{_V1}/checkpoints",
+    checkpoints.ListUserCheckpointsRequest, checkpoints.CheckpointsListResponse,
+)  # fmt: skip
+# The longer paths stand before the bare checkpoint, whose placeholder would swallow them.
+PUBLISH_CHECKPOINT = Op(
+    "publish_checkpoint", "POST", f"{_CHECKPOINT}/publish", checkpoints.CheckpointRequest, NoneType
+)
+UNPUBLISH_CHECKPOINT = Op(
+    "unpublish_checkpoint", "DELETE", f"{_CHECKPOINT}/publish", checkpoints.CheckpointRequest, NoneType
+)
+SET_CHECKPOINT_TTL = Op(
+    "set_checkpoint_ttl", "PUT", f"{_CHECKPOINT}/ttl", checkpoints.SetCheckpointTTLRequest, NoneType
+)
+GET_EXTERNAL_WEIGHTS_URLS = Op(
+    "get_external_weights_urls", "GET", f"{_CHECKPOINT}/external_weights_urls",
+    checkpoints.CheckpointRequest, checkpoints.ExternalWeightsUrlsResponse,
+)  # fmt: skip
+GET_CHECKPOINT_ARCHIVE_URL = Op(  # asked for by clients up to 0.35.0; a server may answer 302
+    "get_checkpoint_archive_url", "GET", f"{_CHECKPOINT}/archive",
+    checkpoints.CheckpointRequest, checkpoints.CheckpointArchiveUrlResponse,
+)  # fmt: skip
+DELETE_CHECKPOINT = Op("delete_checkpoint", "DELETE", _CHECKPOINT, checkpoints.CheckpointRequest, NoneType)
+
+# -- sampling --------------------------------------------------------------------------------------------
+
+CREATE_SAMPLING_SESSION = Op(
+    "create_sampling_session", "POST", f"{_V1}/create_sampling_session",
+    sampling.CreateSamplingSessionRequest, sampling.CreateSamplingSessionResponse, pool=Pool.SAMPLE,
+)  # fmt: skip
+JOIN_SAMPLING_SESSION = Op(
+    "join_sampling_session", "POST", f"{_V1}/join_sampling_session",
+    sampling.JoinSamplingSessionRequest, sampling.JoinSamplingSessionResponse, pool=Pool.SAMPLE,
+)  # fmt: skip
+SAMPLE = _promise(
+    "sample", sampling.SampleRequest, SampleResponse, "Sample",
+    path=f"{_V1}/asample", pool=Pool.SAMPLE,
+)  # fmt: skip
+GET_SAMPLER = Op(
+    "get_sampler",
+    "GET",
+    f"{_V1}/samplers/{{sampler_id}}",
+    sampling.GetSamplerRequest,
+    sampling.GetSamplerResponse,
+)
+
+# -- futures ---------------------------------------------------------------------------------------------
+
+RETRIEVE_FUTURE = Op(
+    "retrieve_future", "POST", f"{_V1}/retrieve_future",
+    futures.FutureRetrieveRequest, object, pool=Pool.RETRIEVE, timeout=45.0,
+)  # fmt: skip
+RETRIEVE_FUTURES = Op(
+    "retrieve_futures", "POST", f"{_V1}/retrieve_futures",
+    futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse, pool=Pool.POLL, timeout=45.0,
+)  # fmt: skip
+CANCEL_FUTURE = Op(
+    "cancel_future", "POST", f"{_V1}/cancel_future",
+    futures.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, timeout=30.0, retry=False,
+)  # fmt: skip
+
+# -- audit and billing -----------------------------------------------------------------------------------
+
+GET_AUDIT_LOG = Op("get_audit_log", "GET", f"{_V1}/audit", billing.AuditLogRequest, billing.AuditLogResponse)
+GET_BILLING_USAGE = Op(
+    "get_billing_usage", "GET", f"{_V1}/billing/usage/events",
+    billing.GetBillingUsageRequest, billing.BillingUsageResponse,
+)  # fmt: skip
+GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(
+    "get_current_checkpoint_storage_usage", "GET", f"{_V1}/billing/usage/checkpoints/current",
+    billing.GetCurrentCheckpointStorageUsageRequest, billing.CurrentCheckpointStorageUsageResponse,
+)  # fmt: skip
+
+OPS: dict[str, Op[Any, Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Op)}

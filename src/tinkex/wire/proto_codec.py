@@ -1,0 +1,408 @@
+"""Arrays as protobuf: passes, their outputs, and samples.
+
+Promises: an array's bytes are copied once when written, and are viewed, not copied, once the message is
+parsed. Bad input raises InvalidInputError with its place. Knows neither HTTP nor compression.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.data import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ForwardBackwardInput,
+    ImageChunk,
+    LossFnOutput,
+    ModelInput,
+    ModelInputChunk,
+    PromptProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+)
+from tinkex.types.outputs import (
+    ForwardBackwardOutput,
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    StopReason,
+    TopkLogprobs,
+)
+from tinkex.types.tensor import TensorData
+from tinkex.types.training import ForwardBackwardRequest
+from tinkex.wire import tinkex_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+_I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_ENDS: dict[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
+
+
+def _parse(kind: type[M], body: bytes) -> M:
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise InvalidInputError(f"not a protobuf {kind.__name__}: {error}") from None
+
+
+def _at(where: str, build: Callable[..., T], *args: Any) -> T:
+    try:
+        return build(*args)
+    except ValueError as error:
+        raise InvalidInputError(f"{where}: {error}") from None
+
+
+def _array(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise InvalidInputError(f"{where}: {len(data)} bytes are not a whole number of {dtype.name}s")
+    return np.frombuffer(data, dtype)
+
+
+def _typed_array(data: bytes, dtype: int, where: str) -> np.ndarray:
+    """An array of a declared dtype, as float32 or int64."""
+    if dtype == pb.DTYPE_FLOAT32:
+        return _array(data, _F32, where)
+    if dtype == pb.DTYPE_INT64:
+        return _array(data, _I64, where)
+    if dtype == pb.DTYPE_INT32:
+        return _array(data, _I32, where).astype(np.int64)
+    if dtype == pb.DTYPE_BFLOAT16:  # the upper half of a float32
+        return (_array(data, np.dtype("<u2"), where).astype(np.uint32) << 16).view(np.float32)
+    raise InvalidInputError(f"{where}: unknown dtype {dtype}")
+
+
+# -- writing a pass --------------------------------------------------------------------------------------
+# By hand rather than through the generated classes, which would copy every array three times: a message is
+# a list of pieces (small bytes, and views of the arrays) that are joined once at the end.
+
+Pieces = list[bytes | memoryview]
+_TAGS = [bytes((number << 3 | 2,)) for number in range(16)]  # "a length and that many bytes follow"
+
+
+def _varint(n: int) -> bytes:
+    if n < 0x80:
+        return bytes((n,))
+    out = bytearray()
+    while n > 0x7F:
+        out.append(n & 0x7F | 0x80)
+        n >>= 7
+    out.append(n)
+    return bytes(out)
+
+
+def _message(number: int, pieces: Pieces) -> Pieces:
+    """A field that holds a message, a string or bytes."""
+    return [_TAGS[number] + _varint(sum(map(len, pieces))), *pieces]
+
+
+def _text(number: int, text: str) -> Pieces:
+    return _message(number, [text.encode()]) if text else []
+
+
+def _number(number: int, n: int) -> Pieces:
+    return [_varint(number << 3) + _varint(n % (1 << 64))] if n else []
+
+
+def _double(number: int, n: float) -> bytes:
+    return _varint(number << 3 | 1) + np.float64(n).tobytes()
+
+
+def _bytes_of(array: np.ndarray, dtype: np.dtype) -> Pieces:
+    array = np.ascontiguousarray(array, dtype)
+    return [array.data.cast("B")] if array.size else []
+
+
+def _entry(number: int, key: str, value: Pieces) -> Pieces:
+    """One entry of a map."""
+    return _message(number, [*_message(1, [key.encode()]), *value])
+
+
+def _write_tensor(tensor: TensorData) -> Pieces:
+    dtype = _F32 if tensor.dtype == "float32" else _I64
+    if tensor.sparse_crow_np is not None and tensor.sparse_col_np is not None:
+        parts = (tensor.values_np, dtype), (tensor.sparse_crow_np, _I64), (tensor.sparse_col_np, _I64)
+        csr = [_message(n, _bytes_of(*part)) for n, part in enumerate(parts, 1) if part[0].size]
+        pieces = _message(2, [piece for field in csr for piece in field])
+    else:
+        pieces = _message(1, _bytes_of(tensor.values_np, dtype))
+    pieces += _number(3, _DTYPES[tensor.dtype])
+    if tensor.shape:
+        pieces += _message(4, [b"".join(map(_varint, tensor.shape))])
+    return pieces
+
+
+def _write_chunk(chunk: ModelInputChunk) -> Pieces:
+    if isinstance(chunk, EncodedTextChunk):
+        tokens = _bytes_of(chunk.tokens_np, _I32)
+        return _message(1, _message(1, tokens) if tokens else [])
+    if isinstance(chunk, ImageChunk):
+        pieces = [*_message(1, [chunk.data]), *_text(2, chunk.format)]
+        if chunk.expected_tokens is not None:
+            pieces.append(_varint(3 << 3) + _varint(chunk.expected_tokens % (1 << 64)))
+        return _message(2, pieces)
+    if isinstance(chunk, DmelChunk):
+        return _message(3, _message(1, [chunk.dmel]))
+    raise InvalidInputError(
+        f"{type(chunk).__name__} can be sampled from but not trained on; send the image itself"
+    )
+
+
+def _write_spans(number: int, spans: ProvenanceSpans | None) -> Pieces:
+    pieces: Pieces = []
+    for span in spans or ():
+        fields = [*_text(1, span.sequence_id), *_number(2, span.offset), *_number(3, span.length)]
+        kind = 1 if isinstance(span, PromptProvenanceSpan) else 2
+        pieces += _message(number, _message(kind, fields))
+    return pieces
+
+
+def _write_datum(datum: Datum) -> Pieces:
+    pieces: Pieces = []
+    for chunk in datum.model_input.chunks:
+        pieces += _message(1, _write_chunk(chunk))
+    for key, tensor in datum.loss_fn_inputs.items():
+        pieces += _entry(2, key, _message(2, _write_tensor(tensor)))
+    return pieces + _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
+
+
+def write_pass(request: ForwardBackwardRequest) -> bytes:
+    work = request.forward_backward_input
+    if not 0 <= request.seq_id < 2**31:
+        raise InvalidInputError(f"seq_id must be from 0 to {2**31 - 1}, got {request.seq_id}")
+    pieces = [*_text(1, request.model_id), *_number(2, request.seq_id)]
+    for i, datum in enumerate(work.data):
+        pieces += _message(3, _at(f"data[{i}]", _write_datum, datum))
+    pieces += _text(4, work.loss_fn)
+    config = work.loss_fn_config or {}
+    for key, value in config.items():  # twice, for servers that read only the older map
+        if not isinstance(value, str):
+            pieces += _entry(5, key, [_double(2, value)])
+    pieces += _number(6, request.forward_only)
+    for key, value in config.items():
+        held: Pieces = _message(2, [value.encode()]) if isinstance(value, str) else [_double(1, value)]
+        pieces += _entry(7, key, _message(2, held))
+    return b"".join(pieces)
+
+
+# -- reading a pass --------------------------------------------------------------------------------------
+
+
+def _read_tensor(tensor: pb.Tensor, where: str) -> TensorData:
+    shape = list(tensor.shape) or None
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        csr = tensor.sparse_csr
+        values = _typed_array(csr.values, tensor.dtype, where)
+        crow, col = _array(csr.crow_indices, _I64, where), _array(csr.col_indices, _I64, where)
+        return _at(where, TensorData, values, None, shape, crow, col)
+    return _at(where, TensorData, _typed_array(tensor.dense, tensor.dtype, where), None, shape)
+
+
+def _read_chunk(chunk: pb.Chunk, where: str) -> ModelInputChunk:
+    kind = chunk.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return _at(where, EncodedTextChunk, _array(chunk.encoded_text.tokens, _I32, where))
+    if kind == "image":
+        image = chunk.image
+        length = image.expected_tokens if image.HasField("expected_tokens") else None
+        return _at(where, ImageChunk, image.data, image.format, length)
+    if kind == "dmel":
+        return DmelChunk(chunk.dmel.dmel)
+    raise InvalidInputError(f"{where} holds nothing that this version knows")
+
+
+def _read_spans(spans: Any, where: str) -> ProvenanceSpans:
+    out: ProvenanceSpans = []
+    for i, span in enumerate(spans):
+        kind = span.WhichOneof("span")
+        if kind is None:
+            raise InvalidInputError(f"{where}[{i}] holds nothing that this version knows")
+        held = getattr(span, kind)
+        cls = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+        out.append(cls(held.sequence_id, held.offset, held.length))
+    return out
+
+
+def _read_datum(datum: pb.Datum, where: str) -> Datum:
+    chunks = [_read_chunk(c, f"{where}.model_input[{j}]") for j, c in enumerate(datum.model_input)]
+    inputs = {k: _read_tensor(t, f"{where}.loss_fn_inputs[{k!r}]") for k, t in datum.loss_fn_inputs.items()}
+    if not datum.model_input_spans and not datum.loss_fn_input_spans:
+        return Datum(ModelInput(chunks), inputs)
+    return Datum(
+        ModelInput(chunks),
+        inputs,
+        _read_spans(datum.model_input_spans, f"{where}.model_input_spans"),
+        _read_spans(datum.loss_fn_input_spans, f"{where}.loss_fn_input_spans"),
+    )
+
+
+def read_pass(body: bytes) -> ForwardBackwardRequest:
+    message = _parse(pb.ForwardBackwardRequest, body)
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise InvalidInputError(f"loss_fn_config[{key!r}] holds neither a number nor a text")
+        config[key] = getattr(value, kind)
+    if message.seq_id < 0:
+        raise InvalidInputError(f"seq_id must not be negative, got {message.seq_id}")
+    data = [_read_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
+    work = ForwardBackwardInput(data, message.loss_fn, config or None)
+    return ForwardBackwardRequest(work, message.model_id, message.seq_id, message.forward_only)
+
+
+# -- a pass's outputs ------------------------------------------------------------------------------------
+
+
+def _layout(record: LossFnOutput) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """What datums must share to stand in one record: names, dtypes, and the dimensions after the first."""
+    return tuple((name, tensor.dtype, tensor.dense_shape[1:]) for name, tensor in sorted(record.items()))
+
+
+def write_output(value: ForwardBackwardOutput) -> bytes:
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=value.loss_fn_output_type, metrics=value.metrics)
+    outputs = value.loss_fn_outputs
+    start = 0
+    while start < len(outputs):
+        layout = _layout(outputs[start])
+        end = start + 1
+        while end < len(outputs) and _layout(outputs[end]) == layout:
+            end += 1
+        record = message.loss_fn_outputs.add(type_tag=value.loss_fn_output_type, num_datums=end - start)
+        for name, dtype, trailing in layout:
+            arrays = [output[name].to_numpy().reshape(-1) for output in outputs[start:end]]
+            field = record.fields[name]
+            field.data = np.concatenate(arrays).tobytes()
+            field.offsets = np.cumsum([0, *(a.nbytes for a in arrays)], dtype=_I64).tobytes()
+            field.dtype = _DTYPES[dtype]  # type: ignore[assignment]
+            field.trailing_shape.extend(trailing)
+        start = end
+    return message.SerializeToString()
+
+
+def _read_field(field: pb.BatchedTensor, where: str) -> list[TensorData]:
+    """One output of some datums, cut apart."""
+    offsets = _array(field.offsets, _I64, where)
+    size = 2 if field.dtype in (pb.DTYPE_BFLOAT16,) else 8 if field.dtype == pb.DTYPE_INT64 else 4
+    flat = _typed_array(field.data, field.dtype, where)
+    bounds, rest = np.divmod(offsets, size)
+    rising = bounds.size and bounds[0] >= 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= flat.size
+    if not rising or rest.any():
+        raise InvalidInputError(f"{where}: its offsets do not cut {len(field.data)} bytes apart")
+    trailing = list(field.trailing_shape)
+    row = math.prod(trailing)
+    if any(n < 0 for n in trailing) or (np.diff(bounds) % max(row, 1)).any():
+        raise InvalidInputError(f"{where}: trailing_shape {trailing} does not fit its values")
+    cuts = bounds.tolist()
+    return [
+        TensorData(flat[a:b], shape=[(b - a) // row, *trailing] if row else [b - a])
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def read_output(body: bytes) -> ForwardBackwardOutput:
+    message = _parse(pb.ForwardBackwardOutput, body)
+    outputs: list[LossFnOutput] = []
+    for i, record in enumerate(message.loss_fn_outputs):
+        where = f"loss_fn_outputs[{i}]"
+        fields = {name: _read_field(f, f"{where}[{name!r}]") for name, f in record.fields.items()}
+        count = record.num_datums or max(map(len, fields.values()), default=0)
+        if any(len(tensors) != count for tensors in fields.values()):
+            raise InvalidInputError(f"{where}: says {count} datums, but its fields have another number")
+        outputs += [{name: tensors[n] for name, tensors in fields.items()} for n in range(count)]
+    kind = message.loss_fn_output_type.rpartition(":")[2] or "ArrayRecord"
+    return ForwardBackwardOutput(kind, outputs, dict(message.metrics))
+
+
+# -- samples ---------------------------------------------------------------------------------------------
+
+
+def _fill_topk(message: pb.TopkLogprobs, value: TopkLogprobs) -> None:
+    message.token_ids = np.ascontiguousarray(value.token_ids, _I32).tobytes()
+    message.logprobs = np.ascontiguousarray(value.logprobs, _F32).tobytes()
+    message.k, message.length = value.k, value.length
+
+
+def write_samples(value: SampleResponse) -> bytes:
+    message = pb.SampleResponse(prompt_cache_hit_tokens=value.prompt_cache_hit_tokens)
+    for sequence in value.sequences:
+        ended = pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH
+        out = message.sequences.add(stop_reason=ended)
+        if sequence.tokens_np is not None:
+            out.tokens = np.ascontiguousarray(sequence.tokens_np, _I32).tobytes()
+        if sequence.logprobs_np is not None:
+            out.logprobs = np.ascontiguousarray(sequence.logprobs_np, _F32).tobytes()
+        if sequence.topk_logprobs_np is not None:
+            _fill_topk(out.topk_sampled_logprobs, sequence.topk_logprobs_np)
+    if value.prompt_logprobs_np is not None:
+        message.prompt_logprobs = np.ascontiguousarray(value.prompt_logprobs_np, _F32).tobytes()
+    if value.topk_prompt_logprobs_np is not None:
+        _fill_topk(message.topk_prompt_logprobs, value.topk_prompt_logprobs_np)
+    if value.target_prompt_logprobs is not None:
+        message.target_prompt_logprobs.MergeFromString(b"".join(_write_tensor(value.target_prompt_logprobs)))
+    if value.prompt_alt_tokens is not None:
+        message.prompt_alt_tokens.tokens.MergeFromString(
+            b"".join(_write_tensor(value.prompt_alt_tokens.tokens))
+        )
+        message.prompt_alt_tokens.logprobs.MergeFromString(
+            b"".join(_write_tensor(value.prompt_alt_tokens.logprobs))
+        )
+    return message.SerializeToString()
+
+
+def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs | None:
+    cells = message.k * message.length
+    if not cells:
+        return None
+    ids, logprobs = _array(message.token_ids, _I32, where), _array(message.logprobs, _F32, where)
+    if min(ids.size, logprobs.size) < cells:
+        raise InvalidInputError(f"{where}: fewer than {message.length} rows of {message.k}")
+    shape = message.length, message.k
+    return TopkLogprobs(ids[:cells].reshape(shape), logprobs[:cells].reshape(shape))
+
+
+def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
+    reason = _ENDS.get(sequence.stop_reason)
+    if reason is None:
+        raise InvalidInputError(f"{where}: unknown stop_reason {sequence.stop_reason}")
+    topk = None
+    if sequence.HasField("topk_sampled_logprobs"):
+        topk = _read_topk(sequence.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
+    logprobs = sequence.logprobs
+    return SampledSequence(
+        reason,
+        tokens_np=_array(sequence.tokens, _I32, f"{where}.tokens"),
+        logprobs_np=_array(logprobs, _F32, f"{where}.logprobs") if logprobs else None,
+        topk_logprobs_np=topk,
+    )
+
+
+def read_samples(body: bytes) -> SampleResponse:
+    message = _parse(pb.SampleResponse, body)
+    logprobs, topk, target, alt = message.prompt_logprobs, None, None, None
+    if message.HasField("topk_prompt_logprobs"):
+        topk = _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs")
+    if message.HasField("target_prompt_logprobs"):
+        target = _read_tensor(message.target_prompt_logprobs, "target_prompt_logprobs")
+    if message.HasField("prompt_alt_tokens"):
+        alt = PromptAltTokens(
+            _read_tensor(message.prompt_alt_tokens.tokens, "prompt_alt_tokens.tokens"),
+            _read_tensor(message.prompt_alt_tokens.logprobs, "prompt_alt_tokens.logprobs"),
+        )
+    return SampleResponse(
+        [_read_sequence(sequence, f"sequences[{i}]") for i, sequence in enumerate(message.sequences)],
+        _array(logprobs, _F32, "prompt_logprobs") if logprobs else None,
+        topk,
+        target,
+        message.prompt_cache_hit_tokens,
+        alt,
+    )
