@@ -25,7 +25,7 @@ check: setup     ## ruff, pyright, import-linter
 	$(BIN)/lint-imports
 
 test: setup      ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: setup $(OFFICIAL)/.ready  ## the official client and ours on one stub server, one table
 	$(BIN)/python bench/client.py

@@ -38,7 +38,7 @@ _ERRORS = (
     "CredentialError", "ExperimentalWarning", "ExpiredError", "ForkedClientError", "InternalServerError",
     "InvalidInputError", "NotFoundError", "PassIncompleteError", "PermissionDeniedError", "RateLimitError",
     "RequestErrorCategory", "RequestFailedError", "ResultTimeoutError", "TinkerError",
-    "UnprocessableEntityError",
+    "TokenizerError", "UnprocessableEntityError",
 )  # fmt: skip
 _HOME: dict[str, str] = {
     **_CLIENT,

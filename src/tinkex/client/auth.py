@@ -23,13 +23,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from tinkex.client.loop import off_loop
 from tinkex.config import Settings, is_loopback
 from tinkex.errors import CredentialError, InvalidInputError, TinkerError
-from tinkex.types.config import AuthTokenResponse, EmptyRequest
-from tinkex.wire import ops
 
 log = logging.getLogger("tinkex")
 
@@ -81,7 +79,16 @@ def _identity(kind: str, secret: str) -> str:
 # -- kinds of credentials --------------------------------------------------------------------------------
 
 
-class KeyCredential:
+class _Secret:
+    """Something that must not leave the process by accident."""
+
+    def __reduce__(self) -> NoReturn:
+        raise CredentialError(
+            "credentials are never pickled: send their source, and find them anew with resolve_from_source"
+        )
+
+
+class KeyCredential(_Secret):
     """A key that is known and stays the same."""
 
     def __init__(self, key: str, source: Source) -> None:
@@ -99,20 +106,21 @@ class KeyCredential:
         return f"KeyCredential(source={self.source!r})"
 
 
-class CommandCredential:
+class CommandCredential(_Secret):
     """A token that a shell command prints; kept for a minute, or for as long as it says it is valid."""
 
     source: Source = "command"
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, now: Callable[[], float] = time.time) -> None:
         self.identity = _identity("command", command)
         self._command = command
+        self._now = now
         self._token = ""
         self._until = 0.0
         self._running: asyncio.Task[str] | None = None
 
     def current(self) -> str | None:
-        return self._token if time.time() < self._until else None
+        return self._token if self._now() < self._until else None
 
     async def token(self) -> str:
         if token := self.current():
@@ -124,7 +132,7 @@ class CommandCredential:
     async def _run(self) -> str:
         self._token = await off_loop(run_credential_command, self._command)
         expires = _expiry(decode_claims(self._token))
-        now = time.time()
+        now = self._now()
         self._until = (
             now + COMMAND_TOKEN_LIFE if expires is None else max(expires - REFRESH_NOW, now + FRESH_FOR)
         )
@@ -156,26 +164,29 @@ def run_credential_command(command: str, timeout: float = COMMAND_TIMEOUT) -> st
     return check_key(output, "what TINKER_CREDENTIAL_CMD printed")
 
 
-class JwtCredential:
+class JwtCredential(_Secret):
     """A JWT that another credential is exchanged for, where a server wants that.
 
     A new one is fetched in the background five minutes before the old one ends, so that no call waits for
     it; if that fails, the old one serves as long as the server takes it. One exchange runs at a time.
     """
 
-    def __init__(self, inner: Credential, call: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(
+        self, inner: Credential, call: Callable[..., Awaitable[Any]], now: Callable[[], float] = time.time
+    ) -> None:
         self.source: Source = inner.source
         self.identity = inner.identity
         self.inner = inner  # what the exchange itself is authorised with
         self.claims: Mapping[str, Any] = {}
         self._call = call
+        self._now = now
         self._jwt = ""
         self._use_until = 0.0
         self._refresh_at = 0.0
         self._exchange: asyncio.Task[str] | None = None
 
     def current(self) -> str | None:
-        now = time.time()
+        now = self._now()
         if now >= self._use_until:
             return None
         if now >= self._refresh_at:
@@ -191,7 +202,7 @@ class JwtCredential:
         # A server in trouble may keep the exchange waiting for minutes: the old one is worth a try then.
         await asyncio.wait([exchange], timeout=FRESH_FOR)
         if not exchange.done():
-            self._use_until = time.time() + REFRESH_PAUSE
+            self._use_until = self._now() + REFRESH_PAUSE
         return self._jwt
 
     def _start_exchange(self) -> asyncio.Task[str]:
@@ -201,19 +212,22 @@ class JwtCredential:
         return self._exchange
 
     async def _renew(self) -> str:
+        from tinkex.types.config import EmptyRequest  # with numpy behind it, which keys alone do not need
+        from tinkex.wire import ops
+
         try:
-            answer: AuthTokenResponse = await self._call(ops.GET_AUTH_TOKEN, EmptyRequest())
+            answer = await self._call(ops.GET_AUTH_TOKEN, EmptyRequest())
         except TinkerError as error:
             if not self._jwt:
                 raise
             log.warning("could not renew the JWT, going on with the old one: %s", error)
-            self._refresh_at = time.time() + REFRESH_PAUSE
+            self._refresh_at = self._now() + REFRESH_PAUSE
             self._use_until = max(self._use_until, self._refresh_at)
             return self._jwt
         self._jwt, self.claims = answer.jwt, decode_claims(answer.jwt)
-        now, expires = time.time(), _expiry(self.claims)
+        now, expires = self._now(), _expiry(self.claims)
         if expires is None:
-            expires = now + REFRESH_EARLY
+            expires = now + 2 * REFRESH_EARLY
         # A clock that is wrong by hours must not make every request an exchange.
         self._use_until = max(expires - REFRESH_NOW, now + FRESH_FOR)
         self._refresh_at = max(expires - REFRESH_EARLY, now + FRESH_FOR)

@@ -59,3 +59,10 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._connection.base_url!r})"
+
+
+def check_id(name: str, value: str) -> str:
+    """`value`, if it can stand in the path of a URL."""
+    if not isinstance(value, str) or not value or "/" in value:
+        raise InvalidInputError(f"{name} must be an id without '/', as the server gave it, got {value!r}")
+    return value

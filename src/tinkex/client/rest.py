@@ -1,4 +1,4 @@
-"""RestClient: runs, checkpoints, sessions and samplers, looked up and looked after.
+"""RestClient: runs, checkpoints (in checkpoints.py), sessions and samplers, looked up and looked after.
 
 Promises: the official names, parameters and defaults; `x()` gives a future at once, `await x_async()` its
 result; a path or an id that cannot be one is refused at the call. Listings also come as iterators, which
@@ -15,13 +15,13 @@ from datetime import date, datetime
 
 from tinkex.client.admin import AdminClient
 from tinkex.client.auth import JwtCredential, decode_claims
-from tinkex.client.calls import Calls
+from tinkex.client.calls import check_id
+from tinkex.client.checkpoints import CheckpointCalls
 from tinkex.client.future import APIFuture, start
 from tinkex.client.pages import Listing
 from tinkex.errors import (
     CredentialError,
     ExperimentalWarning,
-    InvalidInputError,
     RequestErrorCategory,
     RequestFailedError,
     ResultTimeoutError,
@@ -32,20 +32,7 @@ from tinkex.types.billing import (
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
 )
-from tinkex.types.checkpoints import (
-    Checkpoint,
-    CheckpointArchiveUrlResponse,
-    CheckpointRequest,
-    CheckpointsListResponse,
-    CopyWeightsRequest,
-    ExternalWeightsUrlsResponse,
-    ListCheckpointsRequest,
-    ListUserCheckpointsRequest,
-    ParsedCheckpointTinkerPath,
-    SetCheckpointTTLRequest,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
-)
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.config import WhoamiResponse
 from tinkex.types.sampling import GetSamplerRequest, GetSamplerResponse
 from tinkex.types.sessions import (
@@ -73,7 +60,7 @@ TRACE_POLL_INTERVAL = 5.0
 TRACE_TIMEOUT = 1800.0  # seconds that a trace may take to build, unless the caller says otherwise
 
 
-class RestClient(Calls):
+class RestClient(CheckpointCalls):
     """Runs, checkpoints and sessions of a server.
 
     >>> rest = RestClient()  # doctest: +SKIP
@@ -88,7 +75,7 @@ class RestClient(Calls):
     ) -> APIFuture[TrainingRun]:
         """One run."""
         request = GetTrainingRunRequest(
-            training_run_id=_check_id("training_run_id", training_run_id), access_scope=access_scope
+            training_run_id=check_id("training_run_id", training_run_id), access_scope=access_scope
         )
         return self._submit(ops.GET_TRAINING_RUN, request, "get_training_run")
 
@@ -102,7 +89,8 @@ class RestClient(Calls):
     ) -> APIFuture[TrainingRun]:
         """The run that a checkpoint was saved from."""
         request = GetTrainingRunRequest(
-            training_run_id=_parse(tinker_path).training_run_id, access_scope=access_scope
+            training_run_id=ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id,
+            access_scope=access_scope,
         )
         return self._submit(ops.GET_TRAINING_RUN, request, "get_training_run_by_tinker_path")
 
@@ -152,211 +140,13 @@ class RestClient(Calls):
             timeout=timeout,
         )
 
-    # -- checkpoints: looking ----------------------------------------------------------------------------
-
-    def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
-        """The checkpoints of one run."""
-        request = ListCheckpointsRequest(training_run_id=_check_id("training_run_id", training_run_id))
-        return self._submit(ops.LIST_CHECKPOINTS, request, "list_checkpoints")
-
-    async def list_checkpoints_async(
-        self, training_run_id: str, *, timeout: float | None = None
-    ) -> CheckpointsListResponse:
-        return await self.list_checkpoints(training_run_id).result_async(timeout)
-
-    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
-        """One page of your checkpoints, newest first; `iter_checkpoints` goes through all."""
-        request = ListUserCheckpointsRequest(limit=limit, offset=offset)
-        return self._submit(ops.LIST_USER_CHECKPOINTS, request, "list_user_checkpoints")
-
-    async def list_user_checkpoints_async(
-        self, limit: int = 100, offset: int = 0, *, timeout: float | None = None
-    ) -> CheckpointsListResponse:
-        return await self.list_user_checkpoints(limit, offset).result_async(timeout)
-
-    def iter_checkpoints(
-        self, training_run_id: str | None = None, *, page_size: int = 1000, timeout: float | None = None
-    ) -> Listing[CheckpointsListResponse, Checkpoint]:
-        """All checkpoints: of one run, or yours; each page may take `timeout` seconds."""
-
-        def fetch(offset: int) -> APIFuture[CheckpointsListResponse]:
-            if training_run_id is not None:
-                return self.list_checkpoints(training_run_id)
-            return self.list_user_checkpoints(page_size, offset)
-
-        def total(page: CheckpointsListResponse) -> int | None:
-            if training_run_id is not None:
-                return len(page.checkpoints)  # a run's checkpoints come in one page
-            return page.cursor.total_count if page.cursor else None
-
-        return Listing(
-            fetch,
-            items=lambda page: page.checkpoints,
-            identify=lambda checkpoint: checkpoint.tinker_path,
-            total=total,
-            timeout=timeout,
-        )
-
-    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
-        """What a run must be like for a checkpoint to fit. Await it, or call `.result()`."""
-        request = WeightsInfoRequest(tinker_path=_parse(tinker_path).tinker_path)
-        return self._submit(ops.GET_WEIGHTS_INFO, request, "get_weights_info_by_tinker_path")
-
-    def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Where the files of an exported checkpoint can be downloaded."""
-        parsed = _parse(tinker_path)
-        if parsed.checkpoint_type != "external":
-            raise InvalidInputError(
-                f"only exported checkpoints have files to download: expected tinker://RUN/external_weights/NAME "
-                f"(from save_weights_external), got {tinker_path!r}"
-            )
-        return self._submit(ops.GET_EXTERNAL_WEIGHTS_URLS, _request(parsed), "get_external_weights_urls")
-
-    async def get_external_weights_urls_async(
-        self, tinker_path: str, *, timeout: float | None = None
-    ) -> ExternalWeightsUrlsResponse:
-        return await self.get_external_weights_urls(tinker_path).result_async(timeout)
-
-    def get_checkpoint_archive_url(
-        self, training_run_id: str, checkpoint_id: str
-    ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Where a checkpoint can be downloaded as one file.
-
-        Servers build the file when first asked and answer 503 meanwhile, which is waited for, for up to five
-        minutes. Hosted Tinker no longer offers it (see save_weights_external); servers of ours do.
-        """
-        return self._archive_url(_join(training_run_id, checkpoint_id), "get_checkpoint_archive_url")
-
-    async def get_checkpoint_archive_url_async(
-        self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
-    ) -> CheckpointArchiveUrlResponse:
-        return await self.get_checkpoint_archive_url(training_run_id, checkpoint_id).result_async(timeout)
-
-    def get_checkpoint_archive_url_from_tinker_path(
-        self, tinker_path: str
-    ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """The same for a path."""
-        return self._archive_url(_parse(tinker_path), "get_checkpoint_archive_url_from_tinker_path")
-
-    async def get_checkpoint_archive_url_from_tinker_path_async(
-        self, tinker_path: str, *, timeout: float | None = None
-    ) -> CheckpointArchiveUrlResponse:
-        return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path).result_async(timeout)
-
-    def _archive_url(
-        self, parsed: ParsedCheckpointTinkerPath, method: str
-    ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        return self._submit(ops.GET_CHECKPOINT_ARCHIVE_URL, _request(parsed), method)
-
-    # -- checkpoints: changing ---------------------------------------------------------------------------
-
-    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
-        """Delete a checkpoint, for good."""
-        request = _request(_join(training_run_id, checkpoint_id))
-        return self._submit(ops.DELETE_CHECKPOINT, request, "delete_checkpoint")
-
-    async def delete_checkpoint_async(
-        self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
-    ) -> None:
-        return await self.delete_checkpoint(training_run_id, checkpoint_id).result_async(timeout)
-
-    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Delete a checkpoint, for good."""
-        request = _request(_parse(tinker_path))
-        return self._submit(ops.DELETE_CHECKPOINT, request, "delete_checkpoint_from_tinker_path")
-
-    async def delete_checkpoint_from_tinker_path_async(
-        self, tinker_path: str, *, timeout: float | None = None
-    ) -> None:
-        return await self.delete_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
-
-    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Let everyone read a checkpoint."""
-        request = _request(_parse(tinker_path))
-        return self._submit(ops.PUBLISH_CHECKPOINT, request, "publish_checkpoint_from_tinker_path")
-
-    async def publish_checkpoint_from_tinker_path_async(
-        self, tinker_path: str, *, timeout: float | None = None
-    ) -> None:
-        return await self.publish_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
-
-    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Keep a checkpoint to its owner again."""
-        request = _request(_parse(tinker_path))
-        return self._submit(ops.UNPUBLISH_CHECKPOINT, request, "unpublish_checkpoint_from_tinker_path")
-
-    async def unpublish_checkpoint_from_tinker_path_async(
-        self, tinker_path: str, *, timeout: float | None = None
-    ) -> None:
-        return await self.unpublish_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
-
-    def set_checkpoint_ttl_from_tinker_path(
-        self, tinker_path: str, ttl_seconds: int | None
-    ) -> APIFuture[None]:
-        """Let a checkpoint expire in `ttl_seconds` from now; None: never."""
-        _check_ttl(ttl_seconds)
-        parsed = _parse(tinker_path)
-        request = SetCheckpointTTLRequest(
-            training_run_id=parsed.training_run_id,
-            checkpoint_id=parsed.checkpoint_id,
-            ttl_seconds=ttl_seconds,
-        )
-        return self._submit(ops.SET_CHECKPOINT_TTL, request, "set_checkpoint_ttl_from_tinker_path")
-
-    async def set_checkpoint_ttl_from_tinker_path_async(
-        self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
-    ) -> None:
-        return await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds).result_async(timeout)
-
-    def copy_weights(
-        self,
-        path: str,
-        destination_project_id: str | None = None,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
-    ) -> APIFuture[str]:
-        """Copy a checkpoint into a project (by default TINKER_PROJECT_ID's); gives the copy's path."""
-        project = destination_project_id or self._connection.settings.project_id
-        if not project:
-            raise InvalidInputError(
-                "copy_weights needs a project: pass destination_project_id or set TINKER_PROJECT_ID"
-            )
-        _check_ttl(ttl_seconds)
-        request = CopyWeightsRequest(
-            source_path=_parse(path).tinker_path,
-            destination_project_id=project,
-            ttl_seconds=ttl_seconds,
-            weights_access_token=weights_access_token,
-        )
-
-        async def copy() -> str:
-            reply = await self._connection.call(ops.COPY_WEIGHTS, request, method="copy_weights")
-            return reply.tinker_path
-
-        self._connection.check_open()
-        return start(copy, "copy_weights")
-
-    async def copy_weights_async(
-        self,
-        path: str,
-        destination_project_id: str | None = None,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
-        timeout: float | None = None,
-    ) -> str:
-        return await self.copy_weights(
-            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
-        ).result_async(timeout)
-
     # -- sessions and samplers ---------------------------------------------------------------------------
 
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[GetSessionResponse]:
         """A session's runs and samplers."""
-        request = GetSessionRequest(session_id=_check_id("session_id", session_id), access_scope=access_scope)
+        request = GetSessionRequest(session_id=check_id("session_id", session_id), access_scope=access_scope)
         return self._submit(ops.GET_SESSION, request, "get_session")
 
     async def get_session_async(
@@ -406,7 +196,7 @@ class RestClient(Calls):
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Put a session into a project."""
         request = AssignSessionProjectRequest(
-            session_id=_check_id("session_id", session_id), project_id=_check_id("project_id", project_id)
+            session_id=check_id("session_id", session_id), project_id=check_id("project_id", project_id)
         )
         return self._submit(ops.ASSIGN_SESSION_PROJECT, request, "assign_session_project")
 
@@ -422,7 +212,7 @@ class RestClient(Calls):
 
         Making it can take minutes: the server is asked every 5 s, for `timeout` seconds in all.
         """
-        request = ExportSessionTraceRequest(session_id=_check_id("session_id", session_id))
+        request = ExportSessionTraceRequest(session_id=check_id("session_id", session_id))
         self._connection.check_open()
         return start(lambda: self._trace_url(request, timeout), "export_session_trace")
 
@@ -458,7 +248,7 @@ class RestClient(Calls):
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
         """What a sampler samples from."""
-        request = GetSamplerRequest(sampler_id=_check_id("sampler_id", sampler_id))
+        request = GetSamplerRequest(sampler_id=check_id("sampler_id", sampler_id))
         return self._submit(ops.GET_SAMPLER, request, "get_sampler")
 
     async def get_sampler_async(self, sampler_id: str, *, timeout: float | None = None) -> GetSamplerResponse:
@@ -532,28 +322,6 @@ class RestClient(Calls):
         _warn_moved("get_current_checkpoint_storage_usage_async")
         admin = AdminClient(self._connection)
         return await admin.get_current_checkpoint_storage_usage_async(project_id, timeout=timeout)
-
-
-_parse = ParsedCheckpointTinkerPath.from_tinker_path
-
-
-def _join(training_run_id: str, checkpoint_id: str) -> ParsedCheckpointTinkerPath:
-    return _parse(f"tinker://{training_run_id}/{checkpoint_id}")
-
-
-def _request(parsed: ParsedCheckpointTinkerPath) -> CheckpointRequest:
-    return CheckpointRequest(training_run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id)
-
-
-def _check_id(name: str, value: str) -> str:
-    if not isinstance(value, str) or not value or "/" in value:
-        raise InvalidInputError(f"{name} must be an id without '/', as the server gave it, got {value!r}")
-    return value
-
-
-def _check_ttl(ttl_seconds: int | None) -> None:
-    if ttl_seconds is not None and ttl_seconds < 1:
-        raise InvalidInputError(f"ttl_seconds must be at least 1, or None for no expiry, got {ttl_seconds}")
 
 
 def _warn_moved(name: str) -> None:

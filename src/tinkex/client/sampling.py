@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import itertools
 import json
 import logging
@@ -75,6 +74,7 @@ class SamplingClient:
         self._clone = clone
         self._ready: asyncio.Task[None] | None = None
         self._seq = itertools.count()
+        self._first_seq = 0  # of a copy: where its own numbers begin, known once it is ready
         self._gate = Gate(1)  # sized when the server's settings are known
         self._batch: BatchPoller | None = None
         self._watch = QueueWatch(f"sampler {sampling_session_id}", self.on_queue_state_change)
@@ -97,7 +97,7 @@ class SamplingClient:
     ) -> APIFuture[SampleResponse]:
         """`num_samples` continuations of `prompt`."""
         request = SampleRequest(
-            prompt, sampling_params, num_samples, self._sampling_session_id,
+            prompt, sampling_params, num_samples, self._sampling_session_id, next(self._seq),
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
@@ -154,9 +154,11 @@ class SamplingClient:
     async def _sample(self, request: SampleRequest) -> SampleResponse:
         await self._open()
         async with self._gate.hold():
+            if self._first_seq:
+                request = replace(request, seq_id=self._first_seq + (request.seq_id or 0))
             for tries in itertools.count(1):
                 try:
-                    response = await self._sample_once(_numbered(request, next(self._seq)))
+                    response = await self._sample_once(request)
                 except ExpiredError:
                     # The server no longer has the result (it restarted, say): ask for a new one.
                     if not self.retry_config.enable_retry_logic:
@@ -167,6 +169,7 @@ class SamplingClient:
                     self._last_success = time.monotonic()
                     return response
                 await asyncio.sleep(RetryPolicy.of(self.retry_config).backoff(tries))
+                request = replace(request, seq_id=self._first_seq + next(self._seq))
         raise AssertionError("unreachable")
 
     async def _sample_once(self, request: SampleRequest) -> SampleResponse:
@@ -199,7 +202,7 @@ class SamplingClient:
             clone_id = (await self._connection.call(ops.JOIN_SAMPLING_SESSION, request)).client_counter
         elif self._clone:
             clone_id = random.SystemRandom().randint(1, CLONE_STRIDE - 1)
-        self._seq = itertools.count(clone_id * CLONE_STRIDE)
+        self._first_seq = clone_id * CLONE_STRIDE
         self._gate.resize(self.retry_config.max_connections or config.sample_max_concurrent_requests)
         if config.sample_use_retrieve_futures:
             self._batch = BatchPoller(self._connection, self._sampling_session_id, clone_id)
@@ -386,13 +389,6 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     return response.prompt_logprobs
 
 
-def _numbered(request: SampleRequest, seq_id: int) -> SampleRequest:
-    """The same request with a seq id, without checking all of it again."""
-    request = copy.copy(request)
-    object.__setattr__(request, "seq_id", seq_id)
-    return request
-
-
 def _check_targets(request: SampleRequest) -> None:
     targets, positions = request.target_prompt_logprobs, request.prompt.length - 1
     assert targets is not None
@@ -414,5 +410,6 @@ def _checked(response: SampleResponse, request: SampleRequest, promise: UntypedA
     ids = promise.sample_sequence_ids
     if not ids or len(ids) != len(response.sequences):
         return response  # servers before 0.26 have none
-    sequences = [replace(s, sequence_id=i) for s, i in zip(response.sequences, ids, strict=True)]
-    return replace(response, sequences=sequences)
+    for sequence, sequence_id in zip(response.sequences, ids, strict=True):
+        object.__setattr__(sequence, "sequence_id", sequence_id)  # nobody else has seen it yet
+    return response

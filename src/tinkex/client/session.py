@@ -20,17 +20,27 @@ from tinkex.client import loop as background
 from tinkex.client.connection import Connection
 from tinkex.client.future import start
 from tinkex.errors import ExpiredError, TinkerError
-from tinkex.types.sessions import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+from tinkex.types.sessions import (
+    ClientSessionFinishErrored,
+    ClientSessionFinishInterrupted,
+    ClientSessionFinishSuccess,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+)
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
+_REASONS = {
+    "success": ClientSessionFinishSuccess,
+    "errored": ClientSessionFinishErrored,
+    "interrupted": ClientSessionFinishInterrupted,
+}
 FinishReason = Literal["success", "errored", "interrupted"]
-HEARTBEAT_WARNING = (
-    120.0  # seconds without a successful heartbeat before it is said, and between two warnings
-)
+HEARTBEAT_WARNING = 120.0  # seconds without a heartbeat that succeeded: before it is said, and said again
 
 
 class Lease:
@@ -70,7 +80,7 @@ class Lease:
         try:
             if self.owned:
                 request = FinishSessionRequest(
-                    session_id=self.session_id, reason={"type": reason}, detail=detail
+                    session_id=self.session_id, reason=_REASONS[reason](), detail=detail
                 )
                 await self.connection.transport.call(ops.FINISH_SESSION, request)
         finally:

@@ -148,14 +148,14 @@ class TrainingClient:
         def post(request: ForwardBackwardRequest) -> Awaitable[Any]:
             return self._session.call(ops.FORWARD_BACKWARD, request)
 
-        if len(requests) == 1:
-            answers = await asyncio.gather(post(requests[0]), return_exceptions=True)
-        elif parallel:
+        answers: list[Any] = []
+        if parallel:
             # The first chunk last: when it arrives, the server has the whole pass and can batch it.
             rest = await asyncio.gather(*map(post, requests[1:]), return_exceptions=True)
             answers = [*await asyncio.gather(post(requests[0]), return_exceptions=True), *rest]
         else:
-            answers = [(await asyncio.gather(post(r), return_exceptions=True))[0] for r in requests]
+            for request in requests:
+                answers += await asyncio.gather(post(request), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if not errors:
             return answers
@@ -201,9 +201,8 @@ class TrainingClient:
         if isinstance(params, Mapping) and "type" not in params:
             params = AdamParams(**params)
         # Built now, so that bad parameters are refused at the call; its number comes with its turn.
-        request = OptimStepRequest(
-            optim_params=AdamParams() if params is None else params, model_id=self.model_id
-        )
+        params = AdamParams() if params is None else params
+        request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
         return self._enqueue("optim_step", lambda: self._send_step(request))
 
     async def optim_step_async(

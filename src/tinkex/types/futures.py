@@ -6,31 +6,58 @@ Knows nothing of polling; that is the client's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tinkex.errors import RequestErrorCategory
+from tinkex.errors import InvalidInputError, RequestErrorCategory
 from tinkex.types.base import Count, ReplyModel, RequestModel
 
 ModelID = str
 RequestID = str
 
 
-class UntypedAPIFuture(ReplyModel):
-    """A promise: ask for its result by `request_id`."""
+@dataclass(frozen=True)
+class UntypedAPIFuture:
+    """A promise: ask for its result by `request_id`. (A dataclass: one is read for every single request.)"""
 
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None  # of a sample request: one per sequence, in order
 
+    def to_wire(self) -> dict[str, Any]:
+        fields = {"request_id": self.request_id, "model_id": self.model_id}
+        fields["sample_sequence_ids"] = self.sample_sequence_ids
+        return {name: value for name, value in fields.items() if value is not None}
 
-class FutureRetrieveRequest(RequestModel):
+    @classmethod
+    def model_validate(cls, fields: Mapping[str, Any], context: Any = None) -> UntypedAPIFuture:
+        request_id, ids = fields.get("request_id"), fields.get("sample_sequence_ids")
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidInputError(f"a promise needs a request_id, got {request_id!r}")
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
+            raise InvalidInputError(f"sample_sequence_ids must be a list of strings, got {ids!r}")
+        return cls(request_id, fields.get("model_id"), ids)
+
+
+@dataclass(frozen=True)
+class FutureRetrieveRequest:
     """Is it done? With `allow_metadata_only` a server may answer with the result's size first."""
 
     request_id: str
     allow_metadata_only: bool = False
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"request_id": self.request_id, "allow_metadata_only": self.allow_metadata_only}
+
+    @classmethod
+    def model_validate(cls, fields: Mapping[str, Any], context: Any = None) -> FutureRetrieveRequest:
+        request_id = fields.get("request_id")
+        if not isinstance(request_id, str):
+            raise InvalidInputError(f"FutureRetrieveRequest.request_id must be a string, got {request_id!r}")
+        return cls(request_id, bool(fields.get("allow_metadata_only")))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,18 @@ A pass carries arrays and is a dataclass (no pydantic on its path); all else is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
+from pydantic import (
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
 
 from tinkex.types.base import Count, Plain, ReplyModel, RequestModel
 from tinkex.types.checkpoints import Checkpoint, Cursor
@@ -127,6 +134,11 @@ class OptimStepResponse(ReplyModel):
     """What the server says about the step."""
 
     metrics: dict[str, float] | None = None
+
+    @field_serializer("metrics", when_used="json")
+    def _finite(self, metrics: dict[str, float] | None) -> dict[str, float] | None:
+        # JSON has no NaN, and official clients refuse a null among metrics.
+        return metrics and {name: n for name, n in metrics.items() if math.isfinite(n)}
 
 
 class TrainingRun(ReplyModel):

@@ -1,0 +1,244 @@
+"""The half of RestClient that is about checkpoints: finding, downloading, sharing, copying and deleting them.
+
+Promises: a path that cannot be one is refused at the call, with what one looks like. The rest as in rest.py.
+"""
+
+from __future__ import annotations
+
+from tinkex.client.calls import Calls, check_id
+from tinkex.client.future import APIFuture, start
+from tinkex.client.pages import Listing
+from tinkex.errors import InvalidInputError
+from tinkex.types.checkpoints import (
+    Checkpoint,
+    CheckpointArchiveUrlResponse,
+    CheckpointRequest,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    ExternalWeightsUrlsResponse,
+    ListCheckpointsRequest,
+    ListUserCheckpointsRequest,
+    ParsedCheckpointTinkerPath,
+    SetCheckpointTTLRequest,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinkex.wire import ops
+
+
+class CheckpointCalls(Calls):
+    """Everything that can be asked about checkpoints, or done to them."""
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
+        """The checkpoints of one run."""
+        request = ListCheckpointsRequest(training_run_id=check_id("training_run_id", training_run_id))
+        return self._submit(ops.LIST_CHECKPOINTS, request, "list_checkpoints")
+
+    async def list_checkpoints_async(
+        self, training_run_id: str, *, timeout: float | None = None
+    ) -> CheckpointsListResponse:
+        return await self.list_checkpoints(training_run_id).result_async(timeout)
+
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
+        """One page of your checkpoints, newest first; `iter_checkpoints` goes through all."""
+        request = ListUserCheckpointsRequest(limit=limit, offset=offset)
+        return self._submit(ops.LIST_USER_CHECKPOINTS, request, "list_user_checkpoints")
+
+    async def list_user_checkpoints_async(
+        self, limit: int = 100, offset: int = 0, *, timeout: float | None = None
+    ) -> CheckpointsListResponse:
+        return await self.list_user_checkpoints(limit, offset).result_async(timeout)
+
+    def iter_checkpoints(
+        self, training_run_id: str | None = None, *, page_size: int = 1000, timeout: float | None = None
+    ) -> Listing[CheckpointsListResponse, Checkpoint]:
+        """All checkpoints: of one run, or yours; each page may take `timeout` seconds."""
+
+        def fetch(offset: int) -> APIFuture[CheckpointsListResponse]:
+            if training_run_id is not None:
+                return self.list_checkpoints(training_run_id)
+            return self.list_user_checkpoints(page_size, offset)
+
+        def total(page: CheckpointsListResponse) -> int | None:
+            if training_run_id is not None:
+                return len(page.checkpoints)  # a run's checkpoints come in one page
+            return page.cursor.total_count if page.cursor else None
+
+        return Listing(
+            fetch,
+            items=lambda page: page.checkpoints,
+            identify=lambda checkpoint: checkpoint.tinker_path,
+            total=total,
+            timeout=timeout,
+        )
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        """What a run must be like for a checkpoint to fit. Await it, or call `.result()`."""
+        request = WeightsInfoRequest(tinker_path=_parse(tinker_path).tinker_path)
+        return self._submit(ops.GET_WEIGHTS_INFO, request, "get_weights_info_by_tinker_path")
+
+    def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
+        """Where the files of an exported checkpoint can be downloaded."""
+        parsed = _parse(tinker_path)
+        if parsed.checkpoint_type != "external":
+            raise InvalidInputError(
+                "only exported checkpoints (save_weights_external) have files to download: expected "
+                f"tinker://RUN/external_weights/NAME, got {tinker_path!r}"
+            )
+        return self._submit(ops.GET_EXTERNAL_WEIGHTS_URLS, _request(parsed), "get_external_weights_urls")
+
+    async def get_external_weights_urls_async(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> ExternalWeightsUrlsResponse:
+        return await self.get_external_weights_urls(tinker_path).result_async(timeout)
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """Where a checkpoint can be downloaded as one file.
+
+        Servers build the file when first asked and answer 503 meanwhile, which is waited for, for up to five
+        minutes. Hosted Tinker no longer offers it (see save_weights_external); servers of ours do.
+        """
+        return self._archive_url(_join(training_run_id, checkpoint_id), "get_checkpoint_archive_url")
+
+    async def get_checkpoint_archive_url_async(
+        self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
+    ) -> CheckpointArchiveUrlResponse:
+        return await self.get_checkpoint_archive_url(training_run_id, checkpoint_id).result_async(timeout)
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """The same for a path."""
+        return self._archive_url(_parse(tinker_path), "get_checkpoint_archive_url_from_tinker_path")
+
+    async def get_checkpoint_archive_url_from_tinker_path_async(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> CheckpointArchiveUrlResponse:
+        return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path).result_async(timeout)
+
+    def _archive_url(
+        self, parsed: ParsedCheckpointTinkerPath, method: str
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        return self._submit(ops.GET_CHECKPOINT_ARCHIVE_URL, _request(parsed), method)
+
+    # -- changing ---------------------------------------------------------------------------
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
+        """Delete a checkpoint, for good."""
+        request = _request(_join(training_run_id, checkpoint_id))
+        return self._submit(ops.DELETE_CHECKPOINT, request, "delete_checkpoint")
+
+    async def delete_checkpoint_async(
+        self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
+    ) -> None:
+        return await self.delete_checkpoint(training_run_id, checkpoint_id).result_async(timeout)
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Delete a checkpoint, for good."""
+        request = _request(_parse(tinker_path))
+        return self._submit(ops.DELETE_CHECKPOINT, request, "delete_checkpoint_from_tinker_path")
+
+    async def delete_checkpoint_from_tinker_path_async(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> None:
+        return await self.delete_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Let everyone read a checkpoint."""
+        request = _request(_parse(tinker_path))
+        return self._submit(ops.PUBLISH_CHECKPOINT, request, "publish_checkpoint_from_tinker_path")
+
+    async def publish_checkpoint_from_tinker_path_async(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> None:
+        return await self.publish_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Keep a checkpoint to its owner again."""
+        request = _request(_parse(tinker_path))
+        return self._submit(ops.UNPUBLISH_CHECKPOINT, request, "unpublish_checkpoint_from_tinker_path")
+
+    async def unpublish_checkpoint_from_tinker_path_async(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> None:
+        return await self.unpublish_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> APIFuture[None]:
+        """Let a checkpoint expire in `ttl_seconds` from now; None: never."""
+        _check_ttl(ttl_seconds)
+        parsed = _parse(tinker_path)
+        request = SetCheckpointTTLRequest(
+            training_run_id=parsed.training_run_id,
+            checkpoint_id=parsed.checkpoint_id,
+            ttl_seconds=ttl_seconds,
+        )
+        return self._submit(ops.SET_CHECKPOINT_TTL, request, "set_checkpoint_ttl_from_tinker_path")
+
+    async def set_checkpoint_ttl_from_tinker_path_async(
+        self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
+    ) -> None:
+        return await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds).result_async(timeout)
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into a project (by default TINKER_PROJECT_ID's); gives the copy's path."""
+        project = destination_project_id or self._connection.settings.project_id
+        if not project:
+            raise InvalidInputError(
+                "copy_weights needs a project: pass destination_project_id or set TINKER_PROJECT_ID"
+            )
+        _check_ttl(ttl_seconds)
+        request = CopyWeightsRequest(
+            source_path=_parse(path).tinker_path,
+            destination_project_id=project,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+
+        async def copy() -> str:
+            reply = await self._connection.call(ops.COPY_WEIGHTS, request, method="copy_weights")
+            return reply.tinker_path
+
+        self._connection.check_open()
+        return start(copy, "copy_weights")
+
+    async def copy_weights_async(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        return await self.copy_weights(
+            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        ).result_async(timeout)
+
+
+_parse = ParsedCheckpointTinkerPath.from_tinker_path
+
+
+def _join(training_run_id: str, checkpoint_id: str) -> ParsedCheckpointTinkerPath:
+    return _parse(f"tinker://{training_run_id}/{checkpoint_id}")
+
+
+def _request(parsed: ParsedCheckpointTinkerPath) -> CheckpointRequest:
+    return CheckpointRequest(training_run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id)
+
+
+def _check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and ttl_seconds < 1:
+        raise InvalidInputError(f"ttl_seconds must be at least 1, or None for no expiry, got {ttl_seconds}")
