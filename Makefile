@@ -35,8 +35,15 @@ $(OFFICIAL)/.ready: bench/official-constraints.txt
 	$(OFFICIAL)/bin/pip --disable-pip-version-check install -q -c $< tinker==0.36.0 torch==2.13.0
 	touch $@
 
-proto: setup     ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
-	$(BIN)/python -m grpc_tools.protoc -I src/tinkex/wire --python_out=src/tinkex/wire --pyi_out=src/tinkex/wire tinkex.proto
+proto: .venv-proto/.ready  ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
+	.venv-proto/bin/python -m grpc_tools.protoc -I src/tinkex/wire \
+	    --python_out=src/tinkex/wire --pyi_out=src/tinkex/wire tinkex.proto
+
+# Pinned: newer ones write code that only the newest protobuf reads.
+.venv-proto/.ready:
+	$(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/pip --disable-pip-version-check install -q grpcio-tools==1.73.1
+	touch $@
 
 clean:           ## remove environments and caches
 	rm -rf $(VENV) .venv-* .pytest_cache .ruff_cache build dist

@@ -33,7 +33,7 @@ HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
 class Timeouts:
     """Seconds that each thing may take before it is an error. See docs/client.md for the table."""
 
-    connect: float = 5.0  # one TCP and TLS handshake
+    connect: float = 4.5  # one TCP and TLS handshake; two of them fit into `unreachable`
     request: float = 60.0  # one HTTP request and its answer
     long_poll: float = 45.0  # one poll for a result
     unreachable: float = 10.0  # a host that never answered

@@ -145,10 +145,13 @@ class CommandCredential(_Secret):
 def run_credential_command(command: str, timeout: float = COMMAND_TIMEOUT) -> str:
     """What `command` prints, checked. Neither the command nor its output appears in an error: both may
     hold secrets; what it wrote to stderr does, since that is for people to read."""
-    process = subprocess.Popen(
-        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise CredentialError(f"TINKER_CREDENTIAL_CMD could not be run: {error.strerror}") from None
     try:
         output, complaint = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tinkex._version import __version__
 from tinkex.client import auth
 from tinkex.client.future import APIFuture, start
-from tinkex.client.transport import HttpTransport, Transport
+from tinkex.client.transport import CLOSED, HttpTransport, Transport
 from tinkex.config import HOSTED_URL, Settings, Timeouts, normalize_url
 from tinkex.errors import ClientClosedError, NotFoundError
 from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
@@ -47,7 +47,7 @@ class Connection:
 
     def check_open(self) -> None:
         if self.closed:
-            raise ClientClosedError("this client was closed; make a new ServiceClient")
+            raise ClientClosedError(CLOSED)
 
     async def open(self) -> None:
         """Fetch the server's settings, once; a failure is raised to every caller and tried anew later."""

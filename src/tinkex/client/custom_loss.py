@@ -104,7 +104,7 @@ def _checked(torch: Any, returned: Any) -> tuple[Any, dict[str, float]]:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InvalidInputError("a custom loss's first value must be a tensor with one element")
     if not torch.isfinite(loss).all():
-        raise InvalidInputError(f"the custom loss is {float(loss)}, not a finite number")
+        raise InvalidInputError(f"the custom loss is {float(loss.detach())}, not a finite number")
     return loss.reshape(()), {str(key): float(value) for key, value in dict(metrics or {}).items()}
 
 

@@ -49,15 +49,26 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         except TimeoutError:
             raise self._timed_out(timeout) from None
 
+    def cancel(self) -> bool:
+        """Give the request up; False if its result is already there."""
+        if not super().cancel():
+            return False
+        with self._condition:
+            if self._state == concurrent.futures._base.CANCELLED:
+                self.set_running_or_notify_cancel()  # or concurrent.futures.wait would never hear of it
+        return True
+
     async def result_async(self, timeout: float | None = None) -> T:
         """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
         self._check_fork()
         waiter = asyncio.wrap_future(_Shield(self))
-        done, _ = await asyncio.wait([waiter], timeout=timeout)
-        if not done:
-            waiter.cancel()
-            raise self._timed_out(timeout)
-        return waiter.result()
+        try:
+            await asyncio.wait([waiter], timeout=timeout)
+            if not waiter.done():
+                raise self._timed_out(timeout)
+            return waiter.result()
+        finally:
+            waiter.cancel()  # nothing, if it is done
 
     def __await__(self) -> Generator[Any, None, T]:
         self._check_fork()

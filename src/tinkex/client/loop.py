@@ -1,6 +1,6 @@
 """The one background thread on which every client of the process talks.
 
-Promises: started on first use, never blocked by user code or big bodies (those go to `off_loop`), and
+Promises: started on first use, never blocked by user code or big bodies (those go to threads), and
 aware of fork: a child never waits on a thread that only its parent has. Knows nothing of what runs on it.
 """
 
@@ -10,10 +10,10 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tinkex.errors import ForkedClientError
+from tinkex.errors import ForkedClientError, TinkerError
 
 T = TypeVar("T")
 
@@ -99,8 +99,28 @@ def spawn(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 
 async def off_loop(function: Callable[..., T], *args: Any) -> T:
-    """Run `function` in a worker thread: for encoding, decoding and users' code."""
+    """Run `function` in a worker thread: for encoding and decoding, which end soon."""
     global _workers
     if _workers is None:
         _workers = ThreadPoolExecutor(4, thread_name_prefix="tinkex-worker")
     return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)
+
+
+async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run a user's `function` in a thread of its own.
+
+    It may wait for samples, whose decoding needs a worker; and it may never end, which must not keep the
+    process from exiting.
+    """
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(function(*args))
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException as error:  # a SystemExit, say, which would end the loop itself
+            done.set_exception(TinkerError(f"{type(error).__name__} in a function of yours: {error}"))
+
+    threading.Thread(target=work, name="tinkex-user", daemon=True).start()
+    return await asyncio.shield(asyncio.wrap_future(done))

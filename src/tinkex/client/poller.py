@@ -14,7 +14,7 @@ from typing import Any
 
 from tinkex.client import loop as background
 from tinkex.client.connection import Connection
-from tinkex.errors import RequestErrorCategory, RequestFailedError, TinkerError
+from tinkex.errors import RequestErrorCategory, RequestFailedError
 from tinkex.types.futures import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
@@ -108,7 +108,7 @@ class BatchPoller:
             # One more round after the last waiter, to tell the server what may be forgotten.
             while self._waiting or self._retrieved:
                 await self._poll_once()
-        except TinkerError as error:
+        except Exception as error:
             log.debug("batch retrieval gave up (%s); polling one by one", error)
             self._broken = True
             for waiter in self._waiting.values():
@@ -157,4 +157,7 @@ class QueueWatch:
         else:
             log.warning("%s is paused (%s)%s", self._what, state, f": {reason}" if reason else "")
         if self._listener is not None:
-            self._listener(state, reason)
+            try:
+                self._listener(state, reason)
+            except Exception:  # a user's code: it must not cost the result that was being waited for
+                log.exception("%s: its queue state listener failed", self._what)

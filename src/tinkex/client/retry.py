@@ -61,6 +61,7 @@ class Attempt:
     cause: BaseException | None = None
     empty_body: bool = False
     reached: bool = False  # has this host ever answered?
+    took: float = 0.0  # seconds from sending to failing
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class RetryPolicy:
         delay = retry_after(failed.headers)
         if delay is None:
             delay = self.billing_delay if failed.status == 402 else self.backoff(tries)
+        if failed.status == 0 and not failed.reached:
+            budget -= failed.took  # the next try may take as long, and must be over by then
         if elapsed + delay > budget:
             # One last try at the very end, rather than giving up with time left.
             delay = budget - elapsed

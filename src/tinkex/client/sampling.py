@@ -78,7 +78,8 @@ class SamplingClient:
         self._gate = Gate(1)  # sized when the server's settings are known
         self._batch: BatchPoller | None = None
         self._watch = QueueWatch(f"sampler {sampling_session_id}", self.on_queue_state_change)
-        self._in_flight: weakref.WeakSet[APIFuture[SampleResponse]] = weakref.WeakSet()
+        self._in_flight: set[asyncio.Task[Any] | None] = set()
+        self._stuck: APIConnectionError | None = None  # why those taken out of `_in_flight` were given up
         self._last_success = time.monotonic()
 
     # -- sampling ----------------------------------------------------------------------------------------
@@ -109,10 +110,7 @@ class SamplingClient:
         self._connection.check_open()
         if request.target_prompt_logprobs is not None:
             _check_targets(request)
-        future = start(lambda: self._sample(request), "sample")
-        if self.retry_config.enable_stuck_detection:
-            self._in_flight.add(future)
-        return future
+        return start(lambda: self._sample(request), "sample")
 
     async def sample_async(
         self,
@@ -153,23 +151,34 @@ class SamplingClient:
 
     async def _sample(self, request: SampleRequest) -> SampleResponse:
         await self._open()
-        async with self._gate.hold():
-            if self._first_seq:
-                request = replace(request, seq_id=self._first_seq + (request.seq_id or 0))
-            for tries in itertools.count(1):
-                try:
-                    response = await self._sample_once(request)
-                except ExpiredError:
-                    # The server no longer has the result (it restarted, say): ask for a new one.
-                    if not self.retry_config.enable_retry_logic:
-                        raise
-                except self.retry_config.retryable_exceptions:
-                    pass
-                else:
-                    self._last_success = time.monotonic()
-                    return response
-                await asyncio.sleep(RetryPolicy.of(self.retry_config).backoff(tries))
-                request = replace(request, seq_id=self._first_seq + next(self._seq))
+        task = asyncio.current_task()
+        self._in_flight.add(task)
+        try:
+            async with self._gate.hold():
+                response = await self._sample_patiently(request)
+            self._last_success = time.monotonic()
+            return response
+        except asyncio.CancelledError:
+            if self._stuck is not None and task not in self._in_flight:
+                raise self._stuck from None
+            raise
+        finally:
+            self._in_flight.discard(task)
+
+    async def _sample_patiently(self, request: SampleRequest) -> SampleResponse:
+        if self._first_seq:
+            request = replace(request, seq_id=self._first_seq + (request.seq_id or 0))
+        for tries in itertools.count(1):
+            try:
+                return await self._sample_once(request)
+            except ExpiredError:
+                # The server no longer has the result (it restarted, say): ask for a new one.
+                if not self.retry_config.enable_retry_logic:
+                    raise
+            except self.retry_config.retryable_exceptions:
+                pass
+            await asyncio.sleep(RetryPolicy.of(self.retry_config).backoff(tries))
+            request = replace(request, seq_id=self._first_seq + next(self._seq))
         raise AssertionError("unreachable")
 
     async def _sample_once(self, request: SampleRequest) -> SampleResponse:
@@ -215,12 +224,14 @@ class SamplingClient:
         if not self._in_flight:
             self._last_success = time.monotonic()
         elif quiet > self.retry_config.progress_timeout:
-            error = APIConnectionError(
+            stuck, self._in_flight = self._in_flight, set()
+            self._stuck = APIConnectionError(
                 message=f"no sample of {self._sampling_session_id} finished for {quiet:.0f} s "
-                f"(RetryConfig.progress_timeout); {len(self._in_flight)} were waiting"
+                f"(RetryConfig.progress_timeout); {len(stuck)} were waiting"
             )
-            for future in list(self._in_flight):
-                fail(future, error)
+            for task in stuck:
+                if task is not None:
+                    task.cancel()
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called when the server pauses or resumes this sampler; override it to be told."""

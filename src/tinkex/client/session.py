@@ -19,7 +19,7 @@ from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.client.connection import Connection
 from tinkex.client.future import start
-from tinkex.errors import ExpiredError, TinkerError
+from tinkex.errors import APITimeoutError, ExpiredError, TinkerError
 from tinkex.types.sessions import (
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
@@ -61,15 +61,16 @@ class Lease:
             now = asyncio.get_running_loop().time()
             try:
                 request = SessionHeartbeatRequest(session_id=self.session_id)
-                await self.connection.transport.call(ops.SESSION_HEARTBEAT, request)
+                async with asyncio.timeout(self.connection.timeouts.heartbeat_interval):  # the next is due
+                    await self.connection.transport.call(ops.SESSION_HEARTBEAT, request)
                 last = warned = now
             except ExpiredError:
                 log.info("session %s has ended on the server", self.session_id)
                 return
-            except TinkerError as error:
+            except (TinkerError, TimeoutError) as error:
                 if now - max(last, warned) > HEARTBEAT_WARNING:
                     warned = now
-                    log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, error)
+                    log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, error or "no answer")
 
     async def finish(self, reason: FinishReason, detail: str | None) -> None:
         """Tell the server that this session is over, and stop."""
@@ -82,9 +83,13 @@ class Lease:
                 request = FinishSessionRequest(
                     session_id=self.session_id, reason=_REASONS[reason](), detail=detail
                 )
-                await self.connection.transport.call(ops.FINISH_SESSION, request)
-        finally:
-            await self.connection.close()
+                async with asyncio.timeout(self.connection.timeouts.close):
+                    await self.connection.transport.call(ops.FINISH_SESSION, request)
+        except TimeoutError:
+            seconds = self.connection.timeouts.close
+            raise APITimeoutError(
+                message=f"session {self.session_id} could not be finished within {seconds:g} s"
+            ) from None
 
 
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -157,18 +162,25 @@ class Session:
 
     async def close(self, reason: FinishReason = "success", detail: str | None = None) -> None:
         """Finish the session and close its connections; closing twice is not an error."""
-        if self._opening is not None:
-            try:
-                lease = await asyncio.shield(self._opening)
-            except TinkerError:
-                lease = None  # it never opened: nothing to finish
-            if lease is not None:
+        try:
+            if self._opening is not None and (lease := await self._lease()) is not None:
                 await lease.finish(reason, detail)
-        await self.connection.close()
+        finally:
+            await self.connection.close()
+
+    async def _lease(self) -> Lease | None:
+        assert self._opening is not None
+        try:
+            return await asyncio.shield(self._opening)
+        except TinkerError:
+            return None  # it never opened: nothing to finish
 
 
 def _abandon(lease: Lease) -> None:
-    """The last reference to a session is gone: finish it in the background."""
+    """The last reference to a session is gone: finish it in the background.
+
+    Its connection stays open: a RestClient of the same ServiceClient may still use it.
+    """
     if not lease.finished:
         try:
             background.call_soon(_spawn_finish, lease)
@@ -199,6 +211,7 @@ def _finish_all() -> None:
 
     async def finish_all() -> None:
         await asyncio.gather(*(lease.finish(reason, None) for lease in leases), return_exceptions=True)
+        await asyncio.gather(*(lease.connection.close() for lease in leases), return_exceptions=True)
 
     try:
         start(finish_all, "session finish").result(max(lease.connection.timeouts.close for lease in leases))

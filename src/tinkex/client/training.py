@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex.client import custom_loss, passes
 from tinkex.client.future import APIFuture, start
-from tinkex.client.loop import off_loop
+from tinkex.client.loop import in_own_thread, off_loop
 from tinkex.client.poller import QueueWatch, retrieve
 from tinkex.client.retry import RetryConfig
 from tinkex.client.session import Session
 from tinkex.client.turns import Turns
 from tinkex.config import console_url
-from tinkex.errors import InvalidInputError, PassIncompleteError, TinkerError
+from tinkex.errors import CredentialError, InvalidInputError, PassIncompleteError, TinkerError
 from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, tokenizer_name
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LossConfig = Mapping[str, float | str]
+
+# Errors after which a seq id is free again: nothing with it left this process.
+NEVER_SENT = (InvalidInputError, CredentialError)
 
 
 class TrainingClient:
@@ -159,8 +162,8 @@ class TrainingClient:
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if not errors:
             return answers
-        if len(errors) == len(answers) and all(isinstance(e, InvalidInputError) for e in errors):
-            self._seq = requests[0].seq_id  # nothing left this process: the numbers are free again
+        if len(errors) == len(answers) and all(isinstance(e, NEVER_SENT) for e in errors):
+            self._seq = requests[0].seq_id
         elif not requests[0].forward_only:
             accepted = len(answers) - len(errors)
             self._incomplete = (
@@ -176,8 +179,12 @@ class TrainingClient:
         self, data: list[Datum], loss_fn: custom_loss.CustomLossFnV1
     ) -> Awaitable[ForwardBackwardOutput]:
         # All of it within one turn: what is called after this pass must be sent after its backward half.
-        forward = await (await self._send_pass(custom_loss.probe(data), "cross_entropy", None, True))
-        gradients = await off_loop(custom_loss.differentiate, self, loss_fn, data, forward)
+        forward = await self._send_pass(custom_loss.probe(data), "cross_entropy", None, True)
+
+        async def differentiate() -> custom_loss.Gradients:
+            return await in_own_thread(custom_loss.differentiate, self, loss_fn, data, await forward)
+
+        gradients = await self._turns.while_wanted(differentiate())
         surrogate = await off_loop(custom_loss.linearised, data, gradients.weights)
         waiting = await self._send_pass(surrogate, "cross_entropy", None, False)
 
@@ -432,7 +439,11 @@ class TrainingClient:
     async def _send(self, op: Op[Any, Any], request: Any) -> Awaitable[Any]:
         """Post one request with the next seq id; returns what waits for its result."""
         seq_id, self._seq = self._seq, self._seq + 1
-        promise = await self._session.call(op, request.model_copy(update={"seq_id": seq_id}))
+        try:
+            promise = await self._session.call(op, request.model_copy(update={"seq_id": seq_id}))
+        except NEVER_SENT:
+            self._seq = seq_id
+            raise
         return self._result(op, promise.request_id)
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:

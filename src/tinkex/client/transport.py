@@ -22,13 +22,15 @@ from tinkex._version import __version__
 from tinkex.client.auth import Credential, JwtCredential
 from tinkex.client.limits import Gate, shared_rate_limit
 from tinkex.client.loop import off_loop
-from tinkex.client.retry import Attempt, RetryPolicy
+from tinkex.client.retry import Attempt, RetryPolicy, retryable
 from tinkex.config import Timeouts
 from tinkex.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
     APITimeoutError,
+    ClientClosedError,
+    CredentialError,
     InvalidInputError,
     Request,
     Response,
@@ -43,6 +45,7 @@ log = logging.getLogger("tinkex")
 BIG_BODY = 128 * 1024  # bytes from which encoding or decoding leaves the loop
 MAX_REDIRECTS = 5
 LOST_NOTICE = 10.0  # seconds of silence from a server that did answer, before it is said
+CLOSED = "this client was closed; make a new ServiceClient"
 JSON_ONLY = (400, 415, 422, 500)  # how servers that only speak JSON refuse a protobuf body
 
 AnyOp = Op[Any, Any]
@@ -132,6 +135,8 @@ class HttpTransport:
         self._reached = False
         self._silent_since: float | None = None
         self._speaks_proto: bool | None = None  # None: not known yet
+        self._calling: set[asyncio.Task[Any] | None] = set()
+        self._closed = False
 
     def honour(self, config: ClientConfigResponse) -> None:
         """Take over what the server's settings say about how to talk to it."""
@@ -141,6 +146,11 @@ class HttpTransport:
             self.credential = JwtCredential(self.credential, self.call)
 
     async def aclose(self) -> None:
+        """End every call under way with ClientClosedError, and let go of the connections."""
+        self._closed = True
+        for task in self._calling:
+            if task is not None:
+                task.cancel()
         clients, self._clients = self._clients, {}
         for _, http in clients.values():
             await http.aclose()
@@ -150,26 +160,49 @@ class HttpTransport:
     async def call(
         self, op: AnyOp, request: Any, *, awaiting: AnyOp | None = None, ready: bool = False, method: str = ""
     ) -> Any:
+        if self._closed:
+            raise ClientClosedError(CLOSED)
+        task = asyncio.current_task()
+        self._calling.add(task)
+        try:
+            return await self._call(op, request, awaiting, ready, method)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ClientClosedError(CLOSED) from None
+            raise
+        finally:
+            self._calling.discard(task)
+
+    async def _call(self, op: AnyOp, request: Any, awaiting: AnyOp | None, ready: bool, method: str) -> Any:
         encoded = await self._encode(op, request, proto=self._speaks_proto is not False)
         pool = Pool.SAMPLE if ready else op.pool  # a result that is there needs no long poll
         headers = self._call_headers(op, encoded, awaiting, method)
-        started, tries = time.monotonic(), 0
+        started, tries = 0.0, 0
+        error: APIError | None = None
         while True:
             try:
                 answer = await self._try(op, pool, encoded, headers)
                 break
             except _Failed as failed:
                 attempt, error = failed.attempt, failed.error
-            if op is ops.FORWARD_BACKWARD and self._speaks_proto is None and attempt.status in JSON_ONLY:
-                return await self._call_in_json(op, request, method, error)
+            except (CredentialError, InvalidInputError) as refusal:
+                raise error or refusal from None  # a refusal promises that nothing was ever sent
+            if self._may_want_json(op, attempt, tries):
+                if (reply := await self._in_json(op, request, method)) is not None:
+                    return reply
             tries += 1
-            elapsed = time.monotonic() - started
+            now = time.monotonic()
+            if tries == 1:
+                started = now - attempt.took  # waiting for a turn to send is not held against the server
+            elapsed = now - started
             delay = self.policy.decide(attempt, tries, elapsed, patient=op.pool is Pool.SAMPLE)
             if delay is None or not op.retry:
                 raise _with_history(error, tries, elapsed)
             self._say_if_lost(attempt)
             if op is ops.SAMPLE and attempt.status in (402, 429):
                 self._rate.pause(delay)
+                if attempt.status == 429:
+                    started = now + delay  # queueing is no failure: what comes after it has its whole time
             else:
                 await asyncio.sleep(delay)
         if op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
@@ -180,10 +213,15 @@ class HttpTransport:
         """Send once; anything but a usable answer is `_Failed`."""
         url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
         probing = await self._rate.turn() if op is ops.SAMPLE else False
+        began = time.monotonic()
         try:
-            answer = await self._send(op, pool, url, headers, encoded.body)
+            # Before the gate: fetching a token is a call too, and must not wait for those that wait for it.
+            headers["x-api-key"] = await self._api_key(op)
+            async with self._gates[pool].hold():
+                began = time.monotonic()
+                answer = await self._send(op, pool, url, headers, encoded.body)
         except (OSError, pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError) as cause:
-            attempt = Attempt(cause=cause, reached=self._reached)
+            attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
             raise _Failed(attempt, _connection_error(op, url, cause)) from None
         finally:
             if probing:
@@ -193,17 +231,27 @@ class HttpTransport:
             self._rate.succeeded()
         if answer.status < 300 or answer.status in ALSO_OK.get(op.name, ()):
             return answer
-        raise _Failed(
-            Attempt(answer.status, answer.headers, empty_body=not answer.body), _status_error(op, url, answer)
+        attempt = Attempt(
+            answer.status, answer.headers, empty_body=not answer.body, took=time.monotonic() - began
         )
+        raise _Failed(attempt, _status_error(op, url, answer))
 
-    async def _call_in_json(self, op: AnyOp, request: Any, method: str, refusal: APIError) -> Any:
-        """A first protobuf body was refused: see whether this is a server that only speaks JSON."""
+    def _may_want_json(self, op: AnyOp, failed: Attempt, earlier: int) -> bool:
+        """Was a first protobuf body refused as by a server that only speaks JSON?
+
+        What may pass (a 500, a proxy's 400) must have come twice.
+        """
+        if op is not ops.FORWARD_BACKWARD or self._speaks_proto is not None or failed.status not in JSON_ONLY:
+            return False
+        return earlier == 1 if retryable(failed.status, failed.empty_body) else earlier == 0
+
+    async def _in_json(self, op: AnyOp, request: Any, method: str) -> Any:
+        """The reply to the same request in JSON; None if it was not about protobuf after all."""
         encoded = await self._encode(op, request, proto=False)
         try:
             answer = await self._try(op, op.pool, encoded, self._call_headers(op, encoded, None, method))
         except _Failed:
-            raise refusal from None  # it was not about protobuf
+            return None
         self._speaks_proto = False
         log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
         return await self._decode(op, answer, None)
@@ -226,18 +274,17 @@ class HttpTransport:
     async def _send(
         self, op: AnyOp, pool: Pool, url: str, headers: dict[str, str], body: bytes | None
     ) -> Answer:
-        # Before the gate: fetching a token is a call too, and must not wait for those that wait for it.
-        headers["x-api-key"] = await self._api_key(op)
-        async with self._gates[pool].hold():
-            client = self._client(pool)
-            answer = await _execute(client, op.method, url, headers, body)
-            for _ in range(MAX_REDIRECTS):
-                if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(op.name, ()):
-                    break
-                url = urljoin(url, answer.headers.get("location", url))
-                if urlsplit(url).netloc != urlsplit(self.base_url).netloc:
-                    headers = {}  # a signed URL elsewhere: never show it our key
-                answer = await _execute(client, "GET", url, headers, None)
+        client, method = self._client(pool), op.method
+        answer = await _execute(client, method, url, headers, body)
+        for _ in range(MAX_REDIRECTS):
+            if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(op.name, ()):
+                break
+            url = urljoin(url, answer.headers.get("location", url))
+            if not _same_place(url, self.base_url):
+                headers = {}  # a signed URL elsewhere: never show it our key
+            if answer.status not in (307, 308):
+                method, body = "GET", None
+            answer = await _execute(client, method, url, headers, body)
         if note := answer.headers.get("x-deprecation-note"):
             severe = answer.headers.get("x-deprecation-level") == "error"
             log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self.base_url, note)
@@ -310,9 +357,15 @@ async def _execute(
     return Answer(response.status, response.headers, response.content)  # type: ignore[arg-type]
 
 
+def _same_place(url: str, base_url: str) -> bool:
+    """May `url` see what `base_url` may: the same host and port, and no less encrypted?"""
+    to, base = urlsplit(url), urlsplit(base_url)
+    return to.netloc.lower() == base.netloc and to.scheme in (base.scheme, "https")
+
+
 def _connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
     request = Request(op.method, url)
-    if isinstance(cause, TimeoutError):
+    if isinstance(cause, TimeoutError) and not isinstance(cause, ConnectionError):
         return APITimeoutError(request, f"no answer from {op.method} {url} in time")
     return APIConnectionError(request, f"no connection to {url}: {_root_cause(cause)}")
 

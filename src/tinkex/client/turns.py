@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinkex.client import loop as background
@@ -27,6 +27,7 @@ class Turns:
     def __init__(self) -> None:
         self._queue: deque[tuple[Send[Any], APIFuture[Any]]] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._current: APIFuture[Any] | None = None
 
     def enqueue(self, what: str, send: Send[T]) -> APIFuture[T]:
         """Queue a send; the future resolves to its result."""
@@ -46,15 +47,24 @@ class Turns:
                 send, future = self._queue.popleft()
                 if future.cancelled():
                     continue
+                self._current = future
                 try:
                     waiting = await send()
-                except Exception as error:
+                except (Exception, asyncio.CancelledError) as error:
                     fail(future, error)
                 else:
                     _collect(waiting, future)
+                self._current = None
                 del send, future  # or the last one would live until the next comes
         finally:
             self._task = None
+
+    async def while_wanted(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Within a turn: await what can be left half done, and leave it if the turn's future is cancelled."""
+        assert self._current is not None, "it is nobody's turn"
+        task = background.spawn(waiting)
+        _cancel_with(self._current, task)
+        return await task
 
 
 def _collect(waiting: Awaitable[T], future: APIFuture[T]) -> None:
@@ -66,5 +76,8 @@ def _collect(waiting: Awaitable[T], future: APIFuture[T]) -> None:
         except (Exception, asyncio.CancelledError) as error:
             fail(future, error)
 
-    task = background.spawn(collect())
+    _cancel_with(future, background.spawn(collect()))
+
+
+def _cancel_with(future: APIFuture[Any], task: asyncio.Task[Any]) -> None:
     future.add_done_callback(lambda f: f.cancelled() and background.call_soon(task.cancel))

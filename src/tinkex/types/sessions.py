@@ -274,10 +274,10 @@ class SessionSearchRequest(RequestModel):
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
-    display_name: str | None = Field(None, min_length=1)
+    display_name: str | None = Field(default=None, min_length=1)
     owner: SearchOwner = OwnSearchOwner()
-    statuses: list[SessionStatusQuery] | None = Field(None, min_length=1)
-    limit: int = Field(50, ge=1, le=200)
+    statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=200)
     cursor: SessionSearchCursor | None = None
 
 

@@ -28,11 +28,11 @@ MAX_SPARSE_CELLS = 1 << 26
 def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
     """`array` as float32 or int64, C-contiguous; refuses what would lose its meaning."""
     kind = array.dtype.kind
-    target = dtype or ("float32" if kind == "f" else "int64" if kind in "iub" else None)
-    if target not in _NUMPY:
-        raise InvalidInputError(f"dtype must be 'float32' or 'int64', got {dtype or str(array.dtype)!r}")
     if kind not in "fiub":
         raise InvalidInputError(f"an array of dtype {array.dtype} cannot be sent; use floats or integers")
+    target = dtype or ("float32" if kind == "f" else "int64")
+    if target not in _NUMPY:
+        raise InvalidInputError(f"dtype must be 'float32' or 'int64', got {dtype!r}")
     if target == "int64":
         if kind == "f":
             raise InvalidInputError(
@@ -40,11 +40,18 @@ def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
             )
         if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
             raise InvalidInputError("an unsigned value is too large for int64")
-    out = np.ascontiguousarray(array, dtype=_NUMPY[target]).reshape(array.shape)
-    if kind == "f" and array.dtype.itemsize > 4 and out.size:
-        lost = np.isinf(out) & ~np.isinf(array)
-        if lost.any():
-            raise InvalidInputError(f"{float(array[lost][0])!r} is too large for float32")
+    if kind == "f" and array.dtype.itemsize > 4:
+        return _narrowed(array)
+    return np.ascontiguousarray(array, dtype=_NUMPY[target]).reshape(array.shape)
+
+
+def _narrowed(array: np.ndarray) -> np.ndarray:
+    """Wide floats as float32, unless one would become infinite."""
+    with np.errstate(over="ignore"):
+        out = np.ascontiguousarray(array, dtype=np.float32).reshape(array.shape)
+    lost = np.isinf(out) & ~np.isinf(array)
+    if lost.any():
+        raise InvalidInputError(f"{float(array[lost][0])!r} is too large for float32")
     return out
 
 

@@ -18,6 +18,7 @@ from types import NoneType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
+import numpy as np
 import orjson
 from pydantic import ValidationError
 
@@ -87,7 +88,7 @@ def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compre
             encoded = Encoded(op.path, "", _headers(JSON), _dump(json_codec.write_sample_request(request)))
         else:
             encoded = _encode_model(op, request)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _refusal(op, error) from None
     if compress and encoded.body:
         headers = {**encoded.headers, "content-encoding": "zstd"}
@@ -100,7 +101,9 @@ def _headers(content_type: str | None) -> dict[str, str]:
 
 
 def _dump(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    # A small body keeps the 4 kB that it was written into: thousands of polls in flight would each hold them.
+    return bytes(memoryview(body)) if len(body) < 1024 else body
 
 
 def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bool) -> Encoded:
@@ -272,7 +275,8 @@ _JSON_RESULTS: dict[Any, Callable[[Any], Any]] = {
 
 def _guarded(read: Callable[[Any], T], value: Any) -> T:
     try:
-        return read(value)
+        with np.errstate(over="ignore"):  # a logprob beyond float32 is infinite
+            return read(value)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise InvalidInputError(str(error)) from None
 

@@ -116,7 +116,7 @@ def read_chunk(obj: Any, where: str) -> ModelInputChunk:
             f"{where}.type must be encoded_text, image, image_asset_pointer or dmel, got {kind!r}"
         )
     # SDKs up to 0.5.0 call the length `tokens`; their height and width have no meaning any longer.
-    length = _get(obj, "expected_tokens", int, where, None) or _get(obj, "tokens", int, where, None)
+    length = _get(obj, "expected_tokens", int, where, _get(obj, "tokens", int, where, None))
     picture = _get(obj, "format", str, where)
     if kind == "image":
         data = _at(f"{where}.data", _base64, _get(obj, "data", str, where))
@@ -179,13 +179,10 @@ def _read_spans(obj: Any, key: str, where: str) -> ProvenanceSpans | None:
     for i, item in enumerate(items):
         place = f"{where}.{key}[{i}]"
         prompt = _get(item, "type", str, place) == "prompt"
-        spans.append(
-            (PromptProvenanceSpan if prompt else SampledProvenanceSpan)(
-                _get(item, "sequence_id", str, place),
-                _get(item, "offset", int, place),
-                _get(item, "length", int, place),
-            )
-        )
+        cls = PromptProvenanceSpan if prompt else SampledProvenanceSpan
+        length = _get(item, "length", int, place)
+        where_from = _get(item, "sequence_id", str, place), _get(item, "offset", int, place, 0)
+        spans.append(_at(place, cls, *where_from, length=length))
     return spans
 
 
@@ -348,8 +345,7 @@ def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | No
     ids = np.zeros((len(rows), k), np.int32)
     logprobs = np.full((len(rows), k), TOPK_PADDING, np.float32)
     for i, row in enumerate(rows):
-        for j, pair in enumerate(row or ()):
-            token, logprob = pair
+        for j, (token, logprob) in enumerate(row or ()):
             ids[i, j], logprobs[i, j] = token, math.nan if logprob is None else logprob
     return TopkLogprobs(ids, logprobs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,6 +44,7 @@ from tinkex.wire import tinkex_pb2 as pb
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
+MAX_DATUMS = 1 << 20  # in one record of outputs: a number alone must not make us build a list without end
 _I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _ENDS: dict[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
@@ -55,9 +57,10 @@ def _parse(kind: type[M], body: bytes) -> M:
         raise InvalidInputError(f"not a protobuf {kind.__name__}: {error}") from None
 
 
-def _at(where: str, build: Callable[..., T], *args: Any) -> T:
+def _at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """`build(...)`, its refusal prefixed with the place."""
     try:
-        return build(*args)
+        return build(*args, **kwargs)
     except ValueError as error:
         raise InvalidInputError(f"{where}: {error}") from None
 
@@ -105,8 +108,9 @@ def _message(number: int, pieces: Pieces) -> Pieces:
     return [_TAGS[number] + _varint(sum(map(len, pieces))), *pieces]
 
 
-def _text(number: int, text: str) -> Pieces:
-    return _message(number, [text.encode()]) if text else []
+def _bytes(number: int, data: bytes) -> Pieces:
+    """Bytes or a string that is left out when empty, as proto3 does."""
+    return _message(number, [data]) if data else []
 
 
 def _number(number: int, n: int) -> Pieces:
@@ -114,12 +118,17 @@ def _number(number: int, n: int) -> Pieces:
 
 
 def _double(number: int, n: float) -> bytes:
-    return _varint(number << 3 | 1) + np.float64(n).tobytes()
+    return _varint(number << 3 | 1) + np.float64(float(n)).tobytes()
 
 
-def _bytes_of(array: np.ndarray, dtype: np.dtype) -> Pieces:
+def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
+    """An array's bytes, without copying them."""
     array = np.ascontiguousarray(array, dtype)
-    return [array.data.cast("B")] if array.size else []
+    return array.data.cast("B") if array.size else b""
+
+
+def _array_field(number: int, array: np.ndarray, dtype: np.dtype) -> Pieces:
+    return _message(number, [_view(array, dtype)]) if array.size else []
 
 
 def _entry(number: int, key: str, value: Pieces) -> Pieces:
@@ -128,30 +137,47 @@ def _entry(number: int, key: str, value: Pieces) -> Pieces:
 
 
 def _write_tensor(tensor: TensorData) -> Pieces:
-    dtype = _F32 if tensor.dtype == "float32" else _I64
+    values = _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
     if tensor.sparse_crow_np is not None and tensor.sparse_col_np is not None:
-        parts = (tensor.values_np, dtype), (tensor.sparse_crow_np, _I64), (tensor.sparse_col_np, _I64)
-        csr = [_message(n, _bytes_of(*part)) for n, part in enumerate(parts, 1) if part[0].size]
-        pieces = _message(2, [piece for field in csr for piece in field])
+        csr = _message(1, [values]) if values else []
+        csr += _array_field(2, tensor.sparse_crow_np, _I64) + _array_field(3, tensor.sparse_col_np, _I64)
+        pieces = _message(2, csr)
     else:
-        pieces = _message(1, _bytes_of(tensor.values_np, dtype))
+        pieces = _message(1, [values])  # even if empty: it says that the tensor is dense
     pieces += _number(3, _DTYPES[tensor.dtype])
     if tensor.shape:
         pieces += _message(4, [b"".join(map(_varint, tensor.shape))])
     return pieces
 
 
+@lru_cache(4096)
+def _dense_frame(key: str, dtype: str, nbytes: int, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What stands before and after the values of a dense tensor in a datum's map: the same for all alike."""
+    tail = b"".join(_number(3, _DTYPES[dtype]))
+    if shape:
+        tail += b"".join(_message(4, [b"".join(map(_varint, shape))]))
+    head = _TAGS[1] + _varint(nbytes)
+    head = _TAGS[2] + _varint(len(head) + nbytes + len(tail)) + head
+    head = b"".join(_message(1, [key.encode()])) + head
+    return _TAGS[2] + _varint(len(head) + nbytes + len(tail)) + head, tail
+
+
+@lru_cache(4096)
+def _text_frame(nbytes: int) -> bytes:
+    """What stands before a text chunk's tokens in a datum."""
+    head = _TAGS[1] + _varint(nbytes) if nbytes else b""
+    head = _TAGS[1] + _varint(len(head) + nbytes) + head
+    return _TAGS[1] + _varint(len(head) + nbytes) + head
+
+
 def _write_chunk(chunk: ModelInputChunk) -> Pieces:
-    if isinstance(chunk, EncodedTextChunk):
-        tokens = _bytes_of(chunk.tokens_np, _I32)
-        return _message(1, _message(1, tokens) if tokens else [])
     if isinstance(chunk, ImageChunk):
-        pieces = [*_message(1, [chunk.data]), *_text(2, chunk.format)]
+        pieces = [*_bytes(1, chunk.data), *_bytes(2, chunk.format.encode())]
         if chunk.expected_tokens is not None:
             pieces.append(_varint(3 << 3) + _varint(chunk.expected_tokens % (1 << 64)))
         return _message(2, pieces)
     if isinstance(chunk, DmelChunk):
-        return _message(3, _message(1, [chunk.dmel]))
+        return _message(3, _bytes(1, chunk.dmel))
     raise InvalidInputError(
         f"{type(chunk).__name__} can be sampled from but not trained on; send the image itself"
     )
@@ -160,7 +186,7 @@ def _write_chunk(chunk: ModelInputChunk) -> Pieces:
 def _write_spans(number: int, spans: ProvenanceSpans | None) -> Pieces:
     pieces: Pieces = []
     for span in spans or ():
-        fields = [*_text(1, span.sequence_id), *_number(2, span.offset), *_number(3, span.length)]
+        fields = [*_bytes(1, span.sequence_id.encode()), *_number(2, span.offset), *_number(3, span.length)]
         kind = 1 if isinstance(span, PromptProvenanceSpan) else 2
         pieces += _message(number, _message(kind, fields))
     return pieces
@@ -169,9 +195,18 @@ def _write_spans(number: int, spans: ProvenanceSpans | None) -> Pieces:
 def _write_datum(datum: Datum) -> Pieces:
     pieces: Pieces = []
     for chunk in datum.model_input.chunks:
-        pieces += _message(1, _write_chunk(chunk))
+        if isinstance(chunk, EncodedTextChunk):
+            tokens = _view(chunk.tokens_np, _I32)
+            pieces += (_text_frame(len(tokens)), tokens)
+        else:
+            pieces += _message(1, _write_chunk(chunk))
     for key, tensor in datum.loss_fn_inputs.items():
-        pieces += _entry(2, key, _message(2, _write_tensor(tensor)))
+        if tensor.is_sparse:
+            pieces += _entry(2, key, _message(2, _write_tensor(tensor)))
+        else:
+            values = _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
+            head, tail = _dense_frame(key, tensor.dtype, len(values), tuple(tensor.shape or ()))
+            pieces += (head, values, tail)
     return pieces + _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
 
 
@@ -179,10 +214,10 @@ def write_pass(request: ForwardBackwardRequest) -> bytes:
     work = request.forward_backward_input
     if not 0 <= request.seq_id < 2**31:
         raise InvalidInputError(f"seq_id must be from 0 to {2**31 - 1}, got {request.seq_id}")
-    pieces = [*_text(1, request.model_id), *_number(2, request.seq_id)]
+    pieces = [*_bytes(1, request.model_id.encode()), *_number(2, request.seq_id)]
     for i, datum in enumerate(work.data):
         pieces += _message(3, _at(f"data[{i}]", _write_datum, datum))
-    pieces += _text(4, work.loss_fn)
+    pieces += _bytes(4, work.loss_fn.encode())
     config = work.loss_fn_config or {}
     for key, value in config.items():  # twice, for servers that read only the older map
         if not isinstance(value, str):
@@ -228,7 +263,7 @@ def _read_spans(spans: Any, where: str) -> ProvenanceSpans:
             raise InvalidInputError(f"{where}[{i}] holds nothing that this version knows")
         held = getattr(span, kind)
         cls = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
-        out.append(cls(held.sequence_id, held.offset, held.length))
+        out.append(_at(f"{where}[{i}]", cls, held.sequence_id, held.offset, length=held.length))
     return out
 
 
@@ -286,7 +321,7 @@ def write_output(value: ForwardBackwardOutput) -> bytes:
             field.dtype = _DTYPES[dtype]  # type: ignore[assignment]
             field.trailing_shape.extend(trailing)
         start = end
-    return message.SerializeToString()
+    return message.SerializeToString(deterministic=True)  # the same value, the same bytes
 
 
 def _read_field(field: pb.BatchedTensor, where: str) -> list[TensorData]:
@@ -316,7 +351,7 @@ def read_output(body: bytes) -> ForwardBackwardOutput:
         where = f"loss_fn_outputs[{i}]"
         fields = {name: _read_field(f, f"{where}[{name!r}]") for name, f in record.fields.items()}
         count = record.num_datums or max(map(len, fields.values()), default=0)
-        if any(len(tensors) != count for tensors in fields.values()):
+        if count > MAX_DATUMS or any(len(tensors) != count for tensors in fields.values()):
             raise InvalidInputError(f"{where}: says {count} datums, but its fields have another number")
         outputs += [{name: tensors[n] for name, tensors in fields.items()} for n in range(count)]
     kind = message.loss_fn_output_type.rpartition(":")[2] or "ArrayRecord"

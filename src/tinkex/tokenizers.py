@@ -1,0 +1,279 @@
+"""Which tokenizer a model has, loaded once: from a directory, a cache or the hub.
+
+Promises: nothing heavy is imported before a tokenizer is wanted; one name is loaded once however many threads
+ask; offline means offline. What is loaded is a transformers tokenizer, as users of Tinker expect. Text is
+tokenized as it is: a chat template is applied by `render_chat` only, and it is always the tokenizer's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tinkex.config import Settings
+from tinkex.errors import InvalidInputError, TokenizerError
+
+# Models whose own repository is closed, or has no tokenizer, by the beginning of their names. Used when the
+# server does not say which tokenizer it means. Add to it what your server's models need.
+OVERRIDES: dict[str, str] = {
+    "meta-llama/Llama-3": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+}
+
+# Names that mean another tokenizer, whoever says them.
+ALIASES: dict[str, str] = {
+    "baseten/Meta-Llama-3-tokenizer": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+    "moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5",
+}
+
+# Tokenizers that are Python code of their repository. From the hub it is run at these revisions only.
+PINNED: dict[str, str] = {
+    "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
+    "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
+    "moonshotai/Kimi-K2.6": "b5aabbfb20227ed42becbf5541dbffd213942c58",
+    "moonshotai/Kimi-K3": "f831ab66814297da540d832a5235f8e904f29d06",
+}
+
+MISSING_EXTRA = "tokenizers need the transformers package: pip install 'tinkex[tokenizers]'"
+
+
+def tokenizer_name(model_name: str, tokenizer_id: str | None = None) -> str:
+    """The tokenizer of a model: what the server says, then the table of overrides, then the model's own name.
+
+    >>> tokenizer_name("meta-llama/Llama-3.1-8B")
+    'thinkingmachineslabinc/meta-llama-3-instruct-tokenizer'
+    >>> tokenizer_name("Qwen/Qwen3-8B/long:beta")
+    'Qwen/Qwen3-8B'
+    """
+    if tokenizer_id:
+        name = _without_suffix(tokenizer_id)
+    else:
+        name = _without_suffix(model_name)
+        override = next((target for prefix, target in OVERRIDES.items() if name.startswith(prefix)), None)
+        if override is not None:
+            name = override
+        elif name.count("/") == 2 and not _is_path(name):
+            name = name.rpartition("/")[0]  # org/model/variant
+    return ALIASES.get(name, name)
+
+
+def _without_suffix(name: str) -> str:
+    return name if _is_path(name) else name.partition(":")[0]
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or Path(name).exists()
+
+
+# -- loading ---------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(
+    name: str,
+    *,
+    directory: str | Path | None = None,
+    offline: bool | None = None,
+    fetch: Callable[[str], Path] | None = None,
+) -> Any:
+    """The tokenizer called `name`, as `tokenizer_name` gives it; the 32 used last are kept.
+
+    Looked for in `directory` alone if it is given. Otherwise in TINKEX_TOKENIZER_DIR/name; at the path
+    `name`, if it is one; where `fetch(name)` puts it, if that is given (the seam for servers that offer
+    their tokenizers' files); and in the hub's cache, then on the hub, unless `offline` (if not said: what
+    HF_HUB_OFFLINE says).
+    """
+    settings = Settings.read()
+    offline = settings.offline if offline is None else offline
+    name = ALIASES.get(name, name)
+    key = (name, str(directory), settings.tokenizer_dir, offline)
+
+    def load() -> Any:
+        place = _find(name, directory, settings.tokenizer_dir)
+        if place is None and fetch is not None:
+            place = fetch(name)
+        return _read(name, place) if place is not None else _from_hub(name, offline, settings.tokenizer_dir)
+
+    return _loaded.get(key, load)
+
+
+async def load_tokenizer_async(
+    name: str,
+    *,
+    directory: str | Path | None = None,
+    offline: bool | None = None,
+    fetch: Callable[[str], Path] | None = None,
+) -> Any:
+    """The same in a worker thread: the event loop goes on meanwhile."""
+    return await asyncio.to_thread(load_tokenizer, name, directory=directory, offline=offline, fetch=fetch)
+
+
+def _find(name: str, directory: str | Path | None, shelf: Path | None) -> Path | None:
+    """The local directory that holds the tokenizer, if there is one."""
+    if directory is not None:
+        place = Path(directory).expanduser()
+        if not place.is_dir():
+            raise InvalidInputError(f"no directory {str(place)!r} to load the tokenizer {name!r} from")
+        return place
+    # Names come from servers too: none may lead out of the shelf.
+    inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+    if shelf is not None and inside and (shelf / name).is_dir():
+        return shelf / name
+    place = Path(name).expanduser()
+    return place if place.is_dir() else None
+
+
+def _read(name: str, place: Path) -> Any:
+    more = {"trust_remote_code": True} if name in PINNED else {}
+    try:
+        return _auto_tokenizer().from_pretrained(str(place), local_files_only=True, **more)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise TokenizerError(
+            f"{place} holds no tokenizer that transformers can load ({_first_line(error)}); a directory "
+            "needs at least tokenizer.json and tokenizer_config.json"
+        ) from error
+
+
+def _from_hub(name: str, offline: bool, shelf: Path | None) -> Any:
+    if name.startswith(("TML/", "thinkingmachines/")):
+        return _from_package(name)
+    more = {"trust_remote_code": True, "revision": PINNED[name]} if name in PINNED else {}
+    auto_tokenizer = _auto_tokenizer()
+    try:
+        if not offline:
+            return auto_tokenizer.from_pretrained(name, **more)
+        from huggingface_hub import snapshot_download
+
+        # By its directory: by its name, transformers asks for files that not every tokenizer has.
+        place = snapshot_download(name, revision=PINNED.get(name), local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        on_shelf = f"{shelf / name} (TINKEX_TOKENIZER_DIR)" if shelf else "TINKEX_TOKENIZER_DIR (not set)"
+        hub = (
+            "the hub's cache (offline: the hub itself was not asked)" if offline else "the hub and its cache"
+        )
+        raise TokenizerError(
+            f"no tokenizer {name!r}: tried {on_shelf}, the path {name!r}, and {hub} ({_first_line(error)}). "
+            f"To work offline, put its tokenizer.json and tokenizer_config.json into "
+            f"TINKEX_TOKENIZER_DIR/{name}, or pass the directory that has them as directory=…"
+        ) from error
+    return _read(name, Path(place))
+
+
+def _from_package(name: str) -> Any:
+    """Thinking Machines' own models keep their tokenizers in a package of theirs."""
+    try:
+        from tml_tokenizers.tinker_tokenizers import get_tinker_tokenizer  # type: ignore[import-not-found]
+    except ImportError:
+        raise TokenizerError(
+            f"the tokenizer of {name!r} is not on the hub: it comes with the package tml-renderers, which is "
+            "not installed"
+        ) from None
+    tokenizer = get_tinker_tokenizer(name)
+    if tokenizer is None:
+        raise TokenizerError(f"the installed tml_tokenizers has no tokenizer for {name!r}")
+    return tokenizer
+
+
+_importing = threading.Lock()  # transformers fills itself in lazily, and not for several threads at once
+
+
+def _auto_tokenizer() -> Any:
+    with _importing:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise TokenizerError(MISSING_EXTRA) from error
+        return AutoTokenizer
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class _Loaded:
+    """The values used last, each made once: who asks meanwhile waits, and a failure is not kept."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, Future[Any]] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            value = self._values.get(key)
+            mine = value is None
+            if value is None:
+                value = self._values[key] = Future()
+            self._values.move_to_end(key)
+            while len(self._values) > self._size:
+                self._values.popitem(last=False)
+        if mine:
+            try:
+                value.set_result(make())
+            except BaseException as error:
+                with self._lock:
+                    if self._values.get(key) is value:
+                        del self._values[key]
+                value.set_exception(error)
+        return value.result()
+
+
+_loaded = _Loaded(32)
+
+
+def _start_anew() -> None:
+    """In a forked child, where nobody finishes what another thread of the parent was loading."""
+    global _importing, _loaded
+    _importing, _loaded = threading.Lock(), _Loaded(32)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
+
+
+# -- chat ------------------------------------------------------------------------------------------------
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any
+) -> list[int]:
+    """The tokens of a conversation, by the tokenizer's own chat template.
+
+    `more` goes to the template: `tools=…`, `enable_thinking=False`, `chat_template=…` for one of your own.
+
+    >>> render_chat(tokenizer, [{"role": "user", "content": "Hello!"}])  # doctest: +SKIP
+    """
+    if not messages:
+        raise InvalidInputError("render_chat needs at least one message, like {'role': 'user', 'content': …}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise InvalidInputError(
+                f"message {index} must be a mapping with a 'role', like {{'role': 'user', 'content': …}}, "
+                f"got {message!r}"
+            )
+    if not (more.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise InvalidInputError(
+            f"the tokenizer {name!r} has no chat template (base models often have none): use an "
+            "instruction-tuned model's, pass chat_template=…, or tokenize your text with tokenizer.encode"
+        )
+    try:
+        from jinja2.exceptions import TemplateError
+    except ImportError:
+        raise TokenizerError(
+            "chat templates need the jinja2 package: pip install 'tinkex[tokenizers]'"
+        ) from None
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **more,
+        )
+    except TemplateError as error:
+        raise InvalidInputError(f"the tokenizer's chat template refuses these messages: {error}") from error

@@ -1,0 +1,178 @@
+"""Losses of the user's own: their gradients, where they run, and what they may do (K15; weakness 5.2(9))."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.client.conftest import PARAMS, PROMPT, close, datum
+from tests.stub import Stub
+from tinkex import ForwardBackwardOutput, InvalidInputError, ModelInput, ServiceClient, Timeouts, TinkerError
+from tinkex.client import custom_loss
+from tinkex.types import TensorData
+
+
+def squares(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    return sum((each**2).sum() for each in logprobs), {"mine": 3}  # type: ignore[return-value]
+
+
+def test_the_weights_are_the_gradient_of_the_loss() -> None:
+    """K15: against the derivative done by hand: d/dx of Σx² is 2x, and the weights are its negative."""
+    values = [np.array([-0.5, -2.0], np.float32), np.array([-1.5], np.float32)]
+    outputs = [{"logprobs": TensorData.from_numpy(value)} for value in values]
+    forward = ForwardBackwardOutput("tensors", outputs, {})
+    gradients = custom_loss.differentiate(None, squares, [datum(2), datum(1)], forward)
+    for weights, value in zip(gradients.weights, values, strict=True):
+        np.testing.assert_allclose(weights, -2 * value)
+    assert gradients.loss == pytest.approx(0.25 + 4 + 2.25)
+    assert gradients.metrics == {"mine": 3.0}
+
+
+def test_a_custom_pass_is_a_forward_and_a_backward_in_one_turn(stub: Stub, run: Any) -> None:
+    future = run.forward_backward_custom([datum(3), datum(2)], squares)
+    step = run.optim_step()
+    output = future.result(20)
+    step.result(5)
+    assert [op for _, _, op in stub.executed] == ["forward", "forward_backward", "optim_step"]
+    assert output.metrics["loss:sum"] == pytest.approx(5 * 0.25)
+    assert output.metrics["surrogate_loss:sum"] == 1.5
+    assert output.metrics["mine"] == 3
+
+
+def test_async_and_the_ignored_argument(stub: Stub, run: Any) -> None:
+    async def scenario() -> Any:
+        return await (await run.forward_backward_custom_async([datum()], squares, loss_type_input="logprobs"))
+
+    assert asyncio.run(scenario()).metrics["mine"] == 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda d, l: l[0].sum(), "returns \\(loss, metrics\\); this one returned Tensor"),
+        (lambda d, l: (l[0], {}), "a tensor with one element"),
+        (lambda d, l: (1.0, {}), "a tensor with one element"),
+        (lambda d, l: (l[0].sum() * float("nan"), {}), "not a finite number"),
+        (lambda d, l: (torch.sqrt((l[0] * 0).sum()), {}), "gradient that is not finite, for data\\[0\\]"),
+    ],
+)
+def test_what_a_loss_returns_is_checked(stub: Stub, run: Any, loss: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        run.forward_backward_custom([datum()], loss).result(10)
+    run.forward_backward([datum()], "cross_entropy").result(5)
+    run.optim_step().result(5)
+    assert [op for _, _, op in stub.executed] == ["forward", "forward_backward", "optim_step"]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
+def test_a_loss_that_raises_fails_its_pass_alone(stub: Stub, run: Any, error: BaseException) -> None:
+    def loss(data: Any, logprobs: Any) -> Any:
+        raise error
+
+    with pytest.raises(ValueError if isinstance(error, ValueError) else TinkerError):
+        run.forward_backward_custom([datum()], loss).result(10)
+    run.optim_step().result(5)
+
+
+def test_a_loss_runs_beside_the_loop(stub: Stub) -> None:
+    """Weakness 5.2(9), K6: hearts beat and other runs train while it computes."""
+    service = ServiceClient(base_url=stub.url, timeouts=Timeouts(heartbeat_interval=0.05))
+    run, other = (service.create_lora_training_client("stub/base") for _ in range(2))
+    inside, release = threading.Event(), threading.Event()
+
+    def slow(data: Any, logprobs: Any) -> Any:
+        inside.set()
+        assert release.wait(20)
+        return squares(data, logprobs)
+
+    future = run.forward_backward_custom([datum()], slow)
+    assert inside.wait(20)
+    stub.wait_for("session_heartbeat", stub.count("session_heartbeat") + 3)
+    other.forward_backward([datum()], "cross_entropy").result(5)
+    assert not future.done()
+    release.set()
+    future.result(10)
+    close(service)
+
+
+def test_a_loss_may_sample(stub: Stub, run: Any, sampler: Any) -> None:
+    """Weakness 5.2(9): the official client deadlocks."""
+    drawn: list[Any] = []
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        drawn.append(sampler.sample(PROMPT, 1, PARAMS).result(5))
+        drawn.append(run.get_info(timeout=5))
+        return squares(data, logprobs)
+
+    run.forward_backward_custom([datum()], loss).result(10)
+    assert len(drawn) == 2
+
+
+def test_many_losses_may_sample_big_prompts_at_once(stub: Stub, service: ServiceClient, sampler: Any) -> None:
+    """Big bodies need a worker thread: losses that wait for them must not occupy them all."""
+    prompt = ModelInput.from_ints(np.zeros(60_000, np.int64))
+    together = threading.Barrier(6)
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        together.wait(20)
+        sampler.sample(prompt, 1, PARAMS).result(10)
+        return squares(data, logprobs)
+
+    runs = [service.create_lora_training_client("stub/base") for _ in range(6)]
+    for future in [run.forward_backward_custom([datum()], loss) for run in runs]:
+        future.result(20)
+
+
+def test_a_loss_that_calls_its_own_run_is_told(stub: Stub, run: Any) -> None:
+    """Weakness 5.2(9): it could only be sent after the pass that waits for it."""
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        run.forward([datum()], "cross_entropy").result()
+        return squares(data, logprobs)
+
+    with pytest.raises(TinkerError, match="forward was called inside a custom loss of the same run"):
+        run.forward_backward_custom([datum()], loss).result(10)
+    run.optim_step().result(5)
+
+
+def test_a_loss_may_use_another_run(stub: Stub, service: ServiceClient, run: Any) -> None:
+    other = service.create_lora_training_client("stub/base")
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        other.forward_backward_custom([datum()], squares).result(5)
+        return squares(data, logprobs)
+
+    run.forward_backward_custom([datum()], loss).result(10)
+
+
+def test_a_cancelled_custom_pass_sends_no_gradient(stub: Stub, run: Any) -> None:
+    inside, release = threading.Event(), threading.Event()
+
+    def slow(data: Any, logprobs: Any) -> Any:
+        inside.set()
+        assert release.wait(20)
+        return squares(data, logprobs)
+
+    future = run.forward_backward_custom([datum()], slow)
+    step = run.optim_step()
+    assert inside.wait(20)
+    future.cancel()
+    step.result(5)  # at once: a loss that nobody waits for does not hold the run up
+    release.set()
+    time.sleep(0.1)
+    assert [op for _, _, op in stub.executed] == ["forward", "optim_step"]
+
+
+def test_a_server_without_logprobs_is_said(stub: Stub, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = {"loss_fn_output_type": "x", "loss_fn_outputs": [{}], "metrics": {}}
+    from tests.stub import status
+
+    stub.script("retrieve_future", status(200, body=empty))
+    with pytest.raises(TinkerError, match=r"no logprobs of shape \[4\] for data\[0\]"):
+        run.forward_backward_custom([datum()], squares).result(10)

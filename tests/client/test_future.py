@@ -1,0 +1,254 @@
+"""APIFuture: one future for threads and event loops alike (C13, K3, K4, K5, K14)."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tinkex import APIFuture, ResultTimeoutError
+from tinkex.client.future import completed, fail, resolve, start
+
+
+class Work:
+    """A coroutine on the background loop that ends when told."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.stopped = threading.Event()
+        self._go = threading.Event()
+        self.future: APIFuture[int] = start(self._run, "work")
+
+    async def _run(self) -> int:
+        self.calls += 1
+        try:
+            while not self._go.is_set():
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.stopped.set()
+            raise
+        return 7
+
+    def finish(self) -> None:
+        self._go.set()
+
+
+def failing(error: Exception) -> APIFuture[int]:
+    async def run() -> int:
+        raise error
+
+    return start(run)
+
+
+def test_every_way_of_waiting_gives_the_one_cached_result() -> None:
+    """C13, K14: result, result_async and await, any number of times, from several loops; run once."""
+    work = Work()
+    threading.Timer(0.05, work.finish).start()
+
+    async def both() -> list[int]:
+        return [await work.future, await work.future.result_async(), await work.future]
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        loops = [pool.submit(asyncio.run, both()) for _ in range(4)]
+        assert work.future.result(5) == 7
+        assert [loop.result(5) for loop in loops] == [[7, 7, 7]] * 4
+    assert work.future.result() == 7
+    assert work.future.done()
+    assert work.calls == 1
+
+
+def test_it_is_a_concurrent_future() -> None:
+    works = [Work() for _ in range(3)]
+    futures = [work.future for work in works]
+    assert all(isinstance(future, concurrent.futures.Future) for future in futures)
+    assert futures[0].future() is futures[0]
+    done, pending = concurrent.futures.wait(futures, timeout=0.05)
+    assert (len(done), len(pending)) == (0, 3)
+    works[1].finish()
+    assert next(concurrent.futures.as_completed(futures, timeout=5)) is futures[1]
+    for work in works:
+        work.finish()
+    assert concurrent.futures.wait(futures, timeout=5).not_done == set()
+
+
+def test_a_cancelled_future_ends_a_concurrent_wait() -> None:
+    """K5: wait and as_completed learn of a cancellation, before and while they wait."""
+    work, other = Work(), Work()
+    threading.Timer(0.05, work.future.cancel).start()
+    assert concurrent.futures.wait([work.future], timeout=5).done == {work.future}
+    assert other.future.cancel()
+    assert other.future.cancel(), "cancelling twice is no error"
+    assert list(concurrent.futures.as_completed([other.future], timeout=5)) == [other.future]
+    assert work.stopped.wait(5)
+
+
+def test_asyncio_can_wrap_it() -> None:
+    work = Work()
+    work.finish()
+
+    async def wrapped() -> int:
+        return await asyncio.wrap_future(work.future)
+
+    assert asyncio.run(wrapped()) == 7
+
+
+def test_gather_and_wait_for_take_it() -> None:
+    async def together() -> list[int]:
+        return await asyncio.gather(completed(1), completed(2), asyncio.wait_for(completed(3), 5))
+
+    assert asyncio.run(together()) == [1, 2, 3]
+
+
+def test_done_callbacks_get_the_future() -> None:
+    seen: list[Any] = []
+    called = threading.Event()
+    work = Work()
+    work.future.add_done_callback(lambda future: (seen.append(future), called.set()))
+    work.finish()
+    assert called.wait(5)
+    work.future.add_done_callback(seen.append)
+    assert seen == [work.future, work.future]
+
+
+def test_cancelling_stops_the_work_and_every_waiter() -> None:
+    work = Work()
+
+    async def waiter() -> int:
+        return await work.future
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(asyncio.run, waiter())
+        time.sleep(0.05)
+        assert work.future.cancel()
+        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+            waiting.result(5)
+    assert work.stopped.wait(5)
+    with pytest.raises(concurrent.futures.CancelledError):
+        work.future.result()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(waiter())
+
+
+def test_a_timeout_cancels_nothing() -> None:
+    """K4, weakness 5.2(2): neither kind of wait takes the work with it when its time runs out."""
+    work = Work()
+    with pytest.raises(ResultTimeoutError, match=r"no result of the work after 0.02 s.*waited for again"):
+        work.future.result(0.02)
+    with pytest.raises(TimeoutError):
+        work.future.exception(0.02)
+
+    async def wait() -> int:
+        with pytest.raises(ResultTimeoutError):
+            await work.future.result_async(timeout=0.02)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(work.future, 0.02)
+        work.finish()
+        return await work.future.result_async(5)
+
+    assert asyncio.run(wait()) == 7
+    assert not work.stopped.is_set()
+
+
+def test_a_cancelled_awaiting_task_leaves_the_shared_request_alone() -> None:
+    work = Work()
+
+    async def wait() -> None:
+        for wait_once in (work.future.result_async(), asyncio.ensure_future(_awaiting(work.future))):
+            task = asyncio.ensure_future(wait_once)
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(wait())
+    work.finish()
+    assert work.future.result(5) == 7
+
+
+async def _awaiting(future: APIFuture[int]) -> int:
+    return await future
+
+
+def test_an_abandoned_wait_says_nothing_when_the_request_fails_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A task that was cancelled, in a loop that is gone, is no reason for a traceback in the log."""
+    future: APIFuture[int] = APIFuture()
+
+    async def give_up() -> None:
+        task = asyncio.ensure_future(future.result_async())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(give_up())
+    fail(future, ValueError("late"))
+    assert caplog.records == []
+
+
+def test_errors_are_raised_every_time() -> None:
+    future = failing(ValueError("no"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            future.result(5)
+    assert str(future.exception()) == "no"
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(_awaiting(future))
+
+
+def test_the_requests_own_timeout_is_not_taken_for_the_waits() -> None:
+    future = failing(TimeoutError("the server's"))
+    with pytest.raises(TimeoutError, match="the server's") as caught:
+        future.result(5)
+    assert not isinstance(caught.value, ResultTimeoutError)
+
+
+def test_waiting_on_the_background_thread_raises_instead_of_hanging() -> None:
+    """K2: what could only wait for itself is refused."""
+    work = Work()
+    caught: list[BaseException] = []
+    tried = threading.Event()
+
+    def wait(_: Any) -> None:
+        try:
+            work.future.result()
+        except BaseException as error:
+            caught.append(error)
+        tried.set()
+
+    other = Work()
+    other.future.add_done_callback(wait)
+    other.finish()
+    assert tried.wait(5)
+    assert isinstance(caught[0], RuntimeError)
+    assert "tinkex's own thread" in str(caught[0])
+    work.finish()
+    assert work.future.result(5) == 7
+
+
+def test_late_results_of_a_cancelled_future_are_dropped() -> None:
+    future: APIFuture[int] = APIFuture()
+    future.cancel()
+    resolve(future, 1)
+    fail(future, ValueError())
+    assert future.cancelled()
+
+
+def test_a_future_cancelled_before_its_work_began_never_begins() -> None:
+    started: list[int] = []
+
+    async def run() -> None:
+        started.append(1)
+
+    blocker = Work()
+    future = start(run)
+    future.cancel()
+    blocker.finish()
+    blocker.future.result(5)
+    assert len(started) <= 1
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(1)

@@ -1,0 +1,157 @@
+"""A pass before and after it travels: checked, cut, put together (T11, T12, C10, §2.6, §2.8)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.client.conftest import datum
+from tests.stub import Stub
+from tinkex import Datum, InvalidInputError, ModelInput
+from tinkex.client.passes import check_pass, cut, datum_bytes, join, reduce_metrics
+from tinkex.types import ForwardBackwardOutput, ImageAssetPointerChunk, ImageChunk, TensorData
+
+IMAGE = ImageAssetPointerChunk(format="png", location="s3://x", expected_tokens=4)
+RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones(4, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("data", "loss_fn", "config", "words"),
+    [
+        ([], "cross_entropy", None, "data is empty"),
+        (datum(), "cross_entropy", None, "data must be a list of Datum, got Datum"),
+        ([datum(), 3], "cross_entropy", None, r"data\[1\] must be a Datum, got int"),
+        ([datum()], "cross_entrpy", None, "did you mean 'cross_entropy'"),
+        ([datum()], "ppo", {"clip": [1]}, r"loss_fn_config\['clip'\] must be a number or a string, got \[1\]"),
+        ([datum(), datum()], "ppo", None, r"data\[0\].loss_fn_inputs: ppo needs 'logprobs'; given: target_tokens"),
+        (
+            [datum(), Datum(ModelInput.from_ints([1]), {})],
+            "cross_entropy", None, r"data\[1\].*cross_entropy needs 'target_tokens'; given: nothing",
+        ),
+        (
+            [datum(weigths=np.ones(4, np.float32))],
+            "cross_entropy", None, r"does not read 'weigths'; did you mean 'weights'",
+        ),
+        (
+            [datum(), datum(weights=np.ones(3, np.float32))],
+            "cross_entropy", None, r"data\[1\].loss_fn_inputs\['weights'\] has shape \[3\], but model_input has 4",
+        ),
+        (
+            [datum(weights=np.array([0, 1, math.nan, 1], np.float32))],
+            "cross_entropy", None, r"data\[0\].loss_fn_inputs\['weights'\]\[2\] is nan; every value must be finite",
+        ),
+        (
+            [Datum(ModelInput.from_ints([1]), {"target_tokens": np.array([-3])})],
+            "cross_entropy", None, r"data\[0\].loss_fn_inputs\['target_tokens'\] has a negative token id: -3",
+        ),
+        (
+            [Datum(ModelInput.from_ints([1]), {"target_tokens": np.array([1.0])})],
+            "cross_entropy", None, r"data\[0\].loss_fn_inputs\['target_tokens'\] must be int64 token ids, got float32",
+        ),
+        (
+            [Datum(ModelInput([IMAGE]), {"target_tokens": np.arange(4)})],
+            "cross_entropy", None, "ImageAssetPointerChunk can be sampled from, not trained on",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_at_the_call_and_nothing_is_sent(
+    stub: Stub, run: Any, data: Any, loss_fn: str, config: Any, words: str
+) -> None:
+    """T12: the datum, the key, what was given and what is allowed; the client goes on working."""
+    before = len(stub.requests)
+    with pytest.raises(InvalidInputError, match=words):
+        run.forward_backward(data, loss_fn, config)
+    assert len(stub.requests) == before
+    run.forward_backward([datum()], "cross_entropy").result(5)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_good_passes_are_let_through(loss_fn: str) -> None:
+    check_pass([datum(**RL)], loss_fn, {"clip_low_threshold": 0.8})
+    check_pass([datum(extra=np.ones(2))], "cross_entropy", None)
+    check_pass([datum(anything=np.ones(2))], "custom", None)
+    huge = np.full(4, 3e38, np.float32)  # finite, though their sum is not
+    check_pass([datum(weights=huge)], "cross_entropy", None)
+
+
+def test_an_image_of_unknown_length_is_not_measured() -> None:
+    chunk = ImageChunk(data=b"png", format="png")
+    check_pass([Datum(ModelInput([chunk]), {"target_tokens": np.arange(9)})], "cross_entropy", None)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 900)
+)
+def test_chunks_keep_the_order_and_the_limits(lengths: list[int], most: int, limit: int) -> None:
+    data = [datum(length) for length in lengths]
+    chunks = cut(data, most, limit)
+    assert [id(d) for chunk in chunks for d in chunk] == list(map(id, data))
+    for chunk in chunks:
+        assert 1 <= len(chunk) <= most
+        assert len(chunk) == 1 or sum(map(datum_bytes, chunk)) <= limit
+    for chunk, following in zip(chunks, chunks[1:], strict=False):
+        full = len(chunk) == most or sum(map(datum_bytes, [*chunk, following[0]])) > limit
+        assert full, "no chunk is cut short"
+
+
+# -- metrics -----------------------------------------------------------------------------------------------
+
+
+def test_each_reduction() -> None:
+    """T11, §2.8: by the suffix, weighted by the number of outputs."""
+    values, weights = [1.0, 5.0, 2.0], [1, 2, 5]
+    chunks = [
+        ({f"m:{how}": v for how in ("mean", "sum", "min", "max", "slack", "hash2", "unique")}, w)
+        for v, w in zip(values, weights, strict=True)
+    ]
+    mean = float(np.average(values, weights=weights))
+    assert reduce_metrics(chunks) == pytest.approx(
+        {
+            "m:mean": mean, "m:sum": 8, "m:min": 1, "m:max": 5, "m:slack": 5 - mean, "m:hash2": 8,
+            "m:unique": 1, "m:unique_1": 5, "m:unique_2": 2,
+        }
+    )  # fmt: skip
+
+
+def test_the_order_of_chunks_does_not_change_hash_unordered() -> None:
+    """C10: CPython's hash of the sorted integers, which is the same in every process."""
+    some = [({"h:hash_unordered": float(v)}, 1) for v in (3, 1, 2)]
+    assert reduce_metrics(some) == reduce_metrics(some[::-1]) == {"h:hash_unordered": 529344067295497451.0}
+
+
+def test_hash2_wraps_at_64_bits() -> None:
+    some = [({"h:hash2": 2.0**63}, 1), ({"h:hash2": 2.0**63}, 1), ({"h:hash2": 4096.0}, 1)]
+    assert reduce_metrics(some) == {"h:hash2": 4096.0}
+
+
+@pytest.mark.parametrize("name", ["loss", "a:b:sum", "", ":", "x:unheard_of", "x:mean"])
+@pytest.mark.parametrize("outputs", [0, 3])
+def test_no_name_and_no_count_breaks_a_finished_pass(stub: Stub, run: Any, name: str, outputs: int) -> None:
+    """Weakness 5.3: the official client loses the result of a step whose gradient is already applied."""
+    metrics = {name: 2.0}
+    assert reduce_metrics([(metrics, outputs), (metrics, outputs)])[name] in (2.0, 4.0)
+    stub.metrics = metrics
+    assert run.forward_backward([datum()], "cross_entropy").result(5).metrics == metrics
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.text(max_size=8), st.floats()), st.integers(0, 3)), max_size=4))
+def test_reduction_never_raises_and_keeps_every_key(chunks: list[tuple[dict[str, float], int]]) -> None:
+    assert set(reduce_metrics(chunks)) >= {key for metrics, _ in chunks for key in metrics}
+
+
+def test_joined_outputs_are_in_order() -> None:
+    def output(*numbers: float) -> ForwardBackwardOutput:
+        records = [{"logprobs": TensorData.from_numpy(np.array([n], np.float32))} for n in numbers]
+        return ForwardBackwardOutput("tensors", records, {"loss:sum": sum(numbers)})
+
+    joined = join([output(1, 2), output(3)])
+    assert [record["logprobs"].tolist() for record in joined.loss_fn_outputs] == [[1], [2], [3]]
+    assert joined.metrics == {"loss:sum": 6}

@@ -1,0 +1,176 @@
+"""ServiceClient: the door, its context managers, and what it refuses (K4, K8, K11)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.client.conftest import PARAMS, PROMPT, close, datum
+from tests.stub import Stub, fail, hang, status
+from tinkex import (
+    AdamParams,
+    ClientClosedError,
+    CredentialError,
+    InvalidInputError,
+    RequestFailedError,
+    ResultTimeoutError,
+    ServiceClient,
+    TinkerError,
+)
+
+
+def reason(stub: Stub) -> str:
+    (session,) = stub.sessions.values()
+    return session["finished"]["reason"]["type"]
+
+
+def test_a_with_block_ends_the_session(stub: Stub) -> None:
+    with ServiceClient(base_url=stub.url) as service:
+        run = service.create_lora_training_client("stub/base")
+    assert reason(stub) == "success"
+    with pytest.raises(ClientClosedError):
+        run.optim_step()
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, "errored"), (KeyboardInterrupt, "interrupted")])
+@pytest.mark.parametrize("kind", ["with", "async with"])
+def test_a_with_block_says_how_it_ended(stub: Stub, error: type[BaseException], status: str, kind: str) -> None:
+    async def with_async() -> None:
+        async with ServiceClient(base_url=stub.url) as service:
+            await service.create_sampling_client_async(base_model="stub/base")
+            raise error
+
+    def with_sync() -> None:
+        with ServiceClient(base_url=stub.url) as service:
+            service.create_sampling_client(base_model="stub/base")
+            raise error
+
+    with pytest.raises(error):
+        with_sync() if kind == "with" else asyncio.run(with_async())
+    assert reason(stub) == status
+
+
+def test_a_with_block_that_did_nothing_sends_nothing(stub: Stub) -> None:
+    with ServiceClient(base_url=stub.url):
+        pass
+    assert stub.requests == []
+
+
+def test_a_server_that_is_gone_does_not_spoil_the_end_of_a_with_block(
+    stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tinkex import Timeouts
+
+    with ServiceClient(base_url=stub.url, timeouts=Timeouts(close=0.2)) as service:
+        service.create_sampling_client(base_model="stub/base")
+        stub.stop()
+    assert "the session could not be finished" in caplog.text
+
+
+def test_what_is_created_says_what_was_asked(stub: Stub, service: ServiceClient) -> None:
+    service.create_lora_training_client("stub/base", 8, 5, False, True, False, {"k": "v"})
+    body = stub.sent("create_model")[0].json
+    lora = {"rank": 8, "seed": 5, "train_mlp": False, "train_attn": True, "train_unembed": False}
+    assert {name: body["lora_config"][name] for name in lora} == lora
+    assert (body["user_metadata"], body["model_seq_id"]) == ({"k": "v"}, 0)
+    service.create_lora_training_client("stub/base")
+    assert stub.sent("create_model")[1].json["model_seq_id"] == 1
+
+
+@pytest.mark.parametrize("via_load", [False, True])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_going_on_from_a_checkpoint(stub: Stub, via_load: bool, with_optimizer: bool) -> None:
+    stub.config = {"create_model_via_load_weights": via_load}
+    service = ServiceClient(base_url=stub.url)
+    first = service.create_lora_training_client("stub/other", rank=4)
+    path = first.save_state("a").result(5).path
+    name = "create_training_client_from_state" + ("_with_optimizer" if with_optimizer else "")
+    run = getattr(service, name)(path, timeout=5)
+    assert run.model_id != first.model_id
+    assert stub.sent("load_weights")[0].json["optimizer"] is with_optimizer
+    assert stub.runs[run.model_id].base_model == "stub/other"
+    run.forward_backward([datum()], "cross_entropy").result(5)
+    run.optim_step(AdamParams()).result(5)
+    assert asyncio.run(getattr(service, f"{name}_async")(path)).model_id not in (run.model_id, first.model_id)
+    close(service)
+
+
+def test_copying_weights(stub: Stub, service: ServiceClient) -> None:
+    path = service.create_lora_training_client("stub/base").save_state("a").result(5).path
+    assert service.copy_weights(path, ttl_seconds=9).result(5).endswith("/weights/a")
+    assert stub.sent("copy_weights")[0].json["ttl_seconds"] == 9
+
+
+def test_a_failed_creation_is_raised_and_can_be_repeated(stub: Stub, service: ServiceClient) -> None:
+    stub.script("create_model", fail("no room", "server"))
+    with pytest.raises(RequestFailedError, match="create_model failed .*no room"):
+        service.create_lora_training_client("stub/base")
+    stub.script("create_session", status(422))
+    service.create_lora_training_client("stub/base").optim_step().result(5)
+
+
+def test_a_session_that_could_not_be_opened_is_opened_later(stub: Stub, service: ServiceClient) -> None:
+    stub.script("create_session", status(403))
+    with pytest.raises(TinkerError, match="403"):
+        service.create_lora_training_client("stub/base")
+    service.create_lora_training_client("stub/base")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.create_lora_training_client("stub/base", timeout=0.1),
+        lambda s: s.create_sampling_client(base_model="stub/base", timeout=0.1),
+        lambda s: asyncio.run(s.create_lora_training_client_async("stub/base", timeout=0.1)),
+        lambda s: s.get_server_capabilities(timeout=0.1),
+    ],
+)
+def test_every_call_that_waits_takes_a_timeout(stub: Stub, service: ServiceClient, call: Any) -> None:
+    """K4."""
+    stub.script("client/config", hang())
+    with pytest.raises(ResultTimeoutError):
+        call(service)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda s: s.create_lora_training_client(""), "base_model is required"),
+        (lambda s: s.create_lora_training_client(None), "base_model is required"),
+        (lambda s: s.create_lora_training_client("m", rank=0), "rank must be positive"),
+        (lambda s: s.create_lora_training_client("m", 1, None, False, False, False), "At least one of"),
+        (lambda s: s.create_training_client_from_state("weights/a"), "tinker://"),
+        (lambda s: s.copy_weights("a"), "tinker://"),
+        (lambda s: s.close("fine"), "success, errored or interrupted"),
+    ],
+)
+def test_bad_input_is_refused_at_the_call(stub: Stub, service: ServiceClient, call: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        call(service)
+    assert stub.requests == []
+    service.create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(5)
+
+
+def test_unknown_arguments_are_ignored_with_a_warning(stub: Stub) -> None:
+    with pytest.warns(FutureWarning, match="does not know telemetry"):
+        ServiceClient(base_url=stub.url, telemetry=True)
+
+
+def test_a_remote_server_needs_a_key_and_says_every_way_to_give_one() -> None:
+    with pytest.raises(CredentialError, match=r"api_key=.*TINKER_API_KEY.*TINKER_CREDENTIAL_CMD"):
+        ServiceClient(base_url="https://tinker.example")
+
+
+def test_a_bad_url_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="base_url must look like"):
+        ServiceClient(base_url="tinker.example")
+
+
+def test_models_console_and_repr(stub: Stub, service: ServiceClient) -> None:
+    models = service.get_server_capabilities(timeout=5).supported_models
+    assert [model.model_name for model in models] == ["stub/base", "stub/other"]
+    assert service.get_console_url() == f"{stub.url}/sessions"
+    assert stub.url in repr(service)
+    assert service.get_telemetry() is None

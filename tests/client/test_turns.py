@@ -1,0 +1,113 @@
+"""Turns: one run's requests, in order, whatever becomes of any of them (K1, K2, K6)."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from tinkex.client.turns import Turns
+
+
+class Sender:
+    """Sends that record their order and can be held, refused or broken."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.sent: list[Any] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def send(self, name: Any, *, error: BaseException | None = None, late: BaseException | None = None):
+        async def send() -> Awaitable[Any]:
+            while not self.gate.is_set():
+                await asyncio.sleep(0.002)
+            self.sent.append(name)
+            if error is not None:
+                raise error
+
+            async def result() -> Any:
+                if late is not None:
+                    raise late
+                return name
+
+            return result()
+
+        return self.turns.enqueue(str(name), send)
+
+
+def test_sends_go_in_the_order_of_the_calls() -> None:
+    """K1."""
+    sender = Sender()
+    futures = [sender.send(n) for n in range(200)]
+    assert [future.result(5) for future in futures] == list(range(200))
+    assert sender.sent == list(range(200))
+
+
+def test_each_thread_keeps_its_order() -> None:
+    sender = Sender()
+
+    def call(thread: int) -> None:
+        for n in range(50):
+            sender.send((thread, n)).result(5)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(call, range(4)))
+    for thread in range(4):
+        assert [n for t, n in sender.sent if t == thread] == list(range(50))
+
+
+def test_a_cancelled_send_that_waited_was_never_sent() -> None:
+    """K2(a), weakness 5.2(1)."""
+    sender = Sender()
+    sender.gate.clear()
+    first, second, third = (sender.send(n) for n in range(3))
+    assert second.cancel()
+    sender.gate.set()
+    assert (first.result(5), third.result(5)) == (0, 2)
+    assert sender.sent == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), asyncio.CancelledError(), concurrent.futures.CancelledError()]
+)
+@pytest.mark.parametrize("when", ["error", "late"])
+def test_the_next_turn_comes_whatever_happens_to_one(error: BaseException, when: str) -> None:
+    """K2: also if the turn was cancelled from below."""
+    sender = Sender()
+    sender.gate.clear()
+    bad, good = sender.send("bad", **{when: error}), sender.send("good")
+    sender.gate.set()
+    assert good.result(5) == "good"
+    with pytest.raises((ValueError, concurrent.futures.CancelledError)):
+        bad.result(5)
+
+
+def test_a_later_turn_does_not_wait_for_an_earlier_result() -> None:
+    """Training is pipelined: only the sending takes turns."""
+    turns = Turns()
+    release = threading.Event()
+
+    async def slow() -> Awaitable[str]:
+        async def result() -> str:
+            while not release.is_set():
+                await asyncio.sleep(0.002)
+            return "slow"
+
+        return result()
+
+    async def quick() -> Awaitable[str]:
+        async def result() -> str:
+            return "quick"
+
+        return result()
+
+    first, second = turns.enqueue("slow", slow), turns.enqueue("quick", quick)
+    assert second.result(5) == "quick"
+    assert not first.done()
+    release.set()
+    assert first.result(5) == "slow"

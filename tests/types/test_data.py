@@ -1,0 +1,237 @@
+"""Tokens, tensors, datums and settings: what is kept exactly, and what is refused with its place."""
+
+import numpy as np
+import pytest
+import torch
+
+from tinkex import types as t
+from tinkex.errors import InvalidInputError
+
+# -- tokens ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        [np.int64(1), 2, 3],
+        np.array([1, 2, 3]),
+        np.array([1, 2, 3], np.uint8),
+        torch.tensor([1, 2, 3]),
+    ],
+)
+def test_tokens_come_from_anything_whole(tokens):
+    prompt = t.ModelInput.from_ints(tokens)
+    assert prompt.to_ints() == [1, 2, 3]
+    assert prompt.to_numpy().dtype == np.int32
+    assert prompt.length == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 1.7], r"position 1 is 1\.7"),
+        (np.array([1.0, 2.0]), "whole numbers"),
+        ([3, -1], "position 1 is -1"),
+        ([2**31], f"position 0 is {2**31}"),
+        ([[1, 2]], r"shape \[1, 2\]"),
+        (["a"], "position 0 is 'a'"),
+        (True, "one-dimensional"),
+        ([1, None], "whole numbers; position 1 is None"),
+    ],
+)
+def test_tokens_are_never_cut_to_fit(tokens, message):
+    """C9: the official types make [1, 2] of [1.7, 2.2]."""
+    with pytest.raises(InvalidInputError, match=message):
+        t.ModelInput.from_ints(tokens)
+
+
+def test_model_inputs_are_values():
+    one = t.ModelInput.from_ints([1]).append(t.EncodedTextChunk([2])).append_int(3)
+    assert one.to_ints() == [1, 2, 3]
+    assert t.ModelInput.empty().to_ints() == []
+    assert t.ModelInput.from_ints([1, 2]) == t.ModelInput.from_ints(np.array([1, 2]))
+    assert hash(t.ModelInput.from_ints([1, 2])) == hash(t.ModelInput.from_ints([1, 2]))
+    given = np.array([1, 2])
+    kept = t.ModelInput.from_ints(given)
+    given[0] = 9
+    assert kept.to_ints() == [1, 2]
+
+
+def test_pictures_have_a_length_only_if_it_is_said():
+    """T9."""
+    image = t.ImageChunk(data=b"x", format="png", expected_tokens=7)
+    assert t.ModelInput([image, t.EncodedTextChunk([1])]).length == 8
+    with pytest.raises(InvalidInputError, match="expected_tokens"):
+        t.ImageChunk(data=b"x", format="png").length
+    with pytest.raises(InvalidInputError, match="'png' or 'jpeg', got 'gif'"):
+        t.ImageChunk(data=b"x", format="gif")
+    with pytest.raises(InvalidInputError, match="also holds ImageChunk"):
+        t.ModelInput([image]).to_ints()
+    assert t.DmelChunk(dmel=bytes([0xFE, 1, 2, 0x80, 1, 4])).length == 128
+
+
+# -- tensors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (np.float64, "float32"), (np.float32, "float32"), (np.float16, "float32"), (np.int64, "int64"),
+        (np.int8, "int64"), (np.uint8, "int64"), (np.uint32, "int64"), (np.bool_, "int64"),
+    ],
+)  # fmt: skip
+def test_dtypes_widen_or_narrow_only_without_harm(given, dtype):
+    """T10."""
+    tensor = t.TensorData.from_numpy(np.array([0, 1], given))
+    assert tensor.dtype == dtype
+    assert tensor.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.bool])
+def test_torch_tensors_of_any_dtype(given):
+    tensor = torch.tensor([[0, 1], [1, 0]]).to(given)
+    ours = t.TensorData.from_torch(tensor)
+    assert ours.shape == [2, 2]
+    np.testing.assert_array_equal(ours.to_numpy(), tensor.double().numpy())
+    assert torch.equal(ours.to_torch().double(), tensor.double())
+
+
+def test_a_tensor_that_needs_a_gradient():
+    assert t.TensorData.from_torch(torch.ones(2, requires_grad=True) * 2).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: t.TensorData.from_numpy(np.array([1e300])), "too large for float32"),
+        (lambda: t.TensorData.from_numpy(np.array([2**64 - 1], np.uint64)), "too large for int64"),
+        (lambda: t.TensorData([1.5], dtype="int64"), "floats given where int64 is needed"),
+        (lambda: t.TensorData(["a"]), "cannot be sent"),
+        (lambda: t.TensorData([[1, 2], [3]]), "rectangular"),
+        (lambda: t.TensorData([1, 2], shape=[3]), r"shape \[3\] does not hold 2 values"),
+        (lambda: t.TensorData([1, 2], shape=[-1, -2]), "from 0 on"),
+        (lambda: t.TensorData([], dtype="int64", shape=[2**32, 2**32]), "does not hold 0 values"),
+        (lambda: t.TensorData([1], dtype="int8"), "'float32' or 'int64', got 'int8'"),
+        (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 1]), "go together"),
+        (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 1], [1]), "column index is outside"),
+        (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 2], [0]), "sparse_crow_indices must rise"),
+        (lambda: t.TensorData([1.0], "float32", [1, 1], [0.0, 1.0], [0]), "whole numbers"),
+        (lambda: t.TensorData([], "float32", [1, 2**40], [0, 0], []), "cells"),
+    ],
+)  # fmt: skip
+def test_tensors_that_cannot_be_kept(build, message):
+    with pytest.raises(InvalidInputError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("nonzero", [0, 1, 5, 20, 48])
+def test_sparse_where_it_is_smaller(nonzero):
+    """Used when (rows + 1) + 2 * values < cells; torch's own CSR is the oracle."""
+    dense = torch.zeros(6, 8)
+    dense.view(-1)[torch.randperm(48, generator=torch.Generator().manual_seed(1))[:nonzero]] = 2.5
+    tensor = t.TensorData.from_torch_sparse(dense)
+    assert tensor.is_sparse == (7 + 2 * nonzero < 48)
+    np.testing.assert_array_equal(tensor.to_numpy(), dense.numpy())
+    if tensor.is_sparse:
+        csr = dense.to_sparse_csr()
+        assert tensor.sparse_crow_indices == csr.crow_indices().tolist()
+        assert tensor.sparse_col_indices == csr.col_indices().tolist()
+        assert tensor.data == csr.values().tolist()
+
+
+# -- datums ----------------------------------------------------------------------------------------------
+
+PROMPT = t.ModelInput.from_ints([1, 2])
+
+
+def test_lists_get_their_dtype_from_their_key():
+    inputs = {"target_tokens": [1, 2], "weights": [0, 1], "advantages": [1, 2], "logprobs": [0, 0]}
+    datum = t.Datum(model_input=PROMPT, loss_fn_inputs=inputs)
+    assert {k: v.dtype for k, v in datum.loss_fn_inputs.items()} == {
+        "target_tokens": "int64", "weights": "float32", "advantages": "float32", "logprobs": "float32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("foo", [1], "only these keys may be: target_tokens, weights"),
+        ("target_tokens", [1.5, 2], "floats given where int64"),
+        ("weights", [[1.0], [1.0, 2.0]], "rectangular"),
+        ("weights", "abc", "got str"),
+        ("weights", 5, "got int"),
+        ("weights", ["a"], "cannot be sent"),
+    ],
+)
+def test_a_bad_input_is_named_by_its_key(key, value, message):
+    """T12."""
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        t.Datum(PROMPT, {key: value})
+    assert f"loss_fn_inputs[{key!r}]" in str(caught.value)
+
+
+def test_provenance_comes_in_pairs():
+    spans = [t.PromptProvenanceSpan(sequence_id="q", length=2)]
+    assert t.Datum(PROMPT).with_provenance(spans, spans).model_input_spans == spans
+    with pytest.raises(InvalidInputError, match="both"):
+        t.Datum(PROMPT, {}, model_input_spans=spans)
+    with pytest.raises(InvalidInputError, match="length must be a whole number from 0 on, got -1"):
+        t.SampledProvenanceSpan(sequence_id="q", length=-1)
+    with pytest.raises(InvalidInputError, match="needs 'length'"):
+        t.SampledProvenanceSpan(sequence_id="q")
+
+
+# -- settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: t.SamplingParams(max_tokens=0), "max_tokens must be at least 1, got 0"),
+        (lambda: t.SamplingParams(temperature=-1), r"temperature must be in \[0, inf\), got -1"),
+        (lambda: t.SamplingParams(temperature=float("nan")), "temperature must be a number, got nan"),
+        (lambda: t.SamplingParams(top_p=1.5), r"top_p must be in \[0, 1\], got 1\.5"),
+        (lambda: t.SamplingParams(top_k=-2), "top_k must be at least -1"),
+        (lambda: t.SamplingParams(stop=["a", 1]), "all strings or all token ids"),
+        (lambda: t.SamplingParams(stop=[""]), "empty string"),
+        (lambda: t.AdamParams(learning_rate=-1e-4), r"learning_rate must be in \[0, inf\)"),
+        (lambda: t.AdamParams(beta2=1.0), r"beta2 must be in \[0, 1\)"),
+        (lambda: t.LoraConfig(rank=0), "rank must be positive, got 0"),
+        (
+            lambda: t.LoraConfig(rank=8, train_mlp=False, train_attn=False, train_unembed=False),
+            "At least one",
+        ),
+    ],
+)
+def test_settings_out_of_range(build, message):
+    """T3."""
+    with pytest.raises(InvalidInputError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("stop", [None, "x", ["x", "y"], [1, 2], [], np.array([1, 2]), (1, 2)])
+def test_stops_of_every_kind(stop):
+    expected = stop if stop is None or isinstance(stop, str) else list(stop)
+    assert t.SamplingParams(stop=stop).stop == expected
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def test_lists_beside_arrays():
+    topk = t.TopkLogprobs(
+        np.array([[0, 0], [5, 0], [7, 8]], np.int32),
+        np.array([[-99999, -99999], [-0.5, -99999], [-1, -2]], np.float32),
+    )
+    sequence = t.SampledSequence(
+        "stop", "q", np.array([5, 6], np.int32), np.array([-1, -2], np.float32), topk
+    )
+    assert sequence.tokens == [5, 6]
+    assert sequence.logprobs == [-1.0, -2.0]
+    assert sequence.topk_logprobs == [None, [(5, -0.5)], [(7, -1.0), (8, -2.0)]]
+    response = t.SampleResponse([sequence], np.array([np.nan, -1], np.float32), topk)
+    assert response.prompt_logprobs == [None, -1.0]
+    assert response.topk_prompt_logprobs == sequence.topk_logprobs
+    assert t.SampleResponse([]).prompt_logprobs is None
