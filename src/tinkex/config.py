@@ -10,8 +10,16 @@
     CLOUDFLARE_ACCESS_CLIENT_ID, CLOUDFLARE_ACCESS_CLIENT_SECRET   sent as headers if set
     TINKEX_HOME             where the embedded engine keeps its state (default ~/.tinkex)
     TINKEX_TOKENIZER_DIR    a directory of tokenizers, looked into before any hub
+    HF_HUB_OFFLINE          1, true, yes or on: never ask a hub
 
-Read once, when a client is made: nothing else in the project looks at the environment.
+`tinkex serve` also takes its options from there; what is said on the command line wins:
+
+    TINKEX_MODELS           --model, several NAME=PLACE with spaces between
+    TINKEX_HOST, TINKEX_PORT, TINKEX_HOME, TINKEX_PUBLIC_URL, TINKEX_DEVICE, TINKEX_DTYPE, TINKEX_PRELOAD,
+    TINKEX_LOG_LEVEL        --host, --port, --home, --public-url, --device, --dtype, --preload, --log-level
+
+Read once, when a client is made: nothing else in the project looks at the environment (but for the command
+line's library, which reads the options above).
 """
 
 from __future__ import annotations

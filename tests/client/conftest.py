@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.stub import Stub
-from tinkex import Datum, ModelInput, SamplingParams, ServiceClient, Timeouts
+from tinkex import Datum, ModelInput, SamplingParams, ServiceClient, TensorData, Timeouts
 
 QUICK = Timeouts(connect=1, unreachable=1, close=2)
 PROMPT = ModelInput.from_ints([1, 2, 3])
@@ -67,7 +67,7 @@ def close(service: ServiceClient) -> None:
 
 def datum(length: int = 4, **inputs: Any) -> Datum:
     tokens = np.arange(length)
-    return Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens + 1, **inputs})
+    return Datum(ModelInput.from_ints(tokens), {"target_tokens": TensorData(tokens + 1), **inputs})
 
 
 def eventually(condition: Callable[[], Any], timeout: float = 5.0) -> None:

@@ -60,7 +60,7 @@ def test_everything_inherited_is_refused_at_once(stub: Stub) -> None:
         run = client.create_lora_training_client("stub/base")
         sampler = client.create_sampling_client(base_model="stub/base")
         sampler.sample(PROMPT, 1, PARAMS).result(5)
-        done, pickled = run.forward([], "x") if False else sampler.sample(PROMPT, 1, PARAMS), pickle.dumps(sampler)
+        done, pickled = sampler.sample(PROMPT, 1, PARAMS), pickle.dumps(sampler)
         done.result(5)
         pending = run.optim_step()
 

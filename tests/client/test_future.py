@@ -98,7 +98,7 @@ def test_asyncio_can_wrap_it() -> None:
 
 def test_gather_and_wait_for_take_it() -> None:
     async def together() -> list[int]:
-        return await asyncio.gather(completed(1), completed(2), asyncio.wait_for(completed(3), 5))
+        return list(await asyncio.gather(completed(1), completed(2), asyncio.wait_for(completed(3), 5)))
 
     assert asyncio.run(together()) == [1, 2, 3]
 

@@ -104,10 +104,9 @@ class Chaos:
         self.stub.unscript()
         self.stub.release()
         for future in self.futures:
-            try:
-                future.result(10)
-            except (TinkerError, concurrent.futures.CancelledError) as error:
-                assert not isinstance(error, TimeoutError), f"{future} never ended"
+            if concurrent.futures.wait([future], timeout=10).not_done:
+                pytest.fail(f"{future} never ended")
+            assert future.cancelled() or isinstance(future.exception(), TinkerError | None)
 
     def check_runs_still_train(self) -> None:
         for run in self.runs:
@@ -146,14 +145,14 @@ def chaotic(stub: Stub) -> Iterator[tuple[Stub, ServiceClient]]:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_interleaving_leaves_later_calls_working(
     chaotic: tuple[Stub, ServiceClient], seed: int, batch: bool
 ) -> None:
     stub, service = chaotic
     stub.config["sample_use_retrieve_futures"] = batch
     chaos = Chaos(stub, service, seed)
-    for _ in range(60):
+    for _ in range(120):
         chaos.step()
     chaos.settle()
     chaos.check_runs_still_train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -27,8 +28,8 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
         (datum(), "cross_entropy", None, "data must be a list of Datum, got Datum"),
         ([datum(), 3], "cross_entropy", None, r"data\[1\] must be a Datum, got int"),
         ([datum()], "cross_entrpy", None, "did you mean 'cross_entropy'"),
-        ([datum()], "ppo", {"clip": [1]}, r"loss_fn_config\['clip'\] must be a number or a string, got \[1\]"),
-        ([datum(), datum()], "ppo", None, r"data\[0\].loss_fn_inputs: ppo needs 'logprobs'; given: target_tokens"),
+        ([datum()], "ppo", {"clip": [1]}, r"loss_fn_config\['clip'\] must be a number or a string, got"),
+        ([datum(), datum()], "ppo", None, r"data\[0\].*: ppo needs 'logprobs'; given: target_tokens"),
         (
             [datum(), Datum(ModelInput.from_ints([1]), {})],
             "cross_entropy", None, r"data\[1\].*cross_entropy needs 'target_tokens'; given: nothing",
@@ -39,22 +40,22 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
         ),
         (
             [datum(), datum(weights=np.ones(3, np.float32))],
-            "cross_entropy", None, r"data\[1\].loss_fn_inputs\['weights'\] has shape \[3\], but model_input has 4",
+            "cross_entropy", None, r"data\[1\].*\['weights'\] has shape \[3\], but model_input has 4",
         ),
         (
             [datum(weights=np.array([0, 1, math.nan, 1], np.float32))],
-            "cross_entropy", None, r"data\[0\].loss_fn_inputs\['weights'\]\[2\] is nan; every value must be finite",
+            "cross_entropy", None, r"data\[0\].*\['weights'\]\[2\] is nan; every value must be finite",
         ),
         (
-            [Datum(ModelInput.from_ints([1]), {"target_tokens": np.array([-3])})],
+            [datum(1, target_tokens=np.array([-3]))],
             "cross_entropy", None, r"data\[0\].loss_fn_inputs\['target_tokens'\] has a negative token id: -3",
         ),
         (
-            [Datum(ModelInput.from_ints([1]), {"target_tokens": np.array([1.0])})],
-            "cross_entropy", None, r"data\[0\].loss_fn_inputs\['target_tokens'\] must be int64 token ids, got float32",
+            [datum(1, target_tokens=np.array([1.0]))],
+            "cross_entropy", None, r"data\[0\].*\['target_tokens'\] must be int64 token ids, got float32",
         ),
         (
-            [Datum(ModelInput([IMAGE]), {"target_tokens": np.arange(4)})],
+            [Datum(ModelInput([IMAGE]), datum().loss_fn_inputs)],
             "cross_entropy", None, "ImageAssetPointerChunk can be sampled from, not trained on",
         ),
     ],
@@ -81,15 +82,13 @@ def test_good_passes_are_let_through(loss_fn: str) -> None:
 
 def test_an_image_of_unknown_length_is_not_measured() -> None:
     chunk = ImageChunk(data=b"png", format="png")
-    check_pass([Datum(ModelInput([chunk]), {"target_tokens": np.arange(9)})], "cross_entropy", None)
+    check_pass([Datum(ModelInput([chunk]), datum(9).loss_fn_inputs)], "cross_entropy", None)
 
 
 # -- chunks ------------------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 900)
-)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 900))
 def test_chunks_keep_the_order_and_the_limits(lengths: list[int], most: int, limit: int) -> None:
     data = [datum(length) for length in lengths]
     chunks = cut(data, most, limit)
@@ -97,7 +96,7 @@ def test_chunks_keep_the_order_and_the_limits(lengths: list[int], most: int, lim
     for chunk in chunks:
         assert 1 <= len(chunk) <= most
         assert len(chunk) == 1 or sum(map(datum_bytes, chunk)) <= limit
-    for chunk, following in zip(chunks, chunks[1:], strict=False):
+    for chunk, following in itertools.pairwise(chunks):
         full = len(chunk) == most or sum(map(datum_bytes, [*chunk, following[0]])) > limit
         assert full, "no chunk is cut short"
 

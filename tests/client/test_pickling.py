@@ -26,7 +26,9 @@ def send(request: pytest.FixtureRequest) -> Any:
     )
 
 
-def test_a_copy_samples_from_the_same_place_under_numbers_of_its_own(stub: Stub, sampler: Any, send: Any) -> None:
+def test_a_copy_samples_from_the_same_place_under_numbers_of_its_own(
+    stub: Stub, sampler: Any, send: Any
+) -> None:
     dump, load = send
     copies = [load(dump(sampler)) for _ in range(2)]
     for each in (sampler, *copies, *copies):
@@ -65,7 +67,9 @@ def test_the_retry_config_travels(service: ServiceClient, send: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["argument", "environment"])
-def test_no_key_is_in_what_travels(stub: Stub, monkeypatch: pytest.MonkeyPatch, send: Any, source: str) -> None:
+def test_no_key_is_in_what_travels(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, send: Any, source: str
+) -> None:
     """Weakness 5.3: pickles held it in clear."""
     if source == "environment":
         monkeypatch.setenv("TINKER_API_KEY", KEY)
@@ -97,7 +101,9 @@ def test_a_key_given_as_an_argument_must_be_given_again(stub: Stub, send: Any) -
     service = ServiceClient(base_url=stub.url, api_key=KEY)
     dump, load = send
     sampler = service.create_sampling_client(base_model="stub/base")
-    with pytest.raises(CredentialError, match=r"keys are never pickled.*from_sampler_handle\(handle, api_key=…\)"):
+    with pytest.raises(
+        CredentialError, match=r"keys are never pickled.*from_sampler_handle\(handle, api_key=…\)"
+    ):
         load(dump(sampler))
     copy = SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-again")
     copy.sample(PROMPT, 1, PARAMS).result(5)

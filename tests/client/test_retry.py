@@ -21,8 +21,14 @@ from tinkex import (
     ServiceClient,
 )
 from tinkex.client.retry import Attempt, RetryPolicy, retry_after, retryable
-from tinkex.errors import APIConnectionError, RequestErrorCategory, RequestFailedError, Response
-from tinkex.errors import is_user_error, status_error
+from tinkex.errors import (
+    APIConnectionError,
+    RequestErrorCategory,
+    RequestFailedError,
+    Response,
+    is_user_error,
+    status_error,
+)
 
 POLICY = RetryPolicy()
 
@@ -164,7 +170,10 @@ def test_a_bad_retry_config_is_refused(bad: dict[str, Any]) -> None:
     [
         {"retry-after-ms": "400"},
         {"retry-after": "0.4"},
-        {"retry-after": formatdate(1_700_000_001, usegmt=True), "date": formatdate(1_700_000_000, usegmt=True)},
+        {
+            "retry-after": formatdate(1_700_000_001, usegmt=True),
+            "date": formatdate(1_700_000_000, usegmt=True),
+        },
     ],
     ids=["ms", "seconds", "date"],
 )
@@ -187,7 +196,9 @@ def test_x_should_retry_false_ends_it_at_once(stub: Stub, run: Any, sampler: Any
         run.forward_backward([datum()], "cross_entropy").result(5)
     stub.script(op, status(503, {"x-should-retry": "false"}), always=True)
     before = stub.count(op)
-    call = run.forward_backward([datum()], "cross_entropy") if "for" in op else sampler.sample(PROMPT, 1, PARAMS)
+    call = (
+        run.forward_backward([datum()], "cross_entropy") if "for" in op else sampler.sample(PROMPT, 1, PARAMS)
+    )
     with pytest.raises(InternalServerError, match="scripted 503"):
         call.result(5)
     assert stub.count(op) == before + 1
@@ -205,7 +216,9 @@ def test_a_persistent_5xx_on_sampling_is_bounded(stub: Stub, service: ServiceCli
     """Weakness 5.2(7): one budget, whatever the layer; the error says how often it was tried."""
     fast_retries(service, status_budget=0.3)
     stub.script("asample", status(500), always=True)
-    with pytest.raises(InternalServerError, match=r"500 from POST .*asample: scripted 500 \(\d+ attempts in 0"):
+    with pytest.raises(
+        InternalServerError, match=r"500 from POST .*asample: scripted 500 \(\d+ attempts in 0"
+    ):
         sampler.sample(PROMPT, 1, PARAMS).result(5)
     assert stub.count("asample") > 2
 
@@ -258,7 +271,9 @@ def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) 
     """Weakness 5.2(6): nothing is between a refusal and the user, and the message is for people."""
     stub.script("optim_step", status(400, body={"detail": "the moon is full"}))
     began = time.monotonic()
-    with pytest.raises(BadRequestError, match=r"400 from POST http://.*/optim_step: the moon is full") as caught:
+    with pytest.raises(
+        BadRequestError, match=r"400 from POST http://.*/optim_step: the moon is full"
+    ) as caught:
         run.optim_step().result(5)
     assert time.monotonic() - began < 2
     assert caught.value.status_code == 400

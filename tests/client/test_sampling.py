@@ -1,4 +1,4 @@
-"""A sampler: concurrent, cancellable, paced, and alone in its failures (K5, K7, K16; weaknesses 5.2(11, 12))."""
+"""A sampler: concurrent, cancellable, paced, and alone in its failures (K5, K7, K16; 5.2(11, 12))."""
 
 from __future__ import annotations
 
@@ -111,13 +111,16 @@ def test_a_sample_cancelled_while_it_queues_is_never_sent(stub: Stub, service: S
     stub.wait_for("retrieve_future")
     second.cancel()
     stub.release()
-    first.result(5), third.result(5)
+    for future in (first, third):
+        future.result(5)
     assert stub.count("asample") == 2
 
 
 def test_max_connections_of_the_user_is_honoured(stub: Stub, service: ServiceClient) -> None:
     """Weakness 5.3: the official client overrides it silently."""
-    sampler = service.create_sampling_client(base_model="stub/base", retry_config=RetryConfig(max_connections=3))
+    sampler = service.create_sampling_client(
+        base_model="stub/base", retry_config=RetryConfig(max_connections=3)
+    )
     stub.hold("asample")
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
     stub.wait_for("retrieve_future", 3)
@@ -158,20 +161,22 @@ def test_a_timeout_leaves_the_sample_running(stub: Stub, either: SamplingClient)
 def test_a_result_the_server_forgot_is_asked_for_anew(stub: Stub, either: SamplingClient) -> None:
     """§2.7: a restart loses samples, which answer 410; under a new seq id, or the old answer would return."""
     either.retry_config = RetryConfig(retry_delay_base=0.01)
+    for _ in range(3):
+        either.sample(PROMPT, 1, PARAMS).result(5)
     stub.hold("asample")
+    polls = stub.count("retrieve_future*")
     future = either.sample(PROMPT, 1, PARAMS)
-    stub.wait_for("retrieve_future*")
+    stub.wait_for("asample", 4)
+    stub.wait_for("retrieve_future*", polls)
+    time.sleep(0.1)
+    stub.stop()
     stub.forget_results()
     stub.release()
-    stub.stop()
+    stub.channels.clear()
     stub.start()
-    if stub.config["sample_use_retrieve_futures"]:
-        other = either.sample(PROMPT, 1, PARAMS)  # a completion tells the poller that the server is back
-        other.result(5)
-        future.cancel()
-        return
     assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
-    assert [r.json["seq_id"] for r in stub.sent("asample")] == [0, 1]
+    assert [r.json["seq_id"] for r in stub.sent("asample")] == [0, 1, 2, 3, 4]
+    either.sample(PROMPT, 1, PARAMS).result(10)
 
 
 def test_without_retry_logic_a_forgotten_result_is_an_error(stub: Stub, service: ServiceClient) -> None:
@@ -220,10 +225,26 @@ def test_a_batch_poll_survives_failures_that_pass(stub: Stub, service: ServiceCl
     stub.config = {"sample_use_retrieve_futures": True}
     stub.script("retrieve_futures", status(503), drop(), status(408, body={"type": "try_again"}))
     sampler = service.create_sampling_client(base_model="stub/base")
-    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]
-    for future in futures:
+    for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]:
         future.result(10)
+    stub.hold("asample")
+    later = sampler.sample(PROMPT, 1, PARAMS)
     eventually(lambda: stub.count("retrieve_futures") >= 4)
+    stub.release()
+    later.result(10)
+    assert not sampler._batch._broken  # type: ignore[union-attr]
+
+
+def test_a_batch_poll_that_always_fails_is_given_up(
+    stub: Stub, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.client.poller.MAX_FAILURES", 2)
+    stub.config = {"sample_use_retrieve_futures": True}
+    stub.script("retrieve_futures", status(503), always=True)
+    sampler = service.create_sampling_client(base_model="stub/base")
+    for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]:
+        future.result(10)
+    assert stub.count("retrieve_futures") == 3
 
 
 def test_a_server_that_never_holds_a_batch_poll_is_paced(stub: Stub, service: ServiceClient) -> None:
@@ -361,7 +382,7 @@ def test_a_failed_sample_is_not_logged_besides_being_raised(
 
 
 def test_a_sampler_needs_a_model(service: ServiceClient) -> None:
-    with pytest.raises(InvalidInputError, match="model_path .* or base_model"):
+    with pytest.raises(InvalidInputError, match=r"model_path .* or base_model"):
         service.create_sampling_client()
     with pytest.raises(InvalidInputError, match="must start with tinker://"):
         service.create_sampling_client("weights/1")

@@ -36,7 +36,9 @@ def test_a_with_block_ends_the_session(stub: Stub) -> None:
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "errored"), (KeyboardInterrupt, "interrupted")])
 @pytest.mark.parametrize("kind", ["with", "async with"])
-def test_a_with_block_says_how_it_ended(stub: Stub, error: type[BaseException], status: str, kind: str) -> None:
+def test_a_with_block_says_how_it_ended(
+    stub: Stub, error: type[BaseException], status: str, kind: str
+) -> None:
     async def with_async() -> None:
         async with ServiceClient(base_url=stub.url) as service:
             await service.create_sampling_client_async(base_model="stub/base")
@@ -105,7 +107,7 @@ def test_copying_weights(stub: Stub, service: ServiceClient) -> None:
 
 def test_a_failed_creation_is_raised_and_can_be_repeated(stub: Stub, service: ServiceClient) -> None:
     stub.script("create_model", fail("no room", "server"))
-    with pytest.raises(RequestFailedError, match="create_model failed .*no room"):
+    with pytest.raises(RequestFailedError, match=r"create_model failed .*no room"):
         service.create_lora_training_client("stub/base")
     stub.script("create_session", status(422))
     service.create_lora_training_client("stub/base").optim_step().result(5)

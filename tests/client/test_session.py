@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import weakref
-from typing import Any
 
 import pytest
 
@@ -52,7 +51,11 @@ def test_a_session_says_what_it_is_for(
     body = stub.sent("create_session")[0].json
     assert (body["tags"], body["project_id"]) == (["b", "a", "c"], "from-env")
     assert (body["user_metadata"], body["display_name"]) == ({"who": "me"}, "mine")
-    assert [r.levelname for r in caplog.records if r.message in words.values()] == ["INFO", "WARNING", "ERROR"]
+    assert [r.levelname for r in caplog.records if r.message in words.values()] == [
+        "INFO",
+        "WARNING",
+        "ERROR",
+    ]
     close(service)
 
 
@@ -61,7 +64,10 @@ def test_it_beats_until_it_is_closed(stub: Stub) -> None:
     service.create_sampling_client(base_model="stub/base", timeout=5)
     stub.wait_for("session_heartbeat", 3)
     service.close("errored", "it was me").result(5)
-    assert list(stub.sessions.values())[0]["finished"] == {"reason": {"type": "errored"}, "detail": "it was me"}
+    assert next(iter(stub.sessions.values()))["finished"] == {
+        "reason": {"type": "errored"},
+        "detail": "it was me",
+    }
     beats = stub.count("session_heartbeat")
     time.sleep(0.2)
     assert stub.count("session_heartbeat") == beats
@@ -198,10 +204,12 @@ def test_a_process_ends_with_requests_under_way(stub: Stub) -> None:
 
 def test_a_process_whose_server_is_gone_ends_soon(stub: Stub) -> None:
     code = SCRIPT.format(ending="print('ready', flush=True); input()")
-    process: Any = subprocess.Popen(
-        [sys.executable, "-c", code.replace("base_url=sys.argv[1]", "base_url=sys.argv[1], timeouts=tinkex.Timeouts(close=0.5)"), stub.url],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    code = code.replace("sys.argv[1]", "sys.argv[1], timeouts=tinkex.Timeouts(close=0.5)")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, stub.url], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     stub.stop()
     _, errors = process.communicate("\n", timeout=10)

@@ -57,7 +57,14 @@ def test_requests_are_executed_in_the_order_of_the_calls(stub: Stub, run: Any) -
         future.result(10)
     assert [seq_id for seq_id, _ in executed(stub)] == list(range(1, 16))
     ops = [op for _, op in executed(stub)]
-    assert ops[:6] == ["forward_backward", "optim_step", "forward", "forward_backward", "optim_step", "save_weights"]
+    assert ops[:6] == [
+        "forward_backward",
+        "optim_step",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "save_weights",
+    ]
 
 
 def test_a_step_is_sent_before_the_pass_has_its_result(stub: Stub, run: Any) -> None:
@@ -160,7 +167,9 @@ def test_a_timeout_while_queued_changes_nothing(stub: Stub, run: Any) -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("refused", [1, 2, 3])
-def test_a_step_after_a_partly_refused_pass_is_held_back_once(stub: Stub, refused: int, parallel: bool) -> None:
+def test_a_step_after_a_partly_refused_pass_is_held_back_once(
+    stub: Stub, refused: int, parallel: bool
+) -> None:
     """Weakness 5.2(3), K2(c): the pass fails, the step says why, and the run goes on."""
     run = small_chunks(stub, parallel_fwdbwd_chunks=parallel)
     train(run)
@@ -234,9 +243,7 @@ def test_a_failed_chunk_fails_the_pass(stub: Stub) -> None:
     train(run)
 
 
-def test_what_was_never_sent_uses_no_seq_id(
-    stub: Stub, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_never_sent_uses_no_seq_id(stub: Stub, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that could not be found, say: no gap that a server would wait for."""
     train(run)
     credential: Any = run._session.connection.transport.credential
@@ -253,7 +260,9 @@ def test_what_was_never_sent_uses_no_seq_id(
     assert [seq_id for seq_id, _ in executed(stub)] == [1, 2, 3, 4]
 
 
-def test_a_submission_lost_for_good_fails_its_call_alone(stub: Stub, service: ServiceClient, run: Any) -> None:
+def test_a_submission_lost_for_good_fails_its_call_alone(
+    stub: Stub, service: ServiceClient, run: Any
+) -> None:
     stub.gap_seconds = 0.1
     fast_retries(service, lost_budget=0.2)
     stub.script("optim_step", *[drop()] * 50)
@@ -271,7 +280,9 @@ def test_a_pass_is_cut_by_the_servers_limits_and_its_first_chunk_comes_last(stub
     run = small_chunks(stub, 2)
     stub.metrics = lambda given: {"loss:sum": 1.0, "n:unique": float(given.seq_id)}
     output = run.forward_backward([datum(n) for n in range(1, 6)], "cross_entropy").result(5)
-    assert [record["logprobs"].dense_shape for record in output.loss_fn_outputs] == [(n,) for n in range(1, 6)]
+    assert [record["logprobs"].dense_shape for record in output.loss_fn_outputs] == [
+        (n,) for n in range(1, 6)
+    ]
     assert output.metrics == {"loss:sum": 3.0, "n:unique": 1.0, "n:unique_1": 2.0, "n:unique_2": 3.0}
     sent = [read_pass(request.body).seq_id for request in stub.sent("forward_backward")]
     assert sorted(sent) == [1, 2, 3]
@@ -325,7 +336,7 @@ def test_saving_loading_and_sampling(stub: Stub, run: Any) -> None:
     assert {name: request.json[name] for name in wanted} == wanted
     with pytest.warns(DeprecationWarning, match="load_state is deprecated"):
         run.load_state(saved.path).result(5)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="with_optimizer"):
         run.load_state_with_optimizer(saved.path, weights_access_token="t").result(5)
     assert [r.json["optimizer"] for r in stub.sent("load_weights")] == [False, True]
     published = run.save_weights_for_sampler("p").result(5)

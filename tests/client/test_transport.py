@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, eventually, fast_retries
@@ -22,9 +22,7 @@ from tinkex import (
     AuthenticationError,
     BadRequestError,
     ClientClosedError,
-    Datum,
     InternalServerError,
-    ModelInput,
     NotFoundError,
     PermissionDeniedError,
     ServiceClient,
@@ -62,7 +60,7 @@ def test_a_host_that_swallows_connections_is_reported_in_time() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
-        url = "http://127.0.0.1:{}".format(listener.getsockname()[1])
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         fillers = [socket.socket() for _ in range(3)]
         for filler in fillers:
             filler.setblocking(False)
@@ -151,7 +149,9 @@ def test_a_request_that_gets_no_answer_times_out_and_is_sent_again(stub: Stub) -
 # -- closed ------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_everything_under_way(stub: Stub, service: ServiceClient, run: Any, sampler: Any) -> None:
+def test_closing_ends_everything_under_way(
+    stub: Stub, service: ServiceClient, run: Any, sampler: Any
+) -> None:
     """K8: whoever waits gets ClientClosedError at once, and so does whoever comes later."""
     stub.hold("forward_backward", "asample")
     stub.script("optim_step", status(503), always=True)
@@ -233,7 +233,9 @@ def test_a_server_without_client_config(stub: Stub, service: ServiceClient) -> N
 def test_a_server_without_sequence_ids(stub: Stub, sampler: Any) -> None:
     """§2.9: the official client fails an assertion on it."""
     stub.script("asample", status(200, body={"request_id": "r-own"}))
-    stub.script("retrieve_future", status(200, body={"sequences": [{"stop_reason": "length", "tokens": [9]}]}))
+    stub.script(
+        "retrieve_future", status(200, body={"sequences": [{"stop_reason": "length", "tokens": [9]}]})
+    )
     (sequence,) = sampler.sample(PROMPT, 1, PARAMS).result(5).sequences
     assert sequence.tokens == [9]
 
@@ -265,7 +267,7 @@ def test_a_failing_poll_is_paced_and_survived(stub: Stub, service: ServiceClient
     run.optim_step().result(5)
     times = [request.time for request in stub.sent("retrieve_future")[before:]]
     assert len(times) == 5
-    assert min(b - a for a, b in zip(times, times[1:], strict=False)) > 0.1
+    assert min(b - a for a, b in itertools.pairwise(times)) > 0.1
 
 
 def test_metadata_before_the_result(stub: Stub, run: Any) -> None:
@@ -311,7 +313,10 @@ def test_a_redirect_within_the_server_keeps_method_body_and_key(stub: Stub, run:
 def test_a_redirect_elsewhere_never_sees_the_key(stub: Stub) -> None:
     with Stub() as other:
         service = ServiceClient(base_url=stub.url, api_key="tml-secret")
-        stub.script("get_server_capabilities", status(302, {"location": f"{other.url}/api/v1/get_server_capabilities"}))
+        stub.script(
+            "get_server_capabilities",
+            status(302, {"location": f"{other.url}/api/v1/get_server_capabilities"}),
+        )
         assert service.get_server_capabilities(timeout=5).supported_models
         (request,) = other.sent("get_server_capabilities")
         assert "x-api-key" not in request.headers
@@ -328,7 +333,12 @@ def test_endless_redirects_end(stub: Stub, run: Any) -> None:
 
 def test_a_poll_that_is_refused_is_the_documented_class(stub: Stub, run: Any) -> None:
     """Weakness 5.3: 401, 403, 404 and 422 were ValueError."""
-    kinds = {401: AuthenticationError, 403: PermissionDeniedError, 404: NotFoundError, 422: UnprocessableEntityError}
+    kinds = {
+        401: AuthenticationError,
+        403: PermissionDeniedError,
+        404: NotFoundError,
+        422: UnprocessableEntityError,
+    }
     for code, kind in kinds.items():
         stub.script("retrieve_future", status(code, body={"detail": "because"}))
         with pytest.raises(kind, match="because"):
@@ -394,8 +404,7 @@ def test_big_bodies_are_built_and_read_off_the_loop(
     assert threads == {"encode_request": {"tinkex"}, "decode_result": {"tinkex"}}
     for seen in threads.values():
         seen.clear()
-    tokens = np.zeros(100_000, np.int64)
-    run.forward([Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens})], "cross_entropy").result(5)
+    run.forward([datum(100_000)], "cross_entropy").result(5)
     assert "tinkex-worker" in threads["encode_request"]
     assert "tinkex-worker" in threads["decode_result"]
 
@@ -416,7 +425,7 @@ def test_kinds_of_traffic_do_not_wait_for_each_other(stub: Stub, service: Servic
 
 
 def test_sockets_are_bounded(stub: Stub) -> None:
-    """K12, issue §4: at most 16 sockets for 2,000 samples in flight, where the server offers batch retrieval."""
+    """K12, issue §4: at most 16 sockets for 2,000 samples in flight, with batch retrieval."""
     stub.config = {"sample_use_retrieve_futures": True}
     service = ServiceClient(base_url=stub.url)
     sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
@@ -432,8 +441,14 @@ def test_sockets_are_bounded(stub: Stub) -> None:
 
 def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: ServiceClient) -> None:
     """Weakness 5.2(8): session, run, publish and sampler, each with a slow server behind it."""
-    for op in ("client/config", "create_session", "create_model", "save_weights_for_sampler", "create_sampling_session"):
-        stub.script(op, delay(0.3))
+    for op in (
+        "client/config",
+        "create_session",
+        "create_model",
+        "save_weights_for_sampler",
+        "create_sampling_session",
+    ):
+        stub.script(op, delay(0.6))
 
     async def scenario() -> float:
         worst, going = 0.0, True
@@ -457,7 +472,7 @@ def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: Servic
         await ticking
         return worst
 
-    assert asyncio.run(scenario()) < 0.25, "some call held the loop for as long as the server took"
+    assert asyncio.run(scenario()) < 0.5, "some call held the loop for as long as the server took"
 
 
 def test_two_servers_at_once(stub: Stub) -> None:

@@ -141,7 +141,10 @@ class Connection(asyncio.Protocol):
     def answer(self, reply: Reply) -> None:
         if self.transport.is_closing():
             return
-        self.transport.write(reply.encode())
+        try:
+            self.transport.write(reply.encode())
+        except RuntimeError:  # uvloop, of a connection whose loop has ended: nobody is there to answer
+            return
         if reply.headers.get("content-length", "") is None:
             self.transport.close()  # a body without a length ends with the connection
         self.busy = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,16 +27,18 @@ class Action:
     @property
     def refuses(self) -> bool:
         """True for an answer after which a client goes on with its next seq id instead of trying again."""
-        return self.end == "reply" and 400 <= self.reply.status < 500 and self.reply.status not in TRY_AGAIN
+        proxys = self.reply.status == 400 and not self.reply.body  # a proxy's: tried again
+        final = 400 <= self.reply.status < 500 and self.reply.status not in TRY_AGAIN
+        return self.end == "reply" and final and not proxys
 
 
 def status(
-    code: int, headers: dict[str, str | None] | None = None, body: Any = None, *, effect: bool = False
+    code: int, headers: Mapping[str, str | None] | None = None, body: Any = None, *, effect: bool = False
 ) -> Action:
     """Answer with this status; a body other than bytes is sent as JSON, a header given as None left out."""
     body = {"detail": f"scripted {code}"} if body is None else body
     data = body if isinstance(body, bytes) else orjson.dumps(body)
-    return Action(end="reply", reply=Reply(code, data, headers or {}), effect=effect)
+    return Action(end="reply", reply=Reply(code, data, dict(headers or {})), effect=effect)
 
 
 def delay(seconds: float, then: Action | None = None) -> Action:

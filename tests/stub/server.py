@@ -72,6 +72,7 @@ class Stub(Api):
     async def _listen(self, listening: Future[int]) -> None:
         self.loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._connections.clear()  # one that was accepted while the last loop ended is never closed
         try:
             server = await self.loop.create_server(
                 lambda: Connection(self), "127.0.0.1", self.port, backlog=4096

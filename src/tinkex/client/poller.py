@@ -14,7 +14,8 @@ from typing import Any
 
 from tinkex.client import loop as background
 from tinkex.client.connection import Connection
-from tinkex.errors import RequestErrorCategory, RequestFailedError
+from tinkex.client.retry import retryable
+from tinkex.errors import APIConnectionError, APIStatusError, RequestErrorCategory, RequestFailedError
 from tinkex.types.futures import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
@@ -28,6 +29,7 @@ from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
 Observer = Callable[[str, str | None], None]  # queue state, its reason
+MAX_FAILURES = 8  # of a batch poll in a row, before single polls take over for good
 QUICK_POLL = 1.0  # a "not yet" that came back sooner than this was no long poll: wait before the next
 
 
@@ -76,7 +78,7 @@ class BatchPoller:
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._waiting: dict[str, asyncio.Future[bool]] = {}  # True: its result is there
         self._early: set[str] = set()  # finished before anyone asked: the answer to the submit was slower
         self._retrieved: list[str] = []
         self._cursor = 0
@@ -86,36 +88,54 @@ class BatchPoller:
     async def retrieve(self, op: Op[Any, Any], request_id: str, observe: Observer | None = None) -> Any:
         """As `retrieve` above, through the shared poll."""
         if request_id in self._early:
-            self._early.discard(request_id)
-        elif not self._broken:
-            await self._finished(request_id)
-        result = await retrieve(self._connection, op, request_id, observe=observe, ready=not self._broken)
+            ready = True
+        else:
+            ready = not self._broken and await self._finished(request_id)
+        result = await retrieve(self._connection, op, request_id, observe=observe, ready=ready)
+        self._early.discard(request_id)
         self._retrieved.append(request_id)
         return result
 
-    async def _finished(self, request_id: str) -> None:
-        waiter = asyncio.get_running_loop().create_future()
+    async def _finished(self, request_id: str) -> bool:
+        """Wait for the shared poll to name it; False if it had better be asked for on its own."""
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = waiter
         if self._task is None:
             self._task = background.spawn(self._poll())
         try:
-            await waiter
+            return await waiter
         finally:
             self._waiting.pop(request_id, None)
 
     async def _poll(self) -> None:
+        failures = 0
         try:
             # One more round after the last waiter, to tell the server what may be forgotten.
             while self._waiting or self._retrieved:
-                await self._poll_once()
+                try:
+                    await self._poll_once()
+                    failures = 0
+                except (APIConnectionError, APIStatusError) as error:
+                    failures += 1
+                    if failures > MAX_FAILURES or not retryable(getattr(error, "status_code", 0)):
+                        raise
+                    if isinstance(error, APIConnectionError):
+                        self._let_go()
+                    await asyncio.sleep(min(0.1 * 2**failures, QUICK_POLL))
         except Exception as error:
             log.debug("batch retrieval gave up (%s); polling one by one", error)
             self._broken = True
-            for waiter in self._waiting.values():
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._let_go()
         finally:
             self._task = None
+
+    def _let_go(self) -> None:
+        """Have everyone ask on their own: a server that came back may have forgotten what they wait for."""
+        self._retrieved.clear()
+        self._cursor = 0  # and it may count anew
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_result(False)
 
     async def _poll_once(self) -> None:
         retrieved, self._retrieved = self._retrieved, []
@@ -128,13 +148,15 @@ class BatchPoller:
         except BaseException:
             self._retrieved = retrieved + self._retrieved
             raise
-        self._cursor = max(self._cursor, reply.cursor)
+        if reply.cursor < self._cursor:  # it came back without our noticing
+            self._let_go()
+        self._cursor = reply.cursor
         for completion in reply.completions:
             waiter = self._waiting.get(completion.request_id)
             if waiter is None:
                 self._early.add(completion.request_id)
             elif not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(True)
         quick = asyncio.get_running_loop().time() - asked < QUICK_POLL
         if not reply.completions and quick and self._waiting:
             await asyncio.sleep(0.1)

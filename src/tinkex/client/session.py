@@ -70,7 +70,8 @@ class Lease:
             except (TinkerError, TimeoutError) as error:
                 if now - max(last, warned) > HEARTBEAT_WARNING:
                     warned = now
-                    log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, error or "no answer")
+                    cause = str(error) or "no answer"
+                    log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, cause)
 
     async def finish(self, reason: FinishReason, detail: str | None) -> None:
         """Tell the server that this session is over, and stop."""
@@ -171,8 +172,9 @@ class Session:
     async def _lease(self) -> Lease | None:
         assert self._opening is not None
         try:
-            return await asyncio.shield(self._opening)
-        except TinkerError:
+            async with asyncio.timeout(self.connection.timeouts.close):
+                return await asyncio.shield(self._opening)
+        except (TinkerError, TimeoutError):
             return None  # it never opened: nothing to finish
 
 

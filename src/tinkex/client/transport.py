@@ -83,6 +83,17 @@ class Answer(NamedTuple):
     body: bytes
 
 
+class _Call(NamedTuple):
+    """One call, however often it is sent."""
+
+    op: AnyOp
+    request: Any
+    awaiting: AnyOp | None
+    pool: Pool
+    method: str
+    idempotency_key: str
+
+
 class _Failed(Exception):
     """One try that failed: what the policy needs to know, and the error it would be."""
 
@@ -162,10 +173,13 @@ class HttpTransport:
     ) -> Any:
         if self._closed:
             raise ClientClosedError(CLOSED)
+        pool = Pool.SAMPLE if ready else op.pool  # a result that is there needs no long poll
+        # One key for one logical operation: however often it is sent, it is done once.
+        key = "" if op.method == "GET" else next(self._ids)
         task = asyncio.current_task()
         self._calling.add(task)
         try:
-            return await self._call(op, request, awaiting, ready, method)
+            return await self._call(_Call(op, request, awaiting, pool, method, key))
         except asyncio.CancelledError:
             if self._closed:
                 raise ClientClosedError(CLOSED) from None
@@ -173,23 +187,20 @@ class HttpTransport:
         finally:
             self._calling.discard(task)
 
-    async def _call(self, op: AnyOp, request: Any, awaiting: AnyOp | None, ready: bool, method: str) -> Any:
-        encoded = await self._encode(op, request, proto=self._speaks_proto is not False)
-        pool = Pool.SAMPLE if ready else op.pool  # a result that is there needs no long poll
-        headers = self._call_headers(op, encoded, awaiting, method)
+    async def _call(self, call: _Call) -> Any:
+        op = call.op
         started, tries = 0.0, 0
         error: APIError | None = None
         while True:
             try:
-                answer = await self._try(op, pool, encoded, headers)
+                answer = await self._try(call, proto=self._speaks_proto is not False)
                 break
             except _Failed as failed:
                 attempt, error = failed.attempt, failed.error
             except (CredentialError, InvalidInputError) as refusal:
                 raise error or refusal from None  # a refusal promises that nothing was ever sent
-            if self._may_want_json(op, attempt, tries):
-                if (reply := await self._in_json(op, request, method)) is not None:
-                    return reply
+            if self._may_want_json(op, attempt, tries) and (reply := await self._in_json(call)) is not None:
+                return reply
             tries += 1
             now = time.monotonic()
             if tries == 1:
@@ -207,19 +218,22 @@ class HttpTransport:
                 await asyncio.sleep(delay)
         if op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
             self._speaks_proto = True
-        return await self._decode(op, answer, awaiting)
+        return await self._decode(call, answer)
 
-    async def _try(self, op: AnyOp, pool: Pool, encoded: codec.Encoded, headers: dict[str, str]) -> Answer:
+    async def _try(self, call: _Call, *, proto: bool) -> Answer:
         """Send once; anything but a usable answer is `_Failed`."""
-        url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
+        op, url = call.op, self.base_url + call.op.path
         probing = await self._rate.turn() if op is ops.SAMPLE else False
         began = time.monotonic()
         try:
             # Before the gate: fetching a token is a call too, and must not wait for those that wait for it.
-            headers["x-api-key"] = await self._api_key(op)
-            async with self._gates[pool].hold():
+            api_key = await self._api_key(op)
+            async with self._gates[call.pool].hold():
+                # Encoded only now: thousands may wait for the gate, and none shall hold its body meanwhile.
+                encoded = await self._encode(op, call.request, proto=proto)
+                url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
                 began = time.monotonic()
-                answer = await self._send(op, pool, url, headers, encoded.body)
+                answer = await self._send(call, url, self._headers_of(call, encoded, api_key), encoded.body)
         except (OSError, pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError) as cause:
             attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
             raise _Failed(attempt, _connection_error(op, url, cause)) from None
@@ -245,16 +259,15 @@ class HttpTransport:
             return False
         return earlier == 1 if retryable(failed.status, failed.empty_body) else earlier == 0
 
-    async def _in_json(self, op: AnyOp, request: Any, method: str) -> Any:
+    async def _in_json(self, call: _Call) -> Any:
         """The reply to the same request in JSON; None if it was not about protobuf after all."""
-        encoded = await self._encode(op, request, proto=False)
         try:
-            answer = await self._try(op, op.pool, encoded, self._call_headers(op, encoded, None, method))
+            answer = await self._try(call, proto=False)
         except _Failed:
             return None
         self._speaks_proto = False
         log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
-        return await self._decode(op, answer, None)
+        return await self._decode(call, answer)
 
     def _say_if_lost(self, attempt: Attempt) -> None:
         if attempt.status or not self._reached:
@@ -271,13 +284,11 @@ class HttpTransport:
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    async def _send(
-        self, op: AnyOp, pool: Pool, url: str, headers: dict[str, str], body: bytes | None
-    ) -> Answer:
-        client, method = self._client(pool), op.method
+    async def _send(self, call: _Call, url: str, headers: dict[str, str], body: bytes | None) -> Answer:
+        client, method = self._client(call.pool), call.op.method
         answer = await _execute(client, method, url, headers, body)
         for _ in range(MAX_REDIRECTS):
-            if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(op.name, ()):
+            if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(call.op.name, ()):
                 break
             url = urljoin(url, answer.headers.get("location", url))
             if not _same_place(url, self.base_url):
@@ -310,20 +321,17 @@ class HttpTransport:
             self._clients[pool] = (pyqwest.Client(http), http)
         return self._clients[pool][0]
 
-    def _call_headers(
-        self, op: AnyOp, encoded: codec.Encoded, awaiting: AnyOp | None, method: str
-    ) -> dict[str, str]:
-        headers = {**self._headers, **encoded.headers}
-        if op.method != "GET":
-            # One key for one logical operation: however often it is sent, it is done once.
-            headers["x-idempotency-key"] = next(self._ids)
-        if op is ops.SAMPLE:
+    def _headers_of(self, call: _Call, encoded: codec.Encoded, api_key: str) -> dict[str, str]:
+        headers = {**self._headers, **encoded.headers, "x-api-key": api_key}
+        if call.idempotency_key:
+            headers["x-idempotency-key"] = call.idempotency_key
+        if call.op is ops.SAMPLE:
             headers["x-tinker-sampling-backpressure"] = "1"
-        if awaiting is not None:
-            headers["x-tinker-request-type"] = awaiting.request_type
+        if call.awaiting is not None:
+            headers["x-tinker-request-type"] = call.awaiting.request_type
             headers["accept"] = "application/x-protobuf, application/json"
-        if method:
-            headers["x-sdk-version"], headers["x-sdk-method"] = __version__, method
+        if call.method:
+            headers["x-sdk-version"], headers["x-sdk-method"] = __version__, call.method
         return headers
 
     # -- bodies ------------------------------------------------------------------------------------------
@@ -334,7 +342,9 @@ class HttpTransport:
             return codec.encode_request(op, request, proto=proto, compress=compress)
         return await off_loop(lambda: codec.encode_request(op, request, proto=proto, compress=compress))
 
-    async def _decode(self, op: AnyOp, answer: Answer, awaiting: AnyOp | None) -> Any:
+    async def _decode(self, call: _Call, answer: Answer) -> Any:
+        op, awaiting = call.op, call.awaiting
+
         def decode() -> Any:
             if awaiting is not None:
                 return codec.decode_result(awaiting, answer.status, answer.headers, answer.body)

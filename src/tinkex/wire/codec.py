@@ -9,6 +9,7 @@ library: a request is a path, a query string, headers and a body; headers are lo
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -162,6 +163,21 @@ def decode_request(
         raise _refusal(op, error) from None
 
 
+def peek_turn(
+    op: Op[Any, Any], *, headers: Headers, body: bytes, max_body: int = MAX_BODY
+) -> tuple[str, int] | None:
+    """The run and seq id of a request that `decode_request` refused for its content, if it says them."""
+    try:
+        body = _unpack(body, headers.get("content-encoding", ""), max_body)
+        if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
+            return proto_codec.read_turn(body)
+        fields = _load_object(body)
+    except (ValueError, MemoryError):
+        return None
+    run, seq_id = fields.get("model_id"), fields.get("seq_id")
+    return (run, seq_id) if type(run) is str and type(seq_id) is int and 0 <= seq_id < 2**63 else None
+
+
 def _refusal(op: Op[Any, Any], error: BaseException) -> InvalidInputError:
     if isinstance(error, ValidationError):
         return InvalidInputError(explain(error, op.request.__name__))
@@ -182,17 +198,19 @@ def _unpack(body: bytes, encoding: str, limit: int) -> bytes:
     """`body` without its content encoding; one that grows past `limit` is refused before it does."""
     if encoding in ("", "identity"):
         return body
-    if encoding != "zstd":
-        raise InvalidInputError(f"content-encoding must be zstd or none, got {encoding!r}")
-    unpacker = zstd.ZstdDecompressor()
+    if encoding not in ("zstd", "gzip"):
+        raise InvalidInputError(f"content-encoding must be zstd, gzip or none, got {encoding!r}")
+    unpacker = (
+        zstd.ZstdDecompressor() if encoding == "zstd" else zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    )
     try:
         out = unpacker.decompress(body, limit + 1)
-    except zstd.ZstdError as error:
-        raise InvalidInputError(f"not a zstd body: {error}") from None
+    except (zstd.ZstdError, zlib.error) as error:
+        raise InvalidInputError(f"not a {encoding} body: {error}") from None
     if len(out) > limit:
         raise InvalidInputError(f"the body unpacks to more than {limit} bytes")
     if not unpacker.eof or unpacker.unused_data:
-        raise InvalidInputError("a zstd body must be one whole frame")
+        raise InvalidInputError(f"a {encoding} body must be one whole frame")
     return out
 
 

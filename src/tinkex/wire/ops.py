@@ -260,7 +260,8 @@ RETRIEVE_FUTURE = Op(
 )  # fmt: skip
 RETRIEVE_FUTURES = Op(
     "retrieve_futures", "POST", f"{_V1}/retrieve_futures",
-    futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse, pool=Pool.POLL, timeout=45.0,
+    futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse,
+    pool=Pool.POLL, timeout=45.0, retry=False,
 )  # fmt: skip
 CANCEL_FUTURE = Op(
     "cancel_future", "POST", f"{_V1}/cancel_future",

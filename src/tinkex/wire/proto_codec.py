@@ -295,6 +295,12 @@ def read_pass(body: bytes) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(work, message.model_id, message.seq_id, message.forward_only)
 
 
+def read_turn(body: bytes) -> tuple[str, int] | None:
+    """The run and seq id of a pass, whatever its content."""
+    message = _parse(pb.ForwardBackwardRequest, body)
+    return (message.model_id, message.seq_id) if message.model_id and message.seq_id >= 0 else None
+
+
 # -- a pass's outputs ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,167 @@
+"""Our engine's side of the engine benchmark: every measure goes through the engine's contract alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from engine_child import Figures, PeakMemory, Round, Task, Timer
+from shapes import RANK
+
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    Engine,
+    EngineConfig,
+    ForwardBackward,
+    OptimStep,
+    Pass,
+    SampleWork,
+    build_engine,
+)
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
+
+ADAM = AdamParams(learning_rate=1e-4)
+
+
+def _engine(task: Task, **settings: int) -> Engine:
+    return build_engine(
+        EngineConfig(task.model, device=task.device, threads=task.threads or None, **settings)
+    )
+
+
+def _trainer(task: Task, **settings: int) -> Engine:
+    """An engine with `task.adapters` runs and hardly any KV cache."""
+    engine = _engine(task, kv_bytes=16 << 20, **settings)
+    for i in range(task.adapters):
+        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+    return engine
+
+
+def _datums(sequences: Sequence[np.ndarray]) -> list[Datum]:
+    return [
+        Datum(ModelInput.from_ints(ids), {"target_tokens": np.append(ids[1:], 0).astype(np.int64)})
+        for ids in sequences
+    ]
+
+
+def _passes(task: Task, turn: int) -> tuple[Pass, ...]:
+    """The round's sequences, dealt out to the runs in equal shares."""
+    datums = _datums(task.sequences(turn))
+    share = len(datums) // task.adapters
+    return tuple(
+        Pass(f"run{i}", datums[i * share : (i + 1) * share], "cross_entropy") for i in range(task.adapters)
+    )
+
+
+def train(task: Task) -> Round:
+    """One command with every run's pass, and a step for each."""
+    engine = _trainer(task)
+
+    def one(turn: int) -> Figures:
+        passes = _passes(task, turn)
+        with Timer(task.device) as timer:
+            engine.trainer.run(ForwardBackward(passes))
+            for each in passes:
+                engine.trainer.run(OptimStep(each.run, ADAM))
+        return timer.figures(sum(task.lengths))
+
+    return one
+
+
+def sharing(task: Task) -> Round:
+    """The pass alone, without steps."""
+    engine = _trainer(task)
+
+    def one(turn: int) -> Figures:
+        passes = _passes(task, turn)
+        with Timer(task.device) as timer:
+            engine.trainer.run(ForwardBackward(passes))
+        for each in passes:
+            engine.trainer.run(OptimStep(each.run, ADAM))
+        return timer.figures(sum(task.lengths))
+
+    return one
+
+
+def memory(task: Task) -> Round:
+    """The way says whether the engine may cut the pass as it likes, or computes it in one piece."""
+    pieces = {} if task.way == "as planned" else {"max_pass_tokens": sum(task.lengths)}
+    engine = _engine(task, kv_bytes=16 << 20, **pieces)
+    peak = PeakMemory(task.device)
+    engine.trainer.run(CreateAdapter("run0", LoraConfig(rank=RANK)))
+
+    def one(turn: int) -> Figures:
+        engine.trainer.run(ForwardBackward(_passes(task, turn)))
+        engine.trainer.run(OptimStep("run0", ADAM))
+        return peak.figures()
+
+    return one
+
+
+def sample(task: Task) -> Round:
+    """All prompts at once, dealt out to the adapters. `decode_*`: from when all prompts had their first token."""
+    engine = _engine(task)
+    for i in range(task.adapters):
+        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+        asyncio.run(engine.sampler.publish(f"run{i}", f"published{i}"))
+    params = SamplingParams(max_tokens=task.new_tokens, stop=[], temperature=1.0)
+
+    def one(turn: int) -> Figures:
+        times: list[list[float]] = [[] for _ in task.lengths]
+
+        def listen(i: int):
+            return lambda index, tokens, logprobs: times[i].extend([time.perf_counter()] * len(tokens))
+
+        works = [
+            SampleWork(ids, params, adapter=f"published{i % task.adapters}", on_tokens=listen(i))
+            for i, ids in enumerate(task.sequences(turn))
+        ]
+
+        async def everything() -> None:
+            await asyncio.gather(*(engine.sampler.sample(work) for work in works))
+
+        with Timer(task.device) as timer:
+            asyncio.run(everything())
+        begin, end = max(t[0] for t in times), max(t[-1] for t in times)
+        decoded = sum(1 for t in times for when in t if when > begin)
+        total = sum(map(len, times))
+        assert total == task.new_tokens * len(works)
+        return timer.figures(total, decode_tokens=decoded, decode_seconds=end - begin)
+
+    return one
+
+
+def publish(task: Task) -> Round:
+    """Seconds from the end of a step to the first token from the new weights."""
+    engine = _trainer(task)
+
+    def one(turn: int) -> Figures:
+        engine.trainer.run(ForwardBackward(_passes(task, turn)))
+        engine.trainer.run(OptimStep("run0", ADAM))
+        work = SampleWork(
+            task.sequences(turn + 1)[0], SamplingParams(max_tokens=1, stop=[]), adapter=f"step{turn}"
+        )
+
+        async def first_token() -> None:
+            await engine.sampler.publish("run0", f"step{turn}")
+            await engine.sampler.sample(work)
+
+        with Timer(task.device) as timer:
+            asyncio.run(first_token())
+        return timer.figures(1)
+
+    return one
+
+
+MEASURES = {
+    "train": train,
+    "tenants": train,
+    "sharing": sharing,
+    "threads": train,
+    "memory": memory,
+    "sample": sample,
+    "publish": publish,
+}

@@ -1,0 +1,110 @@
+"""The models of the engine benchmark: real architectures with random weights, written as Hugging Face directories.
+
+Speed does not depend on the values of weights, so nothing is downloaded; SmolLM2 takes its real ones if the
+test suite's GGUF file is at hand. Also what a token costs at the least, for shares of the hardware's limits.
+Knows neither our engine's classes nor peft's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+RANK = 32
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int, tied: bool):
+    """`heads` are query heads, kv heads and the width of one."""
+    name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[arch]
+    return {
+        "architectures": [name],
+        "model_type": arch,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5 if arch == "llama" else 1e-6,
+        "rope_theta": 100000.0 if arch == "llama" else 1000000.0,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": _shape("llama", 384, 8, (6, 2, 64), 1024, 16384, tied=False),
+    "smollm2-135m": _shape("llama", 576, 30, (9, 3, 64), 1536, 49152, tied=True),
+    "qwen3-0.6b": _shape("qwen3", 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
+    "qwen3-8b": _shape("qwen3", 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
+}
+
+
+def write_model(shape: str, directory: Path, device: str) -> str:
+    """A model of `shape` under `directory`; returns what both sides load."""
+    path = directory / shape
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    weights = _real_weights(shape) or _random_weights(SHAPES[shape], device, dtype)
+    save_file({name: w.to(dtype).contiguous().cpu() for name, w in weights.items()}, path / "model.safetensors")
+    return str(path)
+
+
+def _real_weights(shape: str) -> dict[str, torch.Tensor]:
+    cache = Path(os.environ.get("TINKEX_TEST_CACHE") or Path.home() / ".cache" / "tinkex-tests")
+    if shape != "smollm2-135m" or not (cache / SMOLLM2_GGUF).exists():
+        return {}
+    from tinkex.engine.torch.load import load_decoder
+
+    return load_decoder(cache / SMOLLM2_GGUF).weights()
+
+
+def _random_weights(config: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    import transformers
+
+    with torch.device("meta"):
+        fields = {key: value for key, value in config.items() if key != "model_type"}
+        model = getattr(transformers, config["architectures"][0])(
+            transformers.AutoConfig.for_model(config["model_type"], **fields)
+        )
+    torch.manual_seed(0)
+    weights = {}
+    for name, meta in model.named_parameters():  # a tied head is not among them
+        weight = torch.ones(meta.shape, dtype=dtype, device=device)
+        weights[name] = weight if name.endswith("norm.weight") else weight.normal_(std=0.02)
+        weights[name] = weights[name].cpu()
+    return weights
+
+
+# -- what a token costs at the least -------------------------------------------------------------------
+
+
+def matrix_parameters(shape: str) -> int:
+    """Weights that every token is multiplied with: all but the embedding, the head included."""
+    c = SHAPES[shape]
+    heads, kv = (c[key] * c["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    layer = c["hidden_size"] * (2 * heads + 2 * kv + 3 * c["intermediate_size"])
+    return c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
+
+
+def training_flops(shape: str) -> float:
+    """A token's products with the frozen weights, forward and backward to the inputs; LoRA, attention aside."""
+    return 4.0 * matrix_parameters(shape)
+
+
+def step_bytes(shape: str, itemsize: int, cached_tokens: float) -> float:
+    """What one decoding step must read: every weight once, and the keys and values of `cached_tokens`."""
+    c = SHAPES[shape]
+    kv = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+    return itemsize * (matrix_parameters(shape) + kv * cached_tokens)

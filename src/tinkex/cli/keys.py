@@ -1,0 +1,115 @@
+"""`tinkex server keys`: make, list and revoke the keys of a home, whether or not a server runs there.
+
+A running server takes notice within seconds. Knows the ledger's table of keys; the key itself is shown once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tinkex.config import Settings
+
+if TYPE_CHECKING:
+    from tinkex.service.ledger import Ledger
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def server() -> None:
+    """Look after a server."""
+
+
+@server.group()
+def keys() -> None:
+    """API keys: who may use a server, and as whom."""
+
+
+_home = click.option(
+    "--home", type=click.Path(path_type=Path), help="The server's home directory (TINKEX_HOME, or ~/.tinkex)."
+)
+
+
+@contextmanager
+def _ledger(home: Path | None) -> Iterator[Ledger]:
+    from tinkex.errors import TinkerError
+    from tinkex.service.ledger import Ledger
+
+    home = (home or Settings.read().home).expanduser()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(home / "ledger.sqlite")
+    except (OSError, TinkerError) as error:
+        raise click.ClickException(str(error)) from None
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+@keys.command("add")
+@click.argument("name")
+@click.option("--owner", help="Whose the key is; keys of one owner share everything. (Its name.)")
+@click.option("--project", help="The project that its sessions belong to.")
+@click.option("--note", default="", help="What it is for.")
+@_home
+def add(name: str, owner: str | None, project: str | None, note: str, home: Path | None) -> None:
+    """Make a key called NAME, and print it: this is the only time it can be seen."""
+    from tinkex.server.auth import hash_key, new_key
+
+    key = new_key()
+    with _ledger(home) as ledger:
+        rows = ledger.keys()
+        if any(row.name == name and row.revoked_at is None for row in rows):
+            raise click.ClickException(
+                f"there is a key called {name!r}; revoke it first, or use another name"
+            )
+        ledger.add_key(
+            name=name, note=note, hash=hash_key(key), owner=owner or name, project_id=project,
+            created_at=time.time(),
+        )  # fmt: skip
+    click.echo(key)
+    click.echo(f"Key {name!r} made; it is not stored and will not be shown again.", err=True)
+
+
+@keys.command("list")
+@_home
+def list_keys(home: Path | None) -> None:
+    """Show the keys that there are; never the keys themselves."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("id", "name", "owner", "project", "made", "revoked", "note", box=None, pad_edge=False)
+    with _ledger(home) as ledger:
+        rows = ledger.keys()
+        for row in rows:
+            table.add_row(
+                str(row.key_id), row.name, row.owner, row.project_id or "", _day(row.created_at),
+                _day(row.revoked_at), row.note,
+            )  # fmt: skip
+    Console(width=None if table.row_count else 80).print(table if table.row_count else "no keys yet")
+
+
+@keys.command("revoke")
+@click.argument("key")
+@_home
+def revoke(key: str, home: Path | None) -> None:
+    """Revoke a KEY, by its id or its name: it is refused from now on."""
+    with _ledger(home) as ledger:
+        rows = ledger.keys()
+        live = [row for row in rows if row.revoked_at is None]
+        row = next((row for row in live if key in (str(row.key_id), row.name)), None)
+        if row is None:
+            names = ", ".join(row.name for row in live) or "none"
+            raise click.ClickException(f"no key has the id or name {key!r}; there are: {names}")
+        ledger.revoke_key(row.key_id, time.time())
+    click.echo(f"Key {row.name!r} (id {row.key_id}) is revoked.")
+
+
+def _day(at: float | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,145 @@
+"""`tinkex serve`: from options and environment variables to a running server.
+
+Knows how a model is named on the command line; everything else is server/serve.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from tinkex.config import Settings, normalize_url
+from tinkex.errors import InvalidInputError, TinkerError
+
+_LEVELS = ("debug", "info", "warning", "error")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engine]'"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option(
+    "--model", "models", multiple=True, required=True, envvar="TINKEX_MODELS", metavar="NAME=PLACE",
+    help="A base model and where it is: a Hugging Face directory, a GGUF file, or a hub id; once for each. "
+    "NAME alone is a hub id, or a directory that is its own name. TINKEX_MODELS: several, with spaces.",
+)  # fmt: skip
+@click.option("--host", default="127.0.0.1", envvar="TINKEX_HOST", help="Address to listen at.")
+@click.option(
+    "--port", default=8000, type=click.IntRange(0, 65535), envvar="TINKEX_PORT", help="0: any free one."
+)
+@click.option(
+    "--home", type=click.Path(path_type=Path), envvar="TINKEX_HOME",
+    help="Directory of everything that is kept.  [default: ~/.tinkex]",
+)  # fmt: skip
+@click.option("--device", default="auto", envvar="TINKEX_DEVICE", help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype", default="auto", envvar="TINKEX_DTYPE", type=click.Choice(["auto", "float32", "bfloat16"]),
+    help="Of the base model's weights; auto: float32 on a CPU, bfloat16 on CUDA.",
+)  # fmt: skip
+@click.option(
+    "--public-url", default="", envvar="TINKEX_PUBLIC_URL",
+    help="How clients reach the server, if not by its address: for links, behind a proxy.",
+)  # fmt: skip
+@click.option("--max-context", type=click.IntRange(1), help="Longest sequence, if less than the model's own.")
+@click.option(
+    "--preload/--no-preload", default=True, envvar="TINKEX_PRELOAD",
+    help="Load every model now, or each when it is first used.",
+)  # fmt: skip
+@click.option(
+    "--drain",
+    "drain_seconds",
+    default=5.0,
+    type=click.FloatRange(0),
+    help="Seconds to let polls end at SIGTERM.",
+)
+@click.option(
+    "--log-level", default="info", envvar="TINKEX_LOG_LEVEL", type=click.Choice(_LEVELS),
+    help="debug shows every request.",
+)  # fmt: skip
+@click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
+def serve(
+    models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
+    public_url: str, max_context: int | None, preload: bool, drain_seconds: float, log_level: str,
+    engine: str,
+) -> None:  # fmt: skip
+    """Serve base models to any Tinker client.
+
+    \b
+    tinkex serve --model Qwen/Qwen3-0.6B=/models/qwen3-0.6b
+    tinkex serve --model small=./small.gguf --model big=/models/big --host 0.0.0.0
+
+    Without any API key only this machine can connect; `tinkex server keys add NAME` makes one. The lines that
+    a client needs are printed once models are there. Ctrl-C, or SIGTERM, ends it without losing anything.
+    """
+    try:
+        from tinkex.engine.protocol import EngineConfig
+        from tinkex.server.serve import ServerConfig
+        from tinkex.server.serve import serve as run
+        from tinkex.service.config import ServiceConfig
+    except ImportError as error:
+        raise click.ClickException(f"{MISSING_EXTRA} ({error})") from None
+    settings = Settings.read()
+    _log_to_stderr(log_level)
+    try:
+        places = dict(
+            read_model(spec, offline=settings.offline, any_place=engine == "fake") for spec in models
+        )
+        config = ServerConfig(
+            ServiceConfig(
+                home=(home or settings.home).expanduser().resolve(),
+                models=places,
+                engine=EngineConfig("", engine, device, dtype, max_context),  # type: ignore[arg-type]
+                preload=preload,
+                offline=settings.offline,
+            ),
+            host,
+            port,
+            normalize_url(public_url) if public_url else "",
+            drain_seconds,
+        )
+        run(config, click.echo)
+    except TinkerError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def read_model(spec: str, *, offline: bool = False, any_place: bool = False) -> tuple[str, str]:
+    """The name of a base model and the directory or file it is in.
+
+    >>> read_model("tiny=.")[0]
+    'tiny'
+    """
+    name, _, place = spec.partition("=")
+    place = place or name
+    if not name or ":" in name:
+        raise InvalidInputError(f"--model {spec!r}: a name is needed before '=', and it must have no colon")
+    path = Path(place).expanduser()
+    if path.exists() or any_place:
+        return name, str(path.resolve()) if path.exists() else place
+    if not _HUB_ID.fullmatch(place) or place.endswith(".gguf"):
+        raise InvalidInputError(f"--model {spec!r}: there is no directory or file {place}")
+    return name, _from_hub(place, offline)
+
+
+def _from_hub(name: str, offline: bool) -> str:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise InvalidInputError(
+            f"{name} is not on this disk, and hub ids need: pip install 'tinkex[engine]'"
+        ) from None
+    files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return snapshot_download(name, local_files_only=offline, allow_patterns=files)
+    except Exception as error:  # the library raises whatever its own libraries raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidInputError(f"{name} is not on this disk, and the hub did not give it: {first}") from None
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("tinkex").setLevel(level.upper())

@@ -1,0 +1,47 @@
+"""A whole engine with no model behind it: deterministic, instant, numpy alone.
+
+Everything an engine promises holds, so that what is built on one can be tested in milliseconds: steps change
+logprobs, gradients accumulate and clear, saves come back exactly, the sampler's logprobs are the trainer's.
+What it says is nonsense, and it has only the losses that need no graph.
+"""
+
+from __future__ import annotations
+
+from tinkex.engine.fake.losses import LOSSES
+from tinkex.engine.fake.model import BASE, CONTEXT, EOS, VOCAB
+from tinkex.engine.fake.sampler import FakeSampler
+from tinkex.engine.fake.trainer import FakeTrainer
+from tinkex.engine.protocol import EngineConfig, ModelInfo
+
+_PAGE = 16
+
+
+class FakeEngine:
+    """Any model name will do.
+
+    >>> engine = FakeEngine(EngineConfig("anything", kind="fake"))
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        context = config.max_context or CONTEXT
+        self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(LOSSES))
+        self.trainer = FakeTrainer(config.model, context)
+        self.sampler = FakeSampler(self.trainer)
+
+    def stats(self) -> dict[str, float]:
+        running = list(self.sampler.running())
+        used = sum(-(-len(s.tokens) // _PAGE) or 1 for s in running)
+        total = self.info.max_context * 16 // _PAGE
+        return {
+            "adapters_live": len(self.trainer.adapters),
+            "adapters_published": len(self.sampler.published),
+            "kv_pages_total": total,
+            "kv_pages_used": used,
+            "kv_pages_free": total - used,
+            "sequences_running": len(running),
+            "sequences_waiting": 0,
+            "preemptions": 0,
+        }
+
+    def close(self) -> None:
+        self.trainer.closed = True

@@ -1,0 +1,87 @@
+"""The fake engine's decoder: a decaying sum of token features through one 8x8 matrix, and a LoRA pair on it.
+
+Gradients are exact and in float64. Knows nothing of commands, requests or files.
+
+Shapes: N positions, K candidates, V vocabulary, D features, R rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinkex.engine.request import user_error
+from tinkex.types.params import AdamParams, LoraConfig
+
+VOCAB, EOS, CONTEXT = 512, 2, 2048
+D, ALPHA = 8, 32.0
+_DECAY = 0.5
+_RNG = np.random.default_rng(0)
+_EMBED = _RNG.normal(size=(VOCAB, D))
+UNEMBED = _RNG.normal(size=(VOCAB, D))
+BASE = _RNG.normal(size=(D, D)) * 0.3
+
+
+def features(tokens: np.ndarray, state: np.ndarray | None = None) -> np.ndarray:
+    """[N, D]: at each position the tokens so far, older ones fading; `state` is the position before."""
+    x = np.zeros(D) if state is None else state
+    out = np.empty((len(tokens), D))
+    for i, token in enumerate(tokens):
+        out[i] = x = _EMBED[token] + _DECAY * x
+    return out
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+class Adapter:
+    """LoRA on the one matrix, with AdamW's state: A [R, D] and B [D, R], flat in `params`."""
+
+    def __init__(self, lora: LoraConfig) -> None:
+        self.lora, self.scale = lora, ALPHA / lora.rank
+        bound = D**-0.5
+        rng = np.random.default_rng(None if lora.seed is None else lora.seed % 2**64)
+        a = rng.uniform(-bound, bound, (lora.rank, D))
+        self.params = np.concatenate([a.ravel(), np.zeros(lora.rank * D)])
+        self.grad: np.ndarray | None = None
+        self.moments, self.squares, self.step = np.zeros_like(self.params), np.zeros_like(self.params), 0
+
+    @property
+    def pair(self) -> tuple[np.ndarray, np.ndarray]:
+        a, b = np.split(self.params, 2)
+        return a.reshape(self.lora.rank, D), b.reshape(D, self.lora.rank)
+
+    def matrix(self) -> np.ndarray:
+        a, b = self.pair
+        return BASE + self.scale * b @ a
+
+    def add_gradient(self, grad_matrix: np.ndarray) -> None:
+        a, b = self.pair
+        grad = self.scale * np.concatenate([(b.T @ grad_matrix).ravel(), (grad_matrix @ a.T).ravel()])
+        grad[np.abs(grad) > np.finfo(np.float32).max] = np.inf  # as an engine in float32 would have it
+        self.grad = grad if self.grad is None else self.grad + grad
+
+    def adamw(self, p: AdamParams) -> dict[str, float]:
+        metrics = {"grad_norm": 0.0, "learning_rate": p.learning_rate, "grad_clipped": 0.0, "skipped": 1.0}
+        grad, self.grad = self.grad, None
+        if grad is None:
+            return metrics | {"step": float(self.step)}
+        norm = float(np.linalg.norm(grad))
+        if not np.isfinite(norm):
+            raise user_error(f"the gradient is not finite (global norm {norm}); the step was not applied")
+        shrink = min(1.0, p.grad_clip_norm / (norm + 1e-6)) if p.grad_clip_norm > 0 else 1.0
+        grad = grad * shrink
+        self.step += 1
+        self.moments = p.beta1 * self.moments + (1 - p.beta1) * grad
+        self.squares = p.beta2 * self.squares + (1 - p.beta2) * grad**2
+        mean, square = self.moments / (1 - p.beta1**self.step), self.squares / (1 - p.beta2**self.step)
+        decayed = self.params * (1 - p.learning_rate * p.weight_decay)
+        self.params = decayed - p.learning_rate * mean / (np.sqrt(square) + max(p.eps, 1e-37))
+        clipped = float(shrink < 1.0)
+        return metrics | {
+            "grad_norm": norm,
+            "grad_clipped": clipped,
+            "skipped": 0.0,
+            "step": float(self.step),
+        }

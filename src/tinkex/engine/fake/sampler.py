@@ -1,0 +1,180 @@
+"""The fake engine's sampler: token by token on the event loop, giving way to others after each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tinkex.engine.fake.files import load
+from tinkex.engine.fake.model import BASE, EOS, UNEMBED, VOCAB, Adapter, features, log_softmax
+from tinkex.engine.fake.trainer import FakeTrainer
+from tinkex.engine.protocol import EngineError, SampleWork
+from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
+from tinkex.engine.streams import exponentials, stream_keys
+from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopReason, TopkLogprobs
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One sequence on its way."""
+
+    state: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    tail: bytes = b""
+    reason: StopReason | None = None
+
+
+class _Rows:
+    """`tinkex.engine.request.Rows` over an array."""
+
+    def __init__(self, logprobs_NV: np.ndarray) -> None:
+        self._logprobs_NV = logprobs_NV
+
+    def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return self._logprobs_NV[rows, tokens].astype(np.float32)
+
+    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        found = np.argsort(-self._logprobs_NV, axis=1, kind="stable")[:, :k]
+        ids = np.zeros((len(found), k), np.int32)
+        logprobs = np.full((len(found), k), TOPK_PADDING, np.float32)
+        ids[:, : found.shape[1]] = found
+        logprobs[:, : found.shape[1]] = np.take_along_axis(self._logprobs_NV, found, 1)
+        return ids, logprobs
+
+    def draw(self, keys: np.ndarray) -> np.ndarray:
+        return np.argmax(np.exp(self._logprobs_NV) / exponentials(keys, VOCAB), axis=1)
+
+
+@dataclass(eq=False)
+class _Published:
+    """An adapter that requests can name, and what they are drawing with it."""
+
+    adapter: Adapter
+    samples: list[list[_Sample]] = field(default_factory=list)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeSampler:
+    """Any number of requests, each a coroutine."""
+
+    def __init__(self, trainer: FakeTrainer) -> None:
+        self._trainer = trainer
+        self._base: list[list[_Sample]] = []
+        self.published: dict[str, _Published] = {}
+        self._retiring: list[_Published] = []
+
+    async def sample(self, work: SampleWork) -> SampleResponse:
+        if self._trainer.closed:
+            raise EngineError("the engine is closed")
+        count = check_work(work, VOCAB, self._trainer.context)
+        if work.adapter is not None and work.adapter not in self.published:
+            raise user_error(f"there is no published adapter {work.adapter!r}")
+        published = self.published[work.adapter] if work.adapter is not None else None
+        matrix, seed = published.adapter.matrix() if published else BASE, seed_of(work)
+        x_ND = features(work.prompt)
+        scores = PromptScores(work, seed)
+        if wanted := len(work.prompt) - scores.next:
+            rows_ND = x_ND[scores.next - 1 : -1]
+            scores.add(_Rows(log_softmax(rows_ND @ matrix.T @ UNEMBED.T)), wanted)
+        samples = [_Sample(x_ND[-1]) for _ in range(work.num_samples)]
+        running = published.samples if published else self._base
+        running.append(samples)
+        try:
+            await self._decode(work, samples, matrix, seed, count)
+        finally:
+            running.remove(samples)
+            if published and not running:
+                published.idle.set()
+        return SampleResponse(
+            [_sampled(sample) for sample in samples],
+            prompt_logprobs_np=scores.prompt_logprobs,
+            topk_prompt_logprobs_np=scores.topk,
+            target_prompt_logprobs=scores.targets,
+            prompt_alt_tokens=scores.alts,
+        )
+
+    async def _decode(
+        self, work: SampleWork, samples: list[_Sample], matrix: np.ndarray, seed: int, count: int
+    ) -> None:
+        stops = Stops(work, (EOS,))
+        for position in range(len(work.prompt), len(work.prompt) + count):
+            for index, sample in enumerate(samples):
+                if sample.reason is None:
+                    key = stream_keys(np.array([seed], np.uint64), np.array([index]), np.array([position]))
+                    _advance(work, sample, matrix, key)
+                    stopped, sample.tail = stops.after(sample.tail, sample.tokens[-1])
+                    sample.reason = "stop" if stopped else "length" if len(sample.tokens) == count else None
+                    if work.on_tokens:
+                        new = (
+                            np.array(sample.tokens[-1:], np.int32),
+                            np.array(sample.logprobs[-1:], np.float32),
+                        )
+                        work.on_tokens(index, *new)
+            if all(sample.reason for sample in samples):
+                return
+            await asyncio.sleep(0)
+            if self._trainer.closed:
+                raise EngineError("the engine was closed")
+
+    async def publish(self, source: str | Path, name: str) -> None:
+        if name in self.published:
+            return
+        if isinstance(source, Path):
+            adapter = load(source, self._trainer.model, optimizer=False)
+        else:
+            adapter = self._trainer.snapshot(source)
+        self.published[name] = _Published(adapter)
+
+    async def retire(self, name: str) -> None:
+        published = self.published.pop(name, None)
+        if published and published.samples:
+            published.idle.clear()
+            self._retiring.append(published)
+            await published.idle.wait()
+            self._retiring.remove(published)
+
+    def running(self) -> Iterator[_Sample]:
+        lists = [self._base, *(p.samples for p in (*self.published.values(), *self._retiring))]
+        return (sample for groups in lists for group in groups for sample in group if not sample.reason)
+
+
+def _advance(work: SampleWork, sample: _Sample, matrix: np.ndarray, key: np.ndarray) -> None:
+    """Draw one token."""
+    params = work.params
+    logits = sample.state @ matrix.T @ UNEMBED.T
+    logprobs = log_softmax(logits / (params.temperature or 1.0))
+    order = np.argsort(-logprobs, kind="stable")
+    p = np.exp(logprobs)
+    if params.top_k > 0:
+        p[order[params.top_k :]] = 0
+    if params.top_p < 1:
+        ranked = p[order] / p.sum()
+        p[order[1:][(ranked.cumsum() - ranked)[1:] >= params.top_p]] = 0
+    drawn = int(np.argmax(p / exponentials(key, VOCAB)[0]))
+    token = int(order[0]) if params.temperature == 0 else drawn
+    sample.tokens.append(token)
+    sample.logprobs.append(float(logprobs[token]))
+    if work.topk_sample_logprobs:
+        ids, values = _Rows(logprobs[None]).top(work.topk_sample_logprobs)
+        sample.top.append((ids[0], values[0]))
+    sample.state = features(np.array([token]), sample.state)[0]
+
+
+def _sampled(sample: _Sample) -> SampledSequence:
+    top = None
+    if sample.top:
+        ids, logprobs = (np.stack(part) for part in zip(*sample.top, strict=True))
+        top = TopkLogprobs(ids, logprobs)
+    assert sample.reason
+    return SampledSequence(
+        sample.reason,
+        tokens_np=np.array(sample.tokens, np.int32),
+        logprobs_np=np.array(sample.logprobs, np.float32),
+        topk_logprobs_np=top,
+    )

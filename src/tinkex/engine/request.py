@@ -1,0 +1,228 @@
+"""What every sampler does with a request beside computing: check it, know when to stop, collect its scores.
+
+Promises: a request that an engine cannot serve is refused with category "user" before it costs anything;
+stops and scores mean the same on every engine. Numpy alone: logprobs come in through the `Rows` protocol, so
+a table of [prompt, vocabulary] need never exist. Knows no models, queues or pages.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Protocol
+
+import numpy as np
+
+from tinkex.engine.protocol import EngineError, SampleWork
+from tinkex.engine.streams import stream_keys
+from tinkex.types.outputs import TOPK_PADDING, PromptAltTokens, TopkLogprobs
+from tinkex.types.tensor import TensorData
+
+_ALT_STREAMS = 1 << 32  # the streams of prompt_alt_tokens_k start here, past any sample's index
+
+
+def user_error(message: str) -> EngineError:
+    return EngineError(message, "user")
+
+
+# -- checking ------------------------------------------------------------------------------------------
+
+
+def check_work(work: SampleWork, vocab: int, context: int) -> int:
+    """Refuse what cannot be served; returns how many tokens may be drawn for each sample."""
+    length = len(work.prompt)
+    if length == 0:
+        raise user_error("the prompt is empty; give at least one token")
+    outside = (work.prompt < 0) | (work.prompt >= vocab)
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise user_error(f"prompt token {at} is {work.prompt[at]}; token ids must be 0..{vocab - 1}")
+    if work.num_samples < 1:
+        raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if getattr(work, name) < 0:
+            raise user_error(f"{name} must be 0 or more, got {getattr(work, name)}")
+    if work.prompt_logprobs_last_n is not None and work.prompt_logprobs_last_n < 1:
+        raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
+    if work.stop_bytes is not None and b"" in work.stop_bytes.sequences:
+        raise user_error("a stop sequence is empty; use stop=[] to never stop early")
+    if work.target_prompt_logprobs is not None:
+        _check_targets(work.target_prompt_logprobs, length, vocab)
+    return _max_tokens(work, length, context)
+
+
+def _check_targets(targets: TensorData, length: int, vocab: int) -> None:
+    shape = targets.dense_shape
+    if targets.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
+        raise user_error(
+            f"target_prompt_logprobs must be int64 of shape [{length - 1}, K] for a prompt of {length} "
+            f"tokens, got {targets.dtype} {list(shape)}"
+        )
+    values = targets.values_np
+    if values.size and (values.min() < -1 or values.max() >= vocab):
+        bad = values[(values < -1) | (values >= vocab)][0]
+        raise user_error(f"target_prompt_logprobs has token {bad}; allowed: -1 (skip) and 0..{vocab - 1}")
+
+
+def _max_tokens(work: SampleWork, length: int, context: int) -> int:
+    asked = work.params.max_tokens
+    count = max(1, context - length) if asked is None else asked
+    scoring = PromptScores.asked(work)
+    # The one token drawn after a prompt that fills the context needs no position of its own.
+    if length + count > context + (1 if scoring and count == 1 else 0):
+        raise user_error(
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{length} + {count} > {context}"
+        )
+    return count
+
+
+def seed_of(work: SampleWork) -> int:
+    """The request's seed as 64 bits; a fresh one where none was given."""
+    return secrets.randbits(64) if work.params.seed is None else work.params.seed % 2**64
+
+
+# -- stopping ------------------------------------------------------------------------------------------
+
+
+class Stops:
+    """When a sequence ends early: at token ids, or where the bytes of its tokens contain a stop sequence."""
+
+    def __init__(self, work: SampleWork, eos_ids: tuple[int, ...]) -> None:
+        given = work.params.stop
+        never = work.stop_bytes is None and given is not None and len(given) == 0
+        self._ids = frozenset() if never else frozenset(eos_ids)
+        if given is not None:
+            self._ids |= {s for s in given if isinstance(s, int)}
+        self._bytes = work.stop_bytes
+        self._keep = max((len(s) for s in work.stop_bytes.sequences), default=1) if work.stop_bytes else 0
+
+    def after(self, tail: bytes, token: int) -> tuple[bool, bytes]:
+        """Whether the sequence ends with `token`, and the bytes to pass in for the next one."""
+        if token in self._ids:
+            return True, tail
+        if self._bytes is None:
+            return False, tail
+        table = self._bytes.token_bytes
+        tail += table[token] if token < len(table) else b""
+        return any(s in tail for s in self._bytes.sequences), tail[-self._keep :]
+
+
+# -- scoring -------------------------------------------------------------------------------------------
+
+
+class Rows(Protocol):
+    """Logprobs at T = 1 of consecutive positions."""
+
+    def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The logprob of `tokens[i]` in row `rows[i]`."""
+        ...
+
+    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and logprobs of each row's k likeliest tokens, likeliest first, padded with TOPK_PADDING."""
+        ...
+
+    def draw(self, keys: np.ndarray) -> np.ndarray:
+        """One token per row from its distribution, by the stream of that row's key."""
+        ...
+
+
+class PromptScores:
+    """What a request asks about its prompt. Row i of a prompt's logits scores position i + 1.
+
+    Fed with `add` from `first` on, in order; adding a position again changes nothing that matters.
+    """
+
+    def __init__(self, work: SampleWork, seed: int) -> None:
+        prompt, length, k = work.prompt, len(work.prompt), work.topk_prompt_logprobs
+        self._prompt, self._seed, self._alts, self._topk = prompt, seed, work.prompt_alt_tokens_k, k
+        self._last_n_from = max(1, length - (work.prompt_logprobs_last_n or length))
+        self._logprobs = np.full(length, np.nan, np.float32) if work.prompt_logprobs else None
+        self._top_ids = np.zeros((length, k), np.int32)
+        self._top_logprobs = np.full((length, k), TOPK_PADDING, np.float32)
+        self._alt_tokens = np.zeros((length - 1, self._alts), np.int64)
+        self._alt_logprobs = np.zeros((length - 1, self._alts), np.float32)
+        self._set_targets(work.target_prompt_logprobs)
+        self.next = self._first()  # the position to be added next
+
+    @staticmethod
+    def asked(work: SampleWork) -> bool:
+        return bool(
+            work.prompt_logprobs
+            or work.topk_prompt_logprobs
+            or work.prompt_alt_tokens_k
+            or work.target_prompt_logprobs is not None
+        )
+
+    def _first(self) -> int:
+        length = len(self._prompt)
+        first = self._last_n_from if self._logprobs is not None or self._topk else length
+        if self._target_rows.size:
+            first = min(first, int(self._target_rows[0]) + 1)
+        return 1 if self._alts and length > 1 else first
+
+    def _set_targets(self, targets: TensorData | None) -> None:
+        """Targets as flat lists of (row, token) in row order, whatever their layout."""
+        self._targets = targets
+        values = np.empty(0, np.int64) if targets is None else targets.values_np
+        if targets is None:
+            rows = values
+        elif targets.sparse_crow_np is not None:
+            rows = np.repeat(np.arange(targets.dense_shape[0]), np.diff(targets.sparse_crow_np))
+        else:
+            rows = np.repeat(np.arange(targets.dense_shape[0]), targets.dense_shape[1])
+        self._target_values = np.zeros(values.size, np.float32)
+        self._target_cells = np.nonzero(values >= 0)[0]
+        self._target_rows = rows[self._target_cells]
+        self._target_tokens = values[self._target_cells]
+
+    def add(self, rows: Rows, count: int) -> None:
+        """Score positions `next` … `next + count - 1` from their `count` rows of logprobs."""
+        at, end = self.next, self.next + count
+        skip = max(0, self._last_n_from - at)  # rows that only targets or draws asked for
+        if self._logprobs is not None and skip < count:
+            kept = np.arange(skip, count)
+            self._logprobs[at + skip : end] = rows.pick(kept, self._prompt[at + skip : end].astype(np.int64))
+        if self._topk and skip < count:
+            ids, logprobs = rows.top(self._topk)
+            self._top_ids[at + skip : end] = ids[skip:]
+            self._top_logprobs[at + skip : end] = logprobs[skip:]
+        low, high = np.searchsorted(self._target_rows, [at - 1, end - 1])
+        if low < high:
+            picked = rows.pick(self._target_rows[low:high] - (at - 1), self._target_tokens[low:high])
+            self._target_values[self._target_cells[low:high]] = picked
+        for k in range(self._alts):
+            keys = stream_keys(
+                np.full(count, self._seed, np.uint64),
+                np.full(count, _ALT_STREAMS + k),
+                np.arange(at, end),
+            )
+            tokens = rows.draw(keys)
+            self._alt_tokens[at - 1 : end - 1, k] = tokens
+            self._alt_logprobs[at - 1 : end - 1, k] = rows.pick(np.arange(count), tokens)
+        self.next = end
+
+    @property
+    def prompt_logprobs(self) -> np.ndarray | None:
+        return self._logprobs
+
+    @property
+    def topk(self) -> TopkLogprobs | None:
+        return TopkLogprobs(self._top_ids, self._top_logprobs) if self._topk else None
+
+    @property
+    def targets(self) -> TensorData | None:
+        """Same shape and layout as asked."""
+        given = self._targets
+        if given is None:
+            return None
+        return TensorData(
+            self._target_values, "float32", given.dense_shape, given.sparse_crow_np, given.sparse_col_np
+        )
+
+    @property
+    def alts(self) -> PromptAltTokens | None:
+        if not self._alts:
+            return None
+        return PromptAltTokens(
+            TensorData.from_numpy(self._alt_tokens), TensorData.from_numpy(self._alt_logprobs)
+        )

@@ -1,0 +1,177 @@
+"""One adapter's tensors: all parameters in one flat fp32 buffer, gradients and moments in others like it.
+
+A step, a save, an eviction is then one operation on one tensor. Views cut the buffer by Hugging Face module
+name for files, and by site for computing. The matrices of a site's parts (q, k, v; gate, up) lie side by side
+and B lies transposed: that is how products of few columns are quickest. A dense site is a mixture of one
+expert. Knows nothing of passes, optimizers or files.
+
+Shapes: I in-features, O out-features, R rank, P parts of a site, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch.hooks import Part, Site, Sites
+from tinkex.types.params import LoraConfig
+
+ALPHA = 32.0
+
+
+class Matrices(NamedTuple):
+    """One expert's A [P·R, I] and each part's Bᵀ [R, O], with their transposes."""
+
+    a: Tensor
+    a_t: Tensor
+    b: list[Tensor]
+    b_t: list[Tensor]
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """One site of one adapter: for each expert the parts' A, and after all of them the Bs."""
+
+    parts: tuple[Part, ...]
+    experts: int
+    rank: int
+    in_features: int
+    start: int  # in the flat buffer
+
+    @property
+    def outs(self) -> list[int]:
+        return [part.out_features for part in self.parts]
+
+    @property
+    def size(self) -> int:
+        return self.experts * self.rank * (len(self.parts) * self.in_features + sum(self.outs))
+
+    def views(self, flat: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """A [E, P·R, I] and each part's Bᵀ [E, R, O], as views of a buffer with the adapter's layout."""
+        e, r = self.experts, self.rank
+        a_size = e * len(self.parts) * r * self.in_features
+        a, b_t = flat[self.start : self.start + self.size].split([a_size, self.size - a_size])
+        pieces = b_t.view(e, -1).split([r * out for out in self.outs], 1)
+        return a.view(e, -1, self.in_features), [piece.unflatten(1, (r, -1)) for piece in pieces]
+
+    def matrices(self, flat: Tensor) -> list[Matrices]:
+        """The same, expert by expert and ready for use: every view is made once and not in each pass."""
+        a, b_t = self.views(flat)
+        return [
+            Matrices(a[e], a[e].t(), [part[e].t() for part in b_t], [part[e] for part in b_t])
+            for e in range(self.experts)
+        ]
+
+
+def lay_out(sites: Sites, lora: LoraConfig, experts: int = 1) -> dict[Site, SiteShape]:
+    """The sites that `lora`'s train flags cover, one after the other."""
+    trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    shapes: dict[Site, SiteShape] = {}
+    start = 0
+    for site, (in_features, parts) in sites.items():
+        if not trained[parts[0].kind]:
+            continue
+        count = experts if site.group.startswith("experts") else 1
+        shapes[site] = SiteShape(parts, count, lora.rank, in_features, start)
+        start += shapes[site].size
+    return shapes
+
+
+class Adapter:
+    """One adapter: parameters, gradients (None: nothing accumulated) and AdamW's state, all flat and fp32."""
+
+    def __init__(
+        self, lora: LoraConfig, shapes: Mapping[Site, SiteShape], device: torch.device | str = "cpu"
+    ):
+        self.lora = lora
+        self.scale = ALPHA / lora.rank
+        self.shapes = shapes
+        size = sum(shape.size for shape in shapes.values())
+        self.flat = torch.zeros(size, dtype=torch.float32, device=device)
+        self.grad: Tensor | None = None
+        self.step = 0
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self._grad_buffer: Tensor | None = None  # kept between steps
+        self._grad_matrices: dict[Site, list[Matrices]] = {}
+        self._matrices: dict[torch.dtype, dict[Site, list[Matrices]]] = {}
+
+    @classmethod
+    def fresh(
+        cls, lora: LoraConfig, sites: Sites, device: torch.device | str = "cpu", experts: int = 1
+    ) -> Adapter:
+        """A uniform in ±1/√I from `lora.seed` (on the CPU, so the same on every device), B zero."""
+        adapter = cls(lora, lay_out(sites, lora, experts), device)
+        generator = torch.Generator()
+        if lora.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(lora.seed)
+        for shape in adapter.shapes.values():
+            a, _ = shape.views(adapter.flat)
+            bound = shape.in_features**-0.5
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        return adapter
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held: parameters, gradients and moments, as far as there are any."""
+        held = (self.flat, self._grad_buffer, self.exp_avg, self.exp_avg_sq)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def named(self, flat: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Views by Hugging Face module name: A [R, I] and B [O, R]; of experts [E, R, I] and [E, O, R]."""
+        flat = self.flat if flat is None else flat
+        out: dict[str, tuple[Tensor, Tensor]] = {}
+        for site, shape in self.shapes.items():
+            a, b_t = shape.views(flat)
+            for part, a_part, b_part in zip(shape.parts, a.split(shape.rank, 1), b_t, strict=True):
+                pair = a_part, b_part.transpose(1, 2)
+                out[part.name] = pair if site.group.startswith("experts") else (pair[0][0], pair[1][0])
+        return out
+
+    def matrices(self, dtype: torch.dtype) -> dict[Site, list[Matrices]]:
+        """A and B of every site's experts in the decoder's dtype: views of `flat` or of a copy per change."""
+        if dtype not in self._matrices:
+            self._matrices[dtype] = self._cut(self.flat.to(dtype))
+        return self._matrices[dtype]
+
+    def _cut(self, flat: Tensor) -> dict[Site, list[Matrices]]:
+        return {site: shape.matrices(flat) for site, shape in self.shapes.items()}
+
+    def changed(self) -> None:
+        """`flat` was written to: copies of it in other dtypes are stale."""
+        self._matrices = {}
+
+    def open_grad(self) -> None:
+        """Be ready to accumulate: from here on a step has something to apply, if only zeros."""
+        if self._grad_buffer is None:
+            self._grad_buffer = torch.empty_like(self.flat)
+            self._grad_matrices = self._cut(self._grad_buffer)
+        if self.grad is None:
+            self.grad = self._grad_buffer.zero_()
+
+    def grad_matrices(self, site: Site) -> list[Matrices]:
+        """Where the gradients of `site` accumulate."""
+        return self._grad_matrices[site]
+
+    def take_grad(self) -> Tensor | None:
+        """The accumulated gradients, which are thereby cleared: they are good until the next pass."""
+        grad, self.grad = self.grad, None
+        return grad
+
+    def snapshot(self) -> Adapter:
+        """A copy of the parameters alone, for a sampler: later steps do not change it."""
+        copy = Adapter(self.lora, self.shapes, self.flat.device)
+        copy.flat.copy_(self.flat)
+        return copy
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """AdamW's two moments; zeros before the first step."""
+        if self.exp_avg is None or self.exp_avg_sq is None:
+            self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        return self.exp_avg, self.exp_avg_sq

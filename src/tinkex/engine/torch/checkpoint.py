@@ -1,0 +1,281 @@
+"""Adapters on disk: PEFT directories, with the optimizer's state and our own facts beside the weights.
+
+    adapter_model.safetensors   plain Hugging Face names, fp32; experts as 3-D tensors w1, w2, w3
+    adapter_config.json         what PEFT and vLLM read
+    tinkex.json                 rank, train flags, which base model, AdamW's step
+    optimizer.safetensors       AdamW's moments under the same names, if asked for
+
+Save and load are exact. A directory appears whole or not at all: it is written under a temporary name,
+flushed and renamed. What does not fit is refused by name. Knows nothing of runs or of where things belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from tinkex.engine.protocol import EngineError
+from tinkex.engine.torch.adapters import ALPHA, Adapter, lay_out
+from tinkex.engine.torch.hooks import Sites
+from tinkex.engine.torch.model import Decoder
+from tinkex.types.params import LoraConfig
+
+WEIGHTS, CONFIG, FACTS, OPTIMIZER = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "tinkex.json",
+    "optimizer.safetensors",
+)
+_PREFIX = "base_model.model."
+_HOSTED_UNEMBED = "model.unembed_tokens"  # what hosted Tinker calls lm_head
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """Which base model an adapter belongs to: a name for people, and a fingerprint of its weights."""
+
+    name: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, decoder: Decoder, name: str) -> BaseModel:
+        """The fingerprint is of the shape and the first numbers of every weight, as bfloat16 holds them."""
+        sums = []
+        for key, weight in sorted(decoder.weights().items()):
+            head = weight.reshape(-1, weight.shape[-1])[0, :16].to(torch.bfloat16).view(torch.int16)
+            sums.append(f"{key} {list(weight.shape)} {head.tolist()}")
+        return cls(name, f"{decoder.config.arch}-{zlib.crc32(chr(10).join(sums).encode()):08x}")
+
+
+# -- saving --------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    adapter: Adapter, directory: Path, base: BaseModel, *, optimizer: bool = False, overwrite: bool = False
+) -> int:
+    """Write a PEFT directory; returns its bytes."""
+    with new_directory(directory, overwrite=overwrite) as temporary:
+        save_file(_arrays(adapter, adapter.flat), temporary / WEIGHTS, {"format": "pt"})
+        _write_json(temporary / CONFIG, _peft_config(adapter, base))
+        if optimizer:
+            moments = dict(zip(("exp_avg", "exp_avg_sq"), adapter.moments(), strict=True))
+            arrays = {f"{m}.{k}": v for m, flat in moments.items() for k, v in _arrays(adapter, flat).items()}
+            save_file(arrays, temporary / OPTIMIZER)
+        facts = {"format": 1, "lora": asdict(adapter.lora), "base": asdict(base), "step": adapter.step}
+        _write_json(temporary / FACTS, facts)
+        return sum(file.stat().st_size for file in temporary.iterdir())
+
+
+def _arrays(adapter: Adapter, flat: Tensor) -> dict[str, Any]:
+    named = adapter.named(flat.cpu())
+    return {
+        f"{_PREFIX}{name}.lora_{side}.weight": tensor.contiguous().numpy()
+        for name, pair in named.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
+
+
+def _peft_config(adapter: Adapter, base: BaseModel) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "r": adapter.lora.rank,
+        "lora_alpha": int(ALPHA),
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.named()}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "use_dora": False,
+        "revision": None,
+    }
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling to write into; renamed to `directory` if all goes well, else removed."""
+    if directory.exists() and not overwrite:
+        raise EngineError(f"{directory} already exists; choose another name", "user")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            _flush(path)
+        _rename(temporary, directory)
+        _flush(directory.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename(temporary: Path, directory: Path) -> None:
+    if not directory.exists():
+        temporary.rename(directory)
+        return
+    replaced = temporary.with_suffix(".old")
+    directory.rename(replaced)
+    temporary.rename(directory)
+    shutil.rmtree(replaced)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- loading -------------------------------------------------------------------------------------------
+
+
+def load_adapter(
+    directory: Path,
+    sites: Sites,
+    experts: int,
+    base: BaseModel,
+    device: torch.device,
+    *,
+    optimizer: bool = False,
+) -> Adapter:
+    """The adapter that a directory holds; ours, or any PEFT directory for the same modules with alpha 32."""
+    tensors = _read_tensors(directory / WEIGHTS)
+    facts = _read_json(directory / FACTS) if (directory / FACTS).exists() else {}
+    lora = _lora_config(directory, facts, tensors)
+    saved = facts.get("base", {})
+    if saved and saved.get("fingerprint") != base.fingerprint:
+        raise _user(
+            f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
+            f"and this one is {base.name!r} ({base.fingerprint})"
+        )
+    adapter = Adapter(lora, lay_out(sites, lora, experts), device)
+    _fill(
+        adapter, adapter.flat, {_plain(name): tensor for name, tensor in tensors.items()}, directory / WEIGHTS
+    )
+    if optimizer:
+        if not (directory / OPTIMIZER).exists():
+            raise _user(f"{directory} was saved without the optimizer's state: it has no {OPTIMIZER}")
+        state = _read_tensors(directory / OPTIMIZER)
+        for key, flat in zip(("exp_avg.", "exp_avg_sq."), adapter.moments(), strict=True):
+            part = {name.removeprefix(key): t for name, t in state.items() if name.startswith(key)}
+            _fill(adapter, flat, part, directory / OPTIMIZER)
+        adapter.step = _step(directory, facts)
+    return adapter
+
+
+def _step(directory: Path, facts: Mapping[str, Any]) -> int:
+    if not isinstance(step := facts.get("step"), int):
+        raise _user(f"{directory / FACTS} does not say how many steps the optimizer has made")
+    return step
+
+
+def check_fits(have: LoraConfig, saved: LoraConfig, directory: Path) -> None:
+    """Refuse a saved adapter whose rank or train flags are not those of the run it is to replace."""
+    for key in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        if getattr(have, key) != getattr(saved, key):
+            raise _user(
+                f"{directory} has {key} {getattr(saved, key)}, and the run has {getattr(have, key)}; "
+                "they must be the same"
+            )
+
+
+def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoraConfig:
+    if facts:
+        try:
+            return LoraConfig(**facts["lora"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _user(f"{directory / FACTS} is not one of ours: {error}") from None
+    peft = _read_json(directory / CONFIG)
+    if peft.get("lora_alpha") != ALPHA or peft.get("use_rslora") or peft.get("use_dora"):
+        raise _user(
+            f"{directory / CONFIG}: lora_alpha is {peft.get('lora_alpha')}, use_rslora "
+            f"{peft.get('use_rslora')}, use_dora {peft.get('use_dora')}; adapters here have alpha "
+            f"{ALPHA:g} and neither of the two"
+        )
+    names = " ".join(_plain(name) for name in tensors)
+    try:
+        return LoraConfig(
+            rank=peft.get("r"),  # type: ignore[arg-type]  # checked there
+            train_attn=".self_attn." in names,
+            train_mlp=".mlp." in names,
+            train_unembed="lm_head." in names,
+        )
+    except ValueError as error:
+        raise _user(f"{directory / CONFIG}: {error}") from None
+
+
+def _plain(name: str) -> str:
+    return name.replace(_HOSTED_UNEMBED, "lm_head")
+
+
+def _fill(adapter: Adapter, flat: Tensor, tensors: dict[str, Tensor], source: Path) -> None:
+    """Copy every tensor to its place; names and shapes must be exactly the adapter's."""
+    places = {
+        f"{_PREFIX}{name}.lora_{side}.weight": view
+        for name, pair in adapter.named(flat).items()
+        for side, view in zip("AB", pair, strict=True)
+    }
+    missing, extra = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
+    if missing or extra:
+        raise _user(
+            f"{source} does not fit this base model with rank {adapter.lora.rank}: "
+            f"missing {missing[:2] or 'nothing'}, unexpected {extra[:2] or 'nothing'}"
+        )
+    for name, view in places.items():
+        if view.shape != tensors[name].shape:
+            raise _user(
+                f"{source}: {name} has shape {list(tensors[name].shape)}, needed is {list(view.shape)} "
+                f"(rank {adapter.lora.rank})"
+            )
+        view.copy_(tensors[name])
+    if not torch.isfinite(flat).all():
+        raise _user(f"{source} holds numbers that are not finite")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise _user(f"{path.parent} is not an adapter: it has no {path.name}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _user(f"{path} is corrupted: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise _user(f"{path.parent} is not an adapter: it has no {path.name}") from None
+    except (ValueError, OSError) as error:
+        raise _user(f"{path} is corrupted: {error}") from None
+
+
+def _user(message: str) -> EngineError:
+    return EngineError(message, "user")

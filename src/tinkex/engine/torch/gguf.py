@@ -1,0 +1,273 @@
+"""Read a GGUF file as if it were a Hugging Face directory, or write it out as one.
+
+Promises: weights are dequantised one at a time and named, shaped and ordered as in Hugging Face files (llama
+files keep rotary pairs interleaved: they are put back into halves); anything in the file that would change
+the numbers and that we do not know is refused by name. The tokenizer part is in `gguf_tokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tinkex.engine.torch.architecture import ModelConfig, llama3_frequencies, model_config
+from tinkex.errors import InvalidInputError
+
+# general.architecture: our model_type and its class in transformers. Mistral files call themselves "llama".
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_SHARD_BYTES = 2 << 30
+_UNUSED = 5  # tokenizer.ggml.token_type of ids that only pad the vocabulary
+
+
+class GgufModel:
+    """One GGUF file, mapped: its metadata, and its tensors under Hugging Face names."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, IndexError, OSError) as error:
+            raise InvalidInputError(f"{path} cannot be read as GGUF: {error}") from error
+        self._reader = reader
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.arch = self.get("general.architecture")
+        if self.arch not in ARCHITECTURES:
+            raise InvalidInputError(
+                f"{path}: general.architecture {self.arch!r} is not one we have: {', '.join(ARCHITECTURES)}"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value; `{arch}` in the key stands for the architecture's name."""
+        field = self._reader.fields.get(key.replace("{arch}", getattr(self, "arch", "")))
+        return default if field is None else field.contents()
+
+    def require(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise InvalidInputError(f"{self.path} has no {key.replace('{arch}', self.arch)}")
+        return value
+
+    def config(self) -> ModelConfig:
+        fields = self.config_fields()
+        return model_config(fields, vocab_size=self.vocab_size(), eos_ids=tuple(fields["eos_token_id"]))
+
+    def vocab_size(self) -> int:
+        """How many ids may be used: the tokenizer's, less those at the end that only pad."""
+        types = self.require("tokenizer.ggml.token_type")
+        return 1 + max((i for i, kind in enumerate(types) if kind != _UNUSED), default=-1)
+
+    def config_fields(self) -> dict[str, Any]:
+        """The file's metadata as the fields of a `config.json`."""
+        model_type, class_name = ARCHITECTURES[self.arch]
+        heads, width = self.require("{arch}.attention.head_count"), self.require("{arch}.embedding_length")
+        head_dim = self.get("{arch}.attention.key_length", width // heads)
+        self._refuse(head_dim)
+        fields = {
+            "architectures": [class_name],
+            "model_type": model_type,
+            "hidden_act": "silu",
+            "hidden_size": width,
+            "intermediate_size": self.require("{arch}.feed_forward_length"),
+            "num_hidden_layers": self.require("{arch}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.get("{arch}.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self.require("{arch}.context_length"),
+            "rms_norm_eps": self.require("{arch}.attention.layer_norm_rms_epsilon"),
+            "rope_theta": self.get("{arch}.rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "vocab_size": self._rows("token_embd.weight"),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_output.bias" in self._tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self._tensors,
+            "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._eos_ids(),
+        }
+        return fields | (self._expert_fields() if self.arch == "qwen3moe" else {})
+
+    def _refuse(self, head_dim: int) -> None:
+        """What would change the numbers and is not supported."""
+        if (rotated := self.get("{arch}.rope.dimension_count", head_dim)) != head_dim:
+            raise InvalidInputError(
+                f"{self.path}: {rotated} rotated dimensions of {head_dim} are not supported"
+            )
+        if self.arch == "llama" and self.get("{arch}.expert_count", 0):
+            raise InvalidInputError(
+                f"{self.path}: llama with experts (Mixtral) is not an architecture we have"
+            )
+
+    def _rows(self, name: str) -> int:
+        if name not in self._tensors:
+            raise InvalidInputError(f"{self.path} has no tensor {name}")
+        return int(self._tensors[name].shape[-1])  # GGUF lists dimensions from the innermost
+
+    def _eos_ids(self) -> list[int]:
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+        return sorted({int(value) for key in keys if (value := self.get(key)) is not None})
+
+    def _expert_fields(self) -> dict[str, Any]:
+        return {
+            "num_experts": self.require("{arch}.expert_count"),
+            "num_experts_per_tok": self.require("{arch}.expert_used_count"),
+            "moe_intermediate_size": self.require("{arch}.expert_feed_forward_length"),
+            "norm_topk_prob": True,  # the file does not say; every qwen3moe file is read so
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        kind = self.get("{arch}.rope.scaling.type", "none")
+        if "rope_freqs.weight" in self._tensors:
+            return self._llama3_scaling(head_dim)
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": self.require("{arch}.rope.scaling.factor")}
+        if (original := self.get("{arch}.rope.scaling.original_context_length")) is not None:
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def _llama3_scaling(self, head_dim: int) -> dict[str, Any]:
+        """Llama 3 files hold the frequencies' divisors: find the factor, and check that all follow."""
+        divisors = self._dequantise("rope_freqs.weight")
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(divisors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        theta = self.get("{arch}.rope.freq_base", 10000.0)
+        plain = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if not torch.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4):
+            raise InvalidInputError(f"{self.path}: rope_freqs.weight does not follow Llama 3's rope scaling")
+        return scaling
+
+    # -- tensors ---------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, dequantised to fp32 one at a time."""
+        for name in self._tensors:
+            if name == "rope_freqs.weight":
+                continue
+            stem, _, kind = name.rpartition(".")
+            block, _, part = stem.removeprefix("blk.").partition(".")
+            if stem in _TOP:
+                yield f"{_TOP[stem]}.{kind}", self._dequantise(name)
+            elif part in _EXPERTS:
+                for i, weight in enumerate(self._dequantise(name)):
+                    yield f"model.layers.{block}.mlp.experts.{i}.{_EXPERTS[part]}.{kind}", weight
+            else:
+                tensor = self._dequantise(name)
+                if self.arch == "llama" and part in ("attn_q", "attn_k"):
+                    tensor = self._halves(tensor, part)
+                yield (f"model.layers.{block}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name), tensor
+
+    def _dequantise(self, name: str) -> Tensor:
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise InvalidInputError(
+                f"{self.path}: {name} is {tensor.tensor_type.name}, which is not read"
+            ) from error
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def _halves(self, tensor: Tensor, part: str) -> Tensor:
+        """Rotary pairs from neighbours (0, 1), (2, 3) … of a head back to halves (0, C/2), (1, C/2 + 1) …"""
+        heads = self.get("{arch}.attention.head_count")
+        if part == "attn_k":
+            heads = self.get("{arch}.attention.head_count_kv", heads)
+        return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+# -- conversion ----------------------------------------------------------------------------------------
+
+
+def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a GGUF file out as a Hugging Face directory: config, weights, tokenizer and chat template.
+
+    `directory` must not exist, and appears only when it is complete.
+    """
+    from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
+
+    model, directory = GgufModel(Path(path)), Path(directory)
+    if directory.exists():
+        raise InvalidInputError(f"{directory} exists already; convert {path} into a directory that does not")
+    part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        fields = model.config_fields()
+        ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if fields[key] is not None}
+        _write_json(part / "config.json", fields | {"dtype": str(dtype).removeprefix("torch.")})
+        _write_json(part / "generation_config.json", ids)
+        write_tokenizer(model, part)
+        _write_weights(model, part, dtype)
+        part.rename(directory)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return directory
+
+
+def _write_weights(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
+    """One file, or an index and several of about 2 GiB, so that no more than that is held at once."""
+    places: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    size = 0
+    for name, tensor in model.tensors():
+        shard[name] = tensor.to(dtype).contiguous()
+        size += shard[name].nbytes
+        if size >= _SHARD_BYTES:
+            flush()
+            size = 0
+    if shard:
+        flush()
+    if len(set(places.values())) == 1:
+        (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
+    else:
+        _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

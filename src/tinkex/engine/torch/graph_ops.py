@@ -1,0 +1,149 @@
+"""The allow-list of operations that an uploaded loss may use, and how one is called.
+
+Tables from wire names to functions, made once from the fixed names below: no name that a client sends ever
+reaches getattr. `call` refuses what the tables cannot: Python containers and huge integers in arithmetic, and
+math functions of tensors. In-place methods, random numbers, results whose
+shape depends on values and everything that touches files, devices or other code are not on the list.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.protocol import EngineError
+
+# Both torch functions and tensor methods.
+_BOTH = """
+abs absolute acos acosh add addcdiv addcmul all amax amin any argmax argmin asin asinh atan atan2 atanh
+bitwise_and bitwise_not bitwise_or bitwise_xor bmm ceil chunk clamp clamp_max clamp_min clip clone cos cosh
+cummax cummin cumprod cumsum deg2rad detach diff div divide dot eq erf erfc exp exp2 expm1 fix flatten flip
+floor floor_divide fmax fmin fmod frac gather ge gt heaviside hypot index_select inner isclose isfinite
+isinf isnan isneginf isposinf kthvalue le lerp log log10 log1p log2 log_softmax logaddexp logaddexp2
+logcumsumexp logical_and logical_not logical_or logical_xor logit logsumexp lt masked_fill matmul max
+maximum mean median min minimum mm movedim mul multiply mv nan_to_num nanmean nansum narrow ne neg negative
+norm numel outer permute positive pow prod quantile reciprocal relu remainder reshape roll round rsqrt
+scatter scatter_add select sgn sigmoid sign sin sinh softmax sort split sqrt square squeeze std sub subtract
+sum swapaxes t take take_along_dim tan tanh tile topk transpose tril triu true_divide trunc unbind unflatten
+unsqueeze var where xlogy
+"""
+_FUNCTIONS = """
+arange atleast_1d broadcast_to cat concat full full_like linspace ones ones_like stack scalar_tensor
+std_mean var_mean zeros zeros_like is_tensor is_floating_point hstack vstack
+"""
+_METHODS = """
+bool contiguous dim double expand expand_as float int long new_full new_ones new_zeros ndimension repeat
+reshape_as size stride sum_to_size to type_as view view_as broadcast_to
+"""
+_FUNCTIONAL = """
+binary_cross_entropy binary_cross_entropy_with_logits celu elu gelu hardtanh huber_loss kl_div l1_loss
+leaky_relu logsigmoid log_softmax mse_loss normalize pad relu relu6 selu sigmoid silu smooth_l1_loss softmax
+softmin softplus softsign tanh threshold
+"""
+_OPERATORS = """
+abs add and_ eq floordiv ge getitem gt inv invert le lt matmul mod mul ne neg or_ pos pow sub truediv xor
+"""
+_MATH = """
+acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc exp expm1 fabs floor fmod hypot
+isfinite isinf isnan ldexp log log10 log1p log2 pow sin sinh sqrt tan tanh trunc
+"""
+
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "T", "mT", "values", "indices")
+_DTYPES = "float16 bfloat16 float32 float64 int32 int64 bool"
+_LAYOUTS = "strided contiguous_format preserve_format"
+_PRODUCTS = "matmul mm bmm mv dot inner"
+
+
+def _read_attribute(value: Any, name: str) -> Any:
+    """builtins.getattr of one of ATTRIBUTES, which the reader has checked."""
+    assert name in ATTRIBUTES
+    if name in ("values", "indices"):  # of what max, sort, topk and the like return
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise EngineError(f"{type(value).__name__} has no {name}", "user")
+        return value[name == "indices"]
+    if not isinstance(value, Tensor):
+        raise EngineError(f"{name} may be read of tensors, not of {type(value).__name__}", "user")
+    return getattr(value, name)
+
+
+def _item(container: Any, index: Any) -> Any:
+    """container[index]. On shapes alone, as many rows as a mask has stand for those it will choose."""
+    if isinstance(container, Tensor) and container.is_meta:
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
+            index = tuple(_without_mask(part) for part in parts)
+    elif not isinstance(container, Tensor | tuple):
+        raise EngineError(f"tensors and tuples may be indexed, not {type(container).__name__}", "user")
+    return container[cast(Any, index)]
+
+
+def _without_mask(part: Any) -> Any:
+    if not isinstance(part, Tensor) or part.dtype != torch.bool:
+        return part
+    if part.dim() != 1:
+        raise EngineError(f"a mask used as an index must have one dimension, got {part.dim()}", "user")
+    return torch.empty(part.shape, dtype=torch.int64, device="meta")
+
+
+def _table(prefix: str, owner: Any, *names: str) -> dict[str, Any]:
+    return {prefix + name: getattr(owner, name) for text in names for name in text.split()}
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Tensor.to, of dtypes: everything is on one device already, whatever a client calls it."""
+    return tensor.to(*(a for a in args if not isinstance(a, str)), **kwargs)
+
+
+DTYPES: dict[str, torch.dtype] = _table("", torch, _DTYPES)
+LAYOUTS: dict[str, Any] = _table("", torch, _LAYOUTS)
+METHODS: dict[str, Callable[..., Any]] = _table("", Tensor, _BOTH, _METHODS) | {"to": _to}
+FUNCTIONS: dict[str, Callable[..., Any]] = (
+    _table("torch.", torch, _BOTH, _FUNCTIONS)
+    | _table("torch.nn.functional.", F, _FUNCTIONAL)
+    | _table("torch.special.", torch.special, "entr expit log_softmax logit softmax xlogy")
+    | _table("operator.", operator, _OPERATORS)
+    | _table("math.", math, _MATH)
+    | {"getattr": _read_attribute, "builtins.getattr": _read_attribute, "operator.getitem": _item}
+)
+# Clients name a function after the module that defines it: torch._C._nn.softplus, torch.functional.norm
+FUNCTIONS |= {f"{f.__module__}.{f.__name__}": f for n, f in FUNCTIONS.items() if n.startswith("torch.")}
+_SCALAR_ONLY = {f for name, f in FUNCTIONS.items() if name.startswith("math.")}
+_ARITHMETIC = _SCALAR_ONLY | {f for name, f in FUNCTIONS.items() if name.startswith("operator.")} - {_item}
+_MULTIPLIES = {f for owner in (torch, Tensor) for f in _table("", owner, _PRODUCTS).values()} | {
+    operator.matmul
+}
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call one operation of the tables."""
+    if function in _ARITHMETIC:
+        _check_arithmetic(function, args)
+    result = function(*args, **kwargs)
+    if isinstance(result, int) and abs(result) >= 2**63:
+        raise EngineError("the result is too large a number", "user")
+    return result
+
+
+def _check_arithmetic(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    for value in args:
+        if not isinstance(value, Tensor | int | float):
+            raise EngineError(f"takes tensors and numbers, got {type(value).__name__}", "user")
+        if isinstance(value, Tensor) and function in _SCALAR_ONLY:
+            raise EngineError("takes numbers; use the torch function of that name for tensors", "user")
+    if function is operator.pow and all(isinstance(v, int) for v in args) and abs(args[1]) > 62:
+        raise EngineError(f"the exponent {args[1]} is too large for whole numbers", "user")
+
+
+def product_work(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many multiplications a matrix product takes; 0 for anything else."""
+    if function not in _MULTIPLIES:
+        return 0
+    left, right = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    inner = left.shape[-1] if left.dim() else 1
+    return left.numel() * max(1, right.numel() // max(1, inner))

@@ -1,0 +1,51 @@
+"""Where adapters and attention plug into the decoder: sites, their parts, and the two hooks.
+
+A site is one fused frozen projection; its parts are the Hugging Face modules inside it, in fused order.
+Knows neither the model's arithmetic nor how adapters or caches are kept.
+
+Shapes: T tokens, N rows, I in-features, O out-features, H query heads, G kv heads, C head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Site(NamedTuple):
+    """One fused frozen projection of the decoder."""
+
+    layer: int  # -1: the unembedding
+    group: str  # "qkv", "o", "gate_up", "down", "unembed"; of experts: "experts_gate_up", "experts_down"
+
+
+class Part(NamedTuple):
+    """One Hugging Face module inside a site; `kind` says which train_* flag covers it."""
+
+    name: (
+        str  # "model.layers.0.self_attn.q_proj"; of experts, for all at once: "model.layers.0.mlp.experts.w1"
+    )
+    out_features: int
+    kind: Literal["attn", "mlp", "unembed"]
+
+
+Sites = dict[Site, tuple[int, tuple[Part, ...]]]  # in-features and parts
+
+
+class LoraHook(Protocol):
+    """Adds the adapters' contribution to a site's output: y_NO + lora(x_NI).
+
+    Row i is token i, unless `rows` gives each row's token. `experts` (at expert sites) is each row's expert,
+    ascending.
+    """
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class Attend(Protocol):
+    """Attention over sequences that only the caller knows; q and k come rotated, q is scaled inside."""
+
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor: ...

@@ -1,0 +1,277 @@
+"""The paged KV cache: who holds which page, the tensors behind the pages, and attention over them.
+
+A page keeps the keys and values of PAGE consecutive tokens of every layer. Pages are counted by reference:
+samples of one prompt share its full pages, and full pages stay findable by what they hold (a hash chained
+over the adapter and all tokens so far) until their memory is needed, least recently used first.
+Promises: no page is in two hands unless both only read it; `Pages.check` proves that none is lost.
+Knows nothing of requests, sampling or adapters' weights.
+
+Shapes: T tokens in the step, H query heads, G kv heads, C head dim, B sequences of a group, L padded length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PAGE = 16  # tokens
+
+
+def chain(root: bytes, tokens: np.ndarray, links: list[bytes]) -> list[bytes]:
+    """Extend `links` to one digest per full page of `tokens`; each stands for all tokens up to its end."""
+    for page in range(len(links), len(tokens) // PAGE):
+        parent = links[-1] if links else root
+        content = tokens[page * PAGE : (page + 1) * PAGE].astype(np.int32).tobytes()
+        links.append(hashlib.blake2b(parent + content, digest_size=16).digest())
+    return links
+
+
+class Pages:
+    """The bookkeeping of `count` pages: no tensors here."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._refs = [0] * count
+        self._free = list(range(count - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # findable, held by nobody; oldest first
+        self._by_digest: dict[bytes, int] = {}
+        self._digest: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` could hand out: free ones, and cached ones that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, n: int) -> list[int] | None:
+        """`n` pages for one holder, or None if there are not as many; cached ones are given up as needed."""
+        if n > self.available:
+            return None
+        return [self._take_one() for _ in range(n)]
+
+    def _take_one(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            del self._by_digest[self._digest.pop(page)]
+        self._refs[page] = 1
+        return page
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for each of `pages`."""
+        for page in pages:
+            self._refs[page] += 1
+            self._idle.pop(page, None)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder less for each; a page that nobody holds is free, or idle if it can be found again."""
+        for page in reversed(pages):  # ends become idle first: a prefix outlives what follows it
+            assert self._refs[page] > 0, f"page {page} released twice"
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if page in self._digest:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def find(self, links: Sequence[bytes]) -> list[int]:
+        """The longest run of cached pages along `links`, now also held by the caller."""
+        found: list[int] = []
+        for digest in links:
+            page = self._by_digest.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        self.share(found)
+        return found
+
+    def remember(self, page: int, digest: bytes) -> None:
+        """Make a full page findable, unless another one with the same content already is."""
+        if digest not in self._by_digest and page not in self._digest:
+            self._by_digest[digest] = page
+            self._digest[page] = digest
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Assert that the references are exactly `holders`', and that every page is free, idle or held."""
+        held = Counter(page for pages in holders for page in pages)
+        assert all(self._refs[p] == held.get(p, 0) for p in range(self.count)), "references leak"
+        assert sorted([*self._free, *self._idle, *held]) == list(range(self.count)), "pages lost or doubled"
+        assert {d: p for p, d in self._digest.items()} == self._by_digest, "digests disagree"
+        assert all(page in self._digest for page in self._idle), "an idle page cannot be found"
+
+
+class KVCache:
+    """The pages' tensors: for each layer keys and values, [pages, PAGE * G * C]."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, pages: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.pages = Pages(pages)
+        self.heads, self.head_dim = kv_heads, head_dim
+        shape = (pages, PAGE * kv_heads * head_dim)
+        self._k = [_zeros(shape, device, dtype) for _ in range(layers)]
+        self._v = [_zeros(shape, device, dtype) for _ in range(layers)]
+
+    def take(self, n: int) -> list[int] | None:
+        """`Pages.take`, with nothing left in the pages of whoever had them before.
+
+        What is masked out is still multiplied by 0, and 0 · NaN is NaN: one adapter that has diverged would
+        otherwise reach another's sequences.
+        """
+        taken = self.pages.take(n)
+        if taken:
+            rows = torch.tensor(taken, device=self._k[0].device)
+            for pool in (*self._k, *self._v):
+                pool.index_fill_(0, rows, 0.0)
+        return taken
+
+    def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
+        for pool, new in ((self._k[layer], k_TGC), (self._v[layer], v_TGC)):
+            pool.view(-1, self.heads * self.head_dim).index_copy_(0, slots_T, new.flatten(1))
+
+    def read(self, layer: int, table_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of B sequences, [B, G, L, C] each, given their page tables."""
+        shape = (table_BN.shape[0], -1, self.heads, self.head_dim)
+        pages = table_BN.flatten()
+        k, v = (p[layer].index_select(0, pages).view(shape).transpose(1, 2) for p in (self._k, self._v))
+        return k, v
+
+    def copy_page(self, source: int, target: int) -> None:
+        for pool in (*self._k, *self._v):
+            pool[target].copy_(pool[source])
+
+
+def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    return 2 * layers * PAGE * kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, np.float32))  # memory is only taken when it is written
+    return torch.zeros(shape, device=device, dtype=dtype)
+
+
+# -- attention -----------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """The `new` tokens of one sequence, from position `start` on; `pages` holds all that it has."""
+
+    pages: Sequence[int]
+    start: int
+    new: int
+
+
+class _Group:
+    """Pieces of `new` tokens each that attend together, padded to the longest."""
+
+    def __init__(self, pieces: Sequence[Piece], firsts: Sequence[int], device: torch.device) -> None:
+        self.new, self.first = pieces[0].new, firsts[0]
+        self.rows_B = torch.tensor(firsts, device=device)
+        widths = [-(-(p.start + p.new) // PAGE) for p in pieces]
+        table = np.zeros((len(pieces), max(widths)), np.int64)
+        for row, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
+            table[row, :width] = piece.pages[:width]
+        self.table_BN = torch.from_numpy(table).to(device)
+        self.starts_B = torch.tensor([p.start for p in pieces], device=device)
+        self.no_history = max(p.start for p in pieces) == 0
+        self._masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """0 where a query may look, -inf elsewhere: [B, 1, new, L]."""
+        if window not in self._masks:
+            device = self.starts_B.device
+            at = self.starts_B[:, None, None, None] + torch.arange(self.new, device=device)[:, None]
+            seen = torch.arange(self.table_BN.shape[1] * PAGE, device=device)
+            hidden = seen > at
+            if window is not None:
+                hidden |= seen <= at - window
+            self._masks[window] = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+                hidden, float("-inf")
+            )
+        return self._masks[window]
+
+
+class PagedAttend:
+    """Attention of one step's tokens over the cache; writes their keys and values on the way.
+
+    The step's tokens are its pieces' tokens, one piece after the other. `windows` is each layer's sliding
+    window, or None.
+    """
+
+    def __init__(
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], device: torch.device
+    ) -> None:
+        self._cache, self._windows = cache, windows
+        firsts = np.cumsum([0, *(p.new for p in pieces)]).tolist()
+        slots = np.concatenate([_slots(p) for p in pieces])
+        self._slots_T = torch.from_numpy(slots).to(device)
+        self._groups = [
+            _Group([pieces[i] for i in members], [firsts[i] for i in members], device)
+            for members in group_pieces(pieces)
+        ]
+
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+        self._cache.write(layer, self._slots_T, k_TGC, v_TGC)
+        o_THC = torch.empty_like(q_THC)
+        for group in self._groups:
+            if group.new == 1:
+                o_THC[group.rows_B] = self._decode(group, layer, q_THC[group.rows_B])
+            else:
+                at = slice(group.first, group.first + group.new)
+                o_THC[at] = self._prefill(group, layer, q_THC[at], k_TGC[at], v_TGC[at])
+        return o_THC
+
+    def _decode(self, group: _Group, layer: int, q_BHC: Tensor) -> Tensor:
+        """One query per sequence: the heads that share a kv head are its rows, so no key is read twice."""
+        k_BGLC, v_BGLC = self._cache.read(layer, group.table_BN)
+        B, H, C = q_BHC.shape
+        q = q_BHC.view(B, self._cache.heads, -1, C)
+        mask = group.mask(self._windows[layer], q.dtype)
+        return F.scaled_dot_product_attention(q, k_BGLC, v_BGLC, attn_mask=mask).reshape(B, H, C)
+
+    def _prefill(self, group: _Group, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+        """Many queries of one sequence, with what came before them read from the cache."""
+        window = self._windows[layer]
+        causal = group.no_history and (window is None or group.new <= window)
+        if causal:
+            k, v, mask = k_TGC.transpose(0, 1)[None], v_TGC.transpose(0, 1)[None], None
+        else:
+            k, v = self._cache.read(layer, group.table_BN)
+            mask = group.mask(window, q_THC.dtype)
+        o = F.scaled_dot_product_attention(
+            q_THC.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )
+        return o[0].transpose(0, 1)
+
+
+def _slots(piece: Piece) -> np.ndarray:
+    at = np.arange(piece.start, piece.start + piece.new)
+    return np.asarray(piece.pages, np.int64)[at // PAGE] * PAGE + at % PAGE
+
+
+def group_pieces(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Which pieces attend together: each longer one alone, single tokens by similar length.
+
+    A group costs a few calls per layer; padding costs memory traffic. Sorted by length, a group is closed
+    where padding would waste more than a third of it.
+    """
+    groups = [[i] for i, piece in enumerate(pieces) if piece.new > 1]
+    singles = sorted((i for i, p in enumerate(pieces) if p.new == 1), key=lambda i: -pieces[i].start)
+    members: list[int] = []
+    used = 0
+    for i in singles:
+        longest = pieces[members[0]].start + 1 if members else 0
+        if members and longest * (len(members) + 1) > 1.5 * (used + pieces[i].start + 1) + 8 * PAGE:
+            groups.append(members)
+            members, used = [], 0
+        members.append(i)
+        used += pieces[i].start + 1
+    return [*groups, members] if members else groups

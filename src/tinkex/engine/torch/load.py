@@ -1,0 +1,146 @@
+"""Read a decoder from a Hugging Face directory or a GGUF file, straight onto its device.
+
+Promises: weights are mapped, converted and copied into place one at a time, so no second copy of the model
+is ever held; missing and unexpected tensors are named; a path that holds no model is refused, saying why.
+Does not know tokenizers beyond how many ids they have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tinkex.engine.torch.architecture import ModelConfig, model_config
+from tinkex.engine.torch.model import Decoder
+from tinkex.errors import InvalidInputError
+
+
+def load_decoder(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A Hugging Face directory or a GGUF file as a decoder.
+
+    >>> decoder = load_decoder("models/Qwen3-0.6B", "cuda", torch.bfloat16)
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from tinkex.engine.torch.gguf import GgufModel
+
+        model = GgufModel(path)
+        return fill(model.config(), model.tensors(), device, dtype, source=path)
+    if not path.is_dir():
+        found = "is not a .gguf file" if path.exists() else "does not exist"
+        raise InvalidInputError(f"{path} {found}; a model is a Hugging Face directory or a .gguf file")
+    return fill(read_config(path), read_tensors(path), device, dtype, source=path)
+
+
+def fill(
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    device: str | torch.device,
+    dtype: torch.dtype,
+    *,
+    source: Path,
+) -> Decoder:
+    """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
+    decoder = _empty(config, device, dtype)
+    places, unexpected = decoder.weights(), []
+    for name, tensor in tensors:
+        place = places.pop(name, None)
+        if place is None:
+            if not _ignored(name, config):
+                unexpected.append(name)
+            continue
+        if place.shape != tensor.shape:
+            raise InvalidInputError(
+                f"{source}: {name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
+            )
+        place.copy_(tensor)
+    if places or unexpected:
+        raise InvalidInputError(
+            f"{source}: the weights do not fit config.json ({config.arch}); "
+            f"missing: {_some(list(places))}; unexpected: {_some(unexpected)}"
+        )
+    return decoder
+
+
+def _empty(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
+        decoder = Decoder(config)
+    return decoder.to(dtype).to_empty(device=device).eval()
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that say nothing new: rotary tables of old files, and the copy of a tied embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "none") + more
+
+
+# -- Hugging Face directories --------------------------------------------------------------------------
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """config.json, with the end-of-sequence ids and the vocabulary that the files beside it give."""
+    if not (directory / "config.json").is_file():
+        raise InvalidInputError(
+            f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file"
+        )
+    fields = _json(directory / "config.json")
+    eos_ids = None
+    if (directory / "generation_config.json").is_file():
+        given = _json(directory / "generation_config.json").get("eos_token_id")
+        if given is not None:
+            eos_ids = tuple(given) if isinstance(given, list) else (given,)
+    return model_config(fields, vocab_size=_tokenizer_size(directory), eos_ids=eos_ids)
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the directory's safetensors files, mapped and not yet copied, file by file."""
+    for file in _weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_json(index)["weight_map"].values()))
+        if absent := [name for name in names if not (directory / name).is_file()]:
+            raise InvalidInputError(
+                f"{directory}: {index.name} names files that are not there: {_some(absent)}"
+            )
+        return [directory / name for name in names]
+    if (directory / "model.safetensors").is_file():
+        return [directory / "model.safetensors"]
+    raise InvalidInputError(
+        f"{directory} has no model.safetensors and no {index.name}; weights in other formats are not read"
+    )
+
+
+def _tokenizer_size(directory: Path) -> int | None:
+    """How many ids the tokenizer uses: its largest, added tokens included, and one."""
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    tokenizer = _json(directory / "tokenizer.json")
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token["id"] for token in tokenizer.get("added_tokens") or ()]
+    return max(ids) + 1 if ids else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(f"{file} is not valid JSON: {error}") from error

@@ -1,0 +1,112 @@
+"""Logprobs of target tokens from hidden states, and their gradient, a chunk of tokens at a time.
+
+Never holds a [T, V] tensor: each chunk's logits (the unembedding's adapters included) are made, read for the
+targets' logprobs, turned into their own gradient and overwritten by the next chunk's. If the caller can say
+a cell's gradient from its logprob alone (`grad_of`), logits are made once; else it calls twice, the second
+time with a gradient that it has worked out from all logprobs. Ids of the padded vocabulary are part of the
+normaliser. Knows nothing of losses.
+
+Shapes: T tokens, D width, V padded vocabulary, M target cells, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
+from tinkex.engine.torch.model import UNEMBED
+from tinkex.engine.torch.ops import linear
+
+# Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU
+# below 32 MiB, from where on malloc gives fresh pages to every chunk, which cost more than their use.
+CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 1 << 30}
+
+# (logprobs of cells first:last, first, last) -> the loss's gradient to them
+GradOf = Callable[[Tensor, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Which token's logprob is asked for at which position: cells in the order of their rows."""
+
+    rows_M: Tensor  # int64, ascending
+    ids_M: Tensor  # int64
+    starts: Tensor  # int64 [T + 1], on the CPU: the cells of row t are starts[t]:starts[t + 1]
+
+
+def target_logprobs(
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    targets: Targets,
+    lora: LoraBatch,
+    grad_of: GradOf | None = None,
+    *,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The targets' logprobs (fp32 [M]) and, with `grad_of`, the loss's gradient to h_TD.
+
+    Gradients of the unembedding's adapters are added to their buffers.
+    """
+    tokens = h_TD.shape[0]
+    chunk = chunk or max(16, CHUNK_BYTES.get(h_TD.device.type, 1 << 30) // (4 * weight_VD.shape[0]))
+    chunk = -(-tokens // -(-tokens // chunk))  # as many chunks, of equal sizes
+    lp_M = torch.empty(targets.ids_M.shape, dtype=torch.float32, device=h_TD.device)
+    grad_TD = torch.zeros_like(h_TD) if grad_of else None
+    with torch.no_grad():
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
+            first, last = int(targets.starts[start]), int(targets.starts[stop])
+            rows, ids = targets.rows_M[first:last] - start, targets.ids_M[first:last]
+            logp_NV = _log_softmax(h_TD[start:stop], weight_VD, lora, start)
+            lp_M[first:last] = logp_NV[rows, ids]
+            if grad_of is not None and grad_TD is not None:
+                cells = rows, ids, grad_of(lp_M[first:last], first, last)
+                _backward(logp_NV, cells, h_TD[start:stop], weight_VD, lora, start, grad_TD[start:stop])
+    return lp_M, grad_TD
+
+
+def _log_softmax(h_ND: Tensor, weight_VD: Tensor, lora: LoraBatch, start: int) -> Tensor:
+    """All logprobs of the rows from `start` on, in fp32."""
+    logits_NV = linear(h_ND, weight_VD)
+    add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
+    if logits_NV.dtype == torch.float32:  # in place: a row is read before it is written
+        return torch.log_softmax(logits_NV, -1, out=logits_NV)
+    return torch.log_softmax(logits_NV, -1, dtype=torch.float32)
+
+
+def _backward(
+    logp_NV: Tensor,
+    cells: tuple[Tensor, Tensor, Tensor],
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    lora: LoraBatch,
+    start: int,
+    out_ND: Tensor,
+) -> None:
+    """Write the gradient to h_ND into `out_ND` (zeros) and add the adapters'; overwrites `logp_NV`.
+
+    Rows without a gradient, such as a prompt's, take no part in the products.
+    """
+    rows, ids, grad_M = cells
+    chosen = grad_M != 0
+    rows, ids, grad_M = rows[chosen], ids[chosen], grad_M[chosen]
+    live, rows = torch.unique_consecutive(rows, return_inverse=True)
+    if not len(live):
+        return
+    some = len(live) < len(h_ND)
+    if some:
+        logp_NV, h_ND = logp_NV[live], h_ND[live]
+    total_N = torch.zeros(len(live), device=h_ND.device).index_add_(0, rows, grad_M)
+    grad_NV = logp_NV.exp_().mul_(-total_N[:, None])  # Σ g·(onehot − softmax), g being a cell's gradient
+    grad_NV = grad_NV.index_put_((rows, ids), grad_M, accumulate=True).to(h_ND.dtype)
+    grad_ND = linear(grad_NV, weight_VD.t())
+    jobs = lora.jobs(UNEMBED, rows=live + start) if some else lora.jobs(UNEMBED, start, start + len(live))
+    add_backward(UNEMBED, jobs, grad_NV, h_ND, shrink(UNEMBED, jobs, h_ND), grad_ND)
+    if some:
+        out_ND.index_copy_(0, live, grad_ND)
+    else:
+        out_ND.copy_(grad_ND)

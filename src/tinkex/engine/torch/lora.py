@@ -1,0 +1,215 @@
+"""Many adapters on one frozen Linear in one pass.
+
+`LoraBatch` is the hook that a decoder calls at each of its sites: it adds scale·x·Aᵀ·Bᵀ to every contiguous
+segment of tokens with that segment's adapter, whatever its rank, and in the backward adds gradients to that
+adapter's buffer and to no other. Only x and x·Aᵀ are kept for the backward. `PlainLora` does the same with
+ordinary autograd operations: slow, readable, and the oracle of the tests. Knows nothing of losses, of runs
+or of files.
+
+Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a site, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Site
+
+
+class Job(NamedTuple):
+    """Rows start:stop of a projection go through one adapter's expert."""
+
+    start: int
+    stop: int
+    adapter: Adapter
+    expert: int
+
+
+class LoraBatch:
+    """The adapters of one pass: `adapters[i]` (None: the base model) has the next `lengths[i]` tokens.
+
+    With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`.
+    """
+
+    def __init__(
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
+    ) -> None:
+        self.train = train
+        self.segments: list[tuple[Adapter | None, int, int]] = []
+        stop = 0
+        for adapter, length in zip(adapters, lengths, strict=True):
+            start, stop = stop, stop + length
+            if self.segments and self.segments[-1][0] is adapter:
+                start = self.segments.pop()[1]
+            self.segments.append((adapter, start, stop))
+        self.tokens = stop
+        if train:
+            for adapter in {a for a in adapters if a is not None}:
+                adapter.open_grad()
+        self._anchor = torch.zeros((), requires_grad=train)  # what makes autograd record a frozen input's use
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        jobs = self.jobs(site, rows=rows, experts=experts)
+        if not jobs:
+            return y
+        if self.train and torch.is_grad_enabled():
+            return _Apply.apply(y, x, self._anchor, site, jobs)  # type: ignore[return-value]
+        add(site, jobs, x, y)
+        return y
+
+    def jobs(
+        self,
+        site: Site,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        rows: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> list[Job]:
+        """What to do at `site`, for the tokens start:stop, or for `rows` (ascending within each expert)."""
+        if rows is not None:
+            return self._row_jobs(site, rows, experts)
+        stop = self.tokens if stop is None else stop
+        return [
+            Job(max(first, start) - start, min(last, stop) - start, adapter, 0)
+            for adapter, first, last in self.segments
+            if adapter is not None and site in adapter.shapes and first < stop and last > start
+        ]
+
+    def _row_jobs(self, site: Site, rows: Tensor, experts: Tensor | None) -> list[Job]:
+        if not any(adapter is not None and site in adapter.shapes for adapter, _, _ in self.segments):
+            return []
+        ends = torch.tensor([last for _, _, last in self.segments], device=rows.device)
+        segment = torch.searchsorted(ends, rows, right=True)
+        groups = segment if experts is None else experts * len(self.segments) + segment
+        keys, counts = torch.unique_consecutive(groups, return_counts=True)
+        jobs, stop = [], 0
+        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+            start, stop = stop, stop + count
+            expert, index = divmod(key, len(self.segments))
+            adapter = self.segments[index][0]
+            if adapter is not None and site in adapter.shapes:
+                jobs.append(Job(start, stop, adapter, expert))
+        return jobs
+
+
+def add(site: Site, jobs: Sequence[Job], x: Tensor, y: Tensor) -> list[Tensor]:
+    """y += scale·x·Aᵀ·Bᵀ in place, job by job; returns what the backward needs."""
+    kept = shrink(site, jobs, x)
+    for job, y_job, u in zip(jobs, _rows(y, jobs), kept, strict=True):
+        b_t = job.adapter.matrices(x.dtype)[site][job.expert].b_t
+        for y_part, u_part, b_part in zip(_outs(y_job, b_t), _parts(u, job), b_t, strict=True):
+            y_part.addmm_(u_part, b_part, alpha=job.adapter.scale)
+    return kept
+
+
+def shrink(site: Site, jobs: Sequence[Job], x: Tensor) -> list[Tensor]:
+    """Each job's x·Aᵀ, of all parts side by side: [rows, P·R]."""
+    return [
+        x_job @ job.adapter.matrices(x.dtype)[site][job.expert].a_t
+        for job, x_job in zip(jobs, _rows(x, jobs), strict=True)
+    ]
+
+
+def add_backward(
+    site: Site, jobs: Sequence[Job], grad_y: Tensor, x: Tensor, kept: Sequence[Tensor], grad_x: Tensor | None
+) -> None:
+    """Add to each job's adapter's gradients, and to `grad_x` in place where one is wanted."""
+    grad_x_rows = _rows(grad_x, jobs) if grad_x is not None else [None] * len(jobs)
+    rows = zip(jobs, _rows(grad_y, jobs), _rows(x, jobs), kept, grad_x_rows, strict=True)
+    for job, grad_y_job, x_job, u, grad_x_job in rows:
+        a, _, b, b_t = job.adapter.matrices(x.dtype)[site][job.expert]
+        grads, scale = job.adapter.grad_matrices(site)[job.expert], job.adapter.scale
+        grad_u = torch.empty_like(u)
+        parts = zip(_outs(grad_y_job, b_t), b, grads.b_t, _parts(u, job), _parts(grad_u, job), strict=True)
+        for grad_y_part, b_part, grad_b_t, u_part, grad_u_part in parts:
+            torch.mm(grad_y_part, b_part, out=grad_u_part)
+            _accumulate(grad_b_t, u_part.t(), grad_y_part, scale)
+        _accumulate(grads.a, grad_u.t(), x_job, scale)
+        if grad_x_job is not None:
+            grad_x_job.addmm_(grad_u, a, alpha=scale)
+
+
+def _rows(x: Tensor, jobs: Sequence[Job]) -> list[Tensor]:
+    """The rows of every job, as views made in one go."""
+    sizes, done = [], 0
+    for job in jobs:
+        sizes += [job.start - done, job.stop - job.start]
+        done = job.stop
+    return list(x.split([*sizes, x.shape[0] - done]))[1::2]
+
+
+def _parts(u: Tensor, job: Job) -> tuple[Tensor, ...]:
+    """The columns of each part in x·Aᵀ."""
+    return u.split(job.adapter.lora.rank, 1)
+
+
+def _outs(y: Tensor, b_t: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The columns of each part in the output."""
+    return (y,) if len(b_t) == 1 else y.split([part.shape[1] for part in b_t], 1)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """total (fp32) += scale · left · right."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(left @ right, alpha=scale)
+
+
+class _Apply(torch.autograd.Function):
+    """`add`, in place on y, with a backward that writes straight into the adapters' gradient buffers."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, site: Site, jobs: list[Job]) -> Tensor:
+        kept = add(site, jobs, x, y)
+        ctx.save_for_backward(x, *kept)
+        ctx.site, ctx.jobs = site, jobs
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *kept = ctx.saved_tensors
+        grad_y = grads[0]
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        add_backward(ctx.site, ctx.jobs, grad_y, x, kept, grad_x)
+        return grad_y, grad_x, None, None, None
+
+
+class PlainLora(LoraBatch):
+    """The same hook in plain autograd operations; `collect` after the backward adds up the gradients."""
+
+    def __init__(
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
+    ) -> None:
+        super().__init__(adapters, lengths, train=train)
+        self._leaves = {a: a.flat.clone().requires_grad_(train) for a in adapters if a is not None}
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        pieces, done = [], 0
+        for start, stop, adapter, expert in self.jobs(site, rows=rows, experts=experts):
+            shape = adapter.shapes[site]
+            a, b_t = shape.views(self._leaves[adapter])
+            deltas = [
+                adapter.scale * (x[start:stop] @ a_part.t().to(x.dtype)) @ b_part[expert].to(x.dtype)
+                for a_part, b_part in zip(a[expert].split(shape.rank), b_t, strict=True)
+            ]
+            pieces += [y[done:start], y[start:stop] + torch.cat(deltas, dim=1)]
+            done = stop
+        return torch.cat([*pieces, y[done:]])
+
+    def collect(self) -> None:
+        """Add the gradients of this pass to the adapters'."""
+        for adapter, leaf in self._leaves.items():
+            if leaf.grad is not None and adapter.grad is not None:
+                adapter.grad += leaf.grad

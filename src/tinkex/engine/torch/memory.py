@@ -1,0 +1,64 @@
+"""How much memory a pass takes and how much there is: what micro-batches and recomputation are planned by.
+
+Estimates, on the safe side; nothing is allocated here. Knows shapes, not tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from tinkex.engine.torch.architecture import ModelConfig
+
+# Tokens of a micro-batch: enough for efficient products; sampling gets its turn in between.
+PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
+_SHARE = 0.5  # of the free memory that one pass may plan with
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that could be allocated now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min(free, _container_free())
+
+
+def _container_free() -> float:
+    """What a container's limit leaves; without one, no bound."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # no such group, or the limit is "max"
+        return math.inf
+
+
+def activation_bytes(config: ModelConfig, itemsize: int, *, recompute: bool) -> int:
+    """What one token of a forward keeps for its backward."""
+    heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    mlp = 3 * config.mlp_width
+    if config.experts is not None:
+        mlp = config.experts.per_token * (3 * config.experts.width + 3 * config.width)
+    # two sums and two norms of the residual; q, k, v; attention's output; gate, up and their product
+    layer = 4 * config.width + 2 * heads + 2 * kv_heads + mlp
+    kept = layer + config.layers * config.width if recompute else config.layers * layer
+    return itemsize * (kept + 4 * config.width)
+
+
+def must_recompute(config: ModelConfig, itemsize: int, device: torch.device, tokens: int) -> bool:
+    """Whether a micro-batch of `tokens` fits only if its layers are recomputed in the backward."""
+    return tokens * activation_bytes(config, itemsize, recompute=False) > free_bytes(device) * _SHARE
+
+
+def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int:
+    """How many tokens a micro-batch should have."""
+    room = int(free_bytes(device) * _SHARE)
+    fitting = room // activation_bytes(config, itemsize, recompute=True)
+    return max(256, min(PASS_TOKENS.get(device.type, 2048), fitting))

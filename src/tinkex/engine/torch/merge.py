@@ -1,0 +1,123 @@
+"""Merging an adapter into its base model: a full Hugging Face directory out of two.
+
+W + scale·B·A is computed in fp32 and written in the base's dtype, with one shard in memory at a time.
+A trained unembedding unties a tied head: `lm_head.weight` is written and the config says so. Everything
+that is not a weight is copied. The directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tinkex.engine.protocol import EngineError
+from tinkex.engine.torch.checkpoint import CONFIG, WEIGHTS, new_directory
+
+_INDEX = "model.safetensors.index.json"
+_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+Delta = tuple[Tensor, Tensor]  # A [R, I] and scale·B [O, R]
+
+
+def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite: bool = False) -> None:
+    """Write `base_dir` with the adapter of `adapter_dir` merged into it.
+
+    >>> merge_adapter(Path("models/Qwen3-0.6B"), Path("adapters/final"), Path("merged"))    # doctest: +SKIP
+    """
+    shards = _shards(base_dir)
+    deltas = _deltas(adapter_dir)
+    config = json.loads((base_dir / "config.json").read_text())
+    tied = "lm_head.weight" not in {name for names in shards.values() for name in names}
+    untied = deltas.pop("lm_head.weight", None) if tied else None
+    if untied is not None:
+        config["tie_word_embeddings"] = False
+    with new_directory(out_dir, overwrite=overwrite) as temporary:
+        index: dict[str, str] = {}
+        for shard, names in shards.items():
+            with safe_open(base_dir / shard, framework="pt") as file:
+                tensors = {name: _merged(file.get_tensor(name), deltas.pop(name, None)) for name in names}
+                if untied is not None and "model.embed_tokens.weight" in names:
+                    embedding = file.get_tensor("model.embed_tokens.weight")
+                    tensors["lm_head.weight"] = _merged(embedding, untied)
+            save_file(tensors, temporary / shard, {"format": "pt"})
+            index |= dict.fromkeys(tensors, shard)
+        if deltas:
+            raise EngineError(
+                f"{adapter_dir} adapts {sorted(deltas)[0]}, which {base_dir} does not have", "user"
+            )
+        if len(shards) > 1:
+            _write(
+                temporary / _INDEX, {"metadata": _size(temporary), "weight_map": dict(sorted(index.items()))}
+            )
+        _write(temporary / "config.json", config)
+        _copy_rest(base_dir, temporary)
+
+
+def _shards(base_dir: Path) -> dict[str, list[str]]:
+    """Every weight file and the tensors in it."""
+    files = sorted(base_dir.glob("*.safetensors")) if base_dir.is_dir() else []
+    if not files or not (base_dir / "config.json").exists():
+        raise EngineError(
+            f"{base_dir} is not a Hugging Face directory: merging needs config.json and *.safetensors",
+            "user",
+        )
+    if (base_dir / _INDEX).exists():
+        used = set(json.loads((base_dir / _INDEX).read_text())["weight_map"].values())
+        files = [file for file in files if file.name in used]
+    shards = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shards[path.name] = list(file.keys())
+    return shards
+
+
+def _deltas(adapter_dir: Path) -> dict[str, Delta]:
+    """The adapter's matrices by the name of the weight that they change; one per expert."""
+    peft = json.loads((adapter_dir / CONFIG).read_text())
+    scale = peft["lora_alpha"] / peft["r"]
+    deltas: dict[str, Delta] = {}
+    with safe_open(adapter_dir / WEIGHTS, framework="pt") as file:
+        suffix = ".lora_A.weight"
+        for key in file.keys():  # noqa: SIM118
+            if not key.endswith(suffix):
+                continue
+            name = key.removeprefix("base_model.model.").removesuffix(suffix)
+            a = file.get_tensor(key).float()
+            b = scale * file.get_tensor(key.replace("lora_A", "lora_B")).float()
+            if a.dim() == 2:
+                deltas[f"{name}.weight"] = a, b
+                continue
+            stem, part = name.rsplit(".", 1)
+            for i in range(max(len(a), len(b))):  # either side may be shared by all experts
+                pair = a[i % len(a)], b[i % len(b)]
+                deltas[f"{stem}.{i}.{_EXPERT_PARTS[part]}.weight"] = pair
+    return deltas
+
+
+def _merged(weight: Tensor, delta: Delta | None) -> Tensor:
+    if delta is None:
+        return weight
+    a, b = delta
+    return torch.addmm(weight.float(), b, a).to(weight.dtype).contiguous()
+
+
+def _size(directory: Path) -> dict[str, int]:
+    return {"total_size": sum(file.stat().st_size for file in directory.glob("*.safetensors"))}
+
+
+def _copy_rest(base_dir: Path, out_dir: Path) -> None:
+    for path in base_dir.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHT_FILES) and not (out_dir / path.name).exists():
+            shutil.copy2(path, out_dir / path.name)
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,122 @@
+"""A mixture of experts in place of the dense MLP: route, sort rows by expert, project, put back.
+
+Every token's rows are moved by permutations whose backward is a permutation too, so the result does not
+depend on the order in which a device adds. `expert_linear` has a fast path and a plain loop that agree.
+
+Shapes: T tokens, K experts of a token, N = T·K rows, D width, F expert width, E experts, I in, O out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from tinkex.engine.torch.architecture import ModelConfig
+from tinkex.engine.torch.hooks import LoraHook, Part, Site, Sites
+from tinkex.engine.torch.ops import swiglu
+
+
+class ExpertMlp(nn.Module):
+    """Top-K routed SwiGLU experts."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.layer, self.width, self.experts = layer, config.width, config.experts
+        self.name = f"model.layers.{layer}.mlp"
+        count, inner = self.experts.count, self.experts.width
+        self.router = nn.Parameter(torch.empty(count, self.width), requires_grad=False)
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, self.width), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(count, self.width, inner), requires_grad=False)
+
+    def forward(self, x_TD: Tensor, lora: LoraHook | None) -> Tensor:
+        weight_TK, expert_TK = self.route(x_TD)
+        expert_N, order_N = expert_TK.flatten().sort(stable=True)
+        place_N = torch.empty_like(order_N)  # where each (token, choice) went: the inverse of `order`
+        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        rows_N, counts_E = (
+            order_N // self.experts.per_token,
+            torch.bincount(expert_N, minlength=self.experts.count),
+        )
+
+        x_ND = _Spread.apply(x_TD, rows_N, place_N)
+        gate_up = expert_linear(x_ND, self.gate_up, counts_E)
+        if lora is not None:
+            gate_up = lora(Site(self.layer, "experts_gate_up"), x_ND, gate_up, rows=rows_N, experts=expert_N)
+        a_NF = swiglu(gate_up)
+        y_ND = expert_linear(a_NF, self.down, counts_E)
+        if lora is not None:
+            y_ND = lora(Site(self.layer, "experts_down"), a_NF, y_ND, rows=rows_N, experts=expert_N)
+        y_TKD = _Unsort.apply(y_ND, order_N, place_N).view(*expert_TK.shape, self.width)
+        return torch.einsum("tkd,tk->td", y_TKD, weight_TK)
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their weights, [T, K] both; probabilities in fp32."""
+        probabilities = F.linear(x_TD, self.router).softmax(dim=-1, dtype=torch.float32)
+        weight_TK, expert_TK = probabilities.topk(self.experts.per_token, dim=-1)
+        if self.experts.normalise:
+            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+        return weight_TK.to(x_TD.dtype), expert_TK
+
+    def weights(self) -> dict[str, Tensor]:
+        named = {f"{self.name}.gate.weight": self.router.detach()}
+        for i, (gate_up, down) in enumerate(zip(self.gate_up.detach(), self.down.detach(), strict=True)):
+            gate, up = gate_up.chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            named |= {f"{self.name}.experts.{i}.{part}.weight": weight for part, weight in parts.items()}
+        return named
+
+    def sites(self) -> Sites:
+        name, inner = f"{self.name}.experts", self.experts.width
+        gate_up = (Part(f"{name}.w1", inner, "mlp"), Part(f"{name}.w3", inner, "mlp"))
+        return {
+            Site(self.layer, "experts_gate_up"): (self.width, gate_up),
+            Site(self.layer, "experts_down"): (inner, (Part(f"{name}.w2", self.width, "mlp"),)),
+        }
+
+
+def expert_linear(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows sorted by expert, each through its expert's matrix."""
+    if x_NI.is_cuda and x_NI.dtype == torch.bfloat16:
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+    return expert_linear_loop(x_NI, weight_EOI, counts_E)
+
+
+def expert_linear_loop(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """The same, one expert after another."""
+    pieces = x_NI.split(counts_E.tolist())
+    return torch.cat([F.linear(x, weight) for x, weight in zip(pieces, weight_EOI, strict=True) if len(x)])
+
+
+class _Spread(Function):
+    """x[rows]: each token once for each of its experts, in the order of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_N: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.tokens = x_TD.shape[0]
+        return x_TD[rows_N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (place_N,) = ctx.saved_tensors
+        return grads[0][place_N].view(ctx.tokens, -1, grads[0].shape[-1]).sum(1), None, None
+
+
+class _Unsort(Function):
+    """y[place]: rows back in the order of (token, choice)."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return y_ND[place_N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (order_N,) = ctx.saved_tensors
+        return grads[0][order_N], None, None

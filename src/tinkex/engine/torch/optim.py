@@ -1,0 +1,89 @@
+"""AdamW on an adapter's flat buffer: torch.optim's own fused kernel, one adapter at a time.
+
+Decoupled weight decay, bias correction, eps outside the square root, clipping by the global norm. A step
+either happens or changes nothing: a non-finite gradient is refused before any parameter or moment is touched.
+Knows nothing of models or of names.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tinkex.engine.protocol import EngineError
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.types.params import AdamParams
+
+_BLOCK = 1 << 16  # elements whose norm is taken in fp32; the blocks' norms are added up in double
+_TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 0/0
+
+
+@torch.no_grad()
+def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
+    """Update `adapter` from its gradients and clear them; returns the step's metrics.
+
+    >>> adamw_step(adapter, AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))     # doctest: +SKIP
+    {'grad_norm': 2.31, 'learning_rate': 0.001, 'grad_clipped': 1.0, 'skipped': 0.0, 'step': 1.0}
+    """
+    grad = adapter.take_grad()
+    if grad is None:
+        return _metrics(adapter, params, grad_norm=0.0, skipped=1.0)
+    norm = _global_norm(grad)
+    if not math.isfinite(norm):
+        raise EngineError(
+            f"the gradient is not finite (global norm {norm}), so this step was not applied and the "
+            "gradients were cleared; the adapter is as it was. Look for extreme weights, advantages or "
+            "ratios in the passes since the last step.",
+            "user",
+        )
+    shrink = 1.0
+    if params.grad_clip_norm > 0:
+        shrink = min(1.0, params.grad_clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s rule
+    if shrink < 1.0:
+        grad.mul_(shrink)
+    _update(adapter, grad, params)
+    return _metrics(adapter, params, grad_norm=norm, grad_clipped=float(shrink < 1.0))
+
+
+def _global_norm(grad: Tensor) -> float:
+    norms = torch.stack([torch.linalg.vector_norm(block) for block in grad.split(_BLOCK)]).double()
+    norm = float(torch.linalg.vector_norm(norms))
+    if math.isinf(norm):  # squares may overflow in fp32 where the numbers themselves do not
+        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+    return norm
+
+
+def _update(adapter: Adapter, grad: Tensor, params: AdamParams) -> None:
+    moments, squares = adapter.moments()
+    step = torch.tensor(float(adapter.step), device=grad.device)
+    adamw(
+        [adapter.flat],
+        [grad],
+        [moments],
+        [squares],
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        lr=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=max(params.eps, _TINY),
+        weight_decay=params.weight_decay,
+    )
+    adapter.step += 1
+    adapter.changed()
+
+
+def _metrics(adapter: Adapter, params: AdamParams, *, grad_norm: float, **more: float) -> dict[str, float]:
+    return {
+        "grad_norm": grad_norm,
+        "learning_rate": params.learning_rate,
+        "grad_clipped": 0.0,
+        "skipped": 0.0,
+        "step": float(adapter.step),
+    } | more

@@ -1,0 +1,119 @@
+"""What the sampler keeps of a request: its samples, their tokens and pages, and the adapter they use.
+
+Plain records, and how one becomes an answer. Knows nothing of steps or of the cache's tensors.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tinkex.engine.protocol import EngineError, SampleWork
+from tinkex.engine.request import PromptScores, Stops
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.types.outputs import SampledSequence, SampleResponse, StopReason, TopkLogprobs
+
+_BASE = b"base"
+
+
+@dataclass(eq=False)
+class Published:
+    """An immutable adapter that requests can name. `root` tells its cache entries from every other's."""
+
+    name: str
+    adapter: Adapter
+    root: bytes
+    users: int = 0
+    retired: list[Future[None]] = field(default_factory=list)  # who waits for its last user to be done
+
+    def settle(self) -> None:
+        """Tell those who retired it, once nobody uses it."""
+        if self.users == 0:
+            for future in self.retired:
+                resolve(future, None)
+            self.retired = []
+
+
+@dataclass(eq=False)
+class Request:
+    """One `SampleWork` on its way."""
+
+    work: SampleWork
+    future: Future[SampleResponse]
+    published: Published | None
+    max_tokens: int
+    seed: int
+    stops: Stops
+    scores: PromptScores
+    sequences: list[Sequence] = field(default_factory=list)
+    unborn: list[Sequence] = field(default_factory=list)  # samples that wait for the first one's prompt
+    cache_hits: int = 0
+
+    @property
+    def root(self) -> bytes:
+        return self.published.root if self.published else _BASE
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request: its tokens so far, and the pages that hold the first `computed` of them."""
+
+    request: Request
+    index: int
+    out: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    tail: bytes = b""
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    links: list[bytes] = field(default_factory=list)  # digests of its full pages
+    reason: StopReason | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.request.work.prompt) + len(self.out)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        prompt = self.request.work.prompt
+        if start >= len(prompt):
+            return np.asarray(self.out[start - len(prompt) : stop - len(prompt)], np.int32)
+        rest = self.out[: max(0, stop - len(prompt))]
+        return np.concatenate([prompt[start:stop], np.asarray(rest, np.int32)])
+
+
+def response(request: Request) -> SampleResponse:
+    return SampleResponse(
+        [_sampled(s) for s in request.sequences],
+        prompt_logprobs_np=request.scores.prompt_logprobs,
+        topk_prompt_logprobs_np=request.scores.topk,
+        target_prompt_logprobs=request.scores.targets,
+        prompt_cache_hit_tokens=request.cache_hits,
+        prompt_alt_tokens=request.scores.alts,
+    )
+
+
+def _sampled(sequence: Sequence) -> SampledSequence:
+    assert sequence.reason
+    top = None
+    if sequence.top:
+        ids, logprobs = (np.stack(part) for part in zip(*sequence.top, strict=True))
+        top = TopkLogprobs(ids, logprobs)
+    return SampledSequence(
+        sequence.reason,
+        tokens_np=np.array(sequence.out, np.int32),
+        logprobs_np=np.array(sequence.logprobs, np.float32),
+        topk_logprobs_np=top,
+    )
+
+
+def resolve(future: Future[Any], outcome: Any) -> None:
+    try:
+        if isinstance(outcome, EngineError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:  # cancelled at this very moment: nobody waits for it
+        pass

@@ -1,0 +1,81 @@
+"""How many CPU threads compute: as many as there are cores that nobody else uses.
+
+OpenMP threads wait for each other by spinning, so one thread too many does not slow a pass down a little but
+many times over (two threads on a busy two-core machine: 19 times). The choice is made at the start from the
+load average and looked at again every few seconds from what other processes used meanwhile. A number given
+by the user (`EngineConfig.threads`) is final. Made on the thread that computes: OpenMP counts per thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+_SECONDS = 3.0  # between two looks
+_BUSY = 0.4  # of a core: what others must use for us to leave it to them
+
+
+class ComputeThreads:
+    """Sets torch's threads for the calling thread: now, and when `adjust` finds that others came or went."""
+
+    def __init__(self, given: int | None) -> None:
+        self._fixed = given
+        self.cores = usable_cores()
+        self.count = given or threads_beside(_load_average(), self.cores)
+        self._last = self._used()
+        torch.set_num_threads(self.count)
+
+    def adjust(self) -> None:
+        if self._fixed or time.monotonic() - self._last[0] < _SECONDS:
+            return
+        before, self._last = self._last, self._used()
+        elapsed, everyone, own = (now - then for now, then in zip(self._last, before, strict=True))
+        count = threads_beside((everyone - own) / elapsed, self.cores)
+        if count != self.count:
+            self.count = count
+            torch.set_num_threads(count)
+
+    def _used(self) -> tuple[float, float, float]:
+        """Now, and the CPU seconds used so far on our cores by everyone and by this process."""
+        own = time.process_time()
+        return time.monotonic(), _cpu_seconds() or own, own
+
+
+def threads_beside(load: float, cores: int) -> int:
+    """Threads for us where others keep `load` of the `cores` busy.
+
+    >>> [threads_beside(load, 4) for load in (0.2, 0.7, 2.1, 9.0)]
+    [4, 3, 2, 1]
+    """
+    return max(1, cores - int(load + 1 - _BUSY))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: its affinity, and a container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no control groups, or "max"
+        return cores
+
+
+def _load_average() -> float:
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return 0.0
+
+
+def _cpu_seconds() -> float | None:
+    """CPU seconds used by all processes on the cores of our affinity; None where the system does not say."""
+    try:
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        rows = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+        ticks = sum(sum(map(int, row[1:4])) for row in rows if row and row[0] in ours)  # user, nice, system
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None

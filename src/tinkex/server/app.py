@@ -1,0 +1,294 @@
+"""Hop 3: the door. Every operation's route is mounted from the op table, by one endpoint function.
+
+Promises: bytes in, bytes out; old and new clients are served by the same handlers; a refusal is JSON with a
+length, never compressed and never 409 (official clients would repeat it for minutes); an error of ours is a
+500 that says nothing of our insides. Knows HTTP; knows nothing of training or sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import UTC
+from email.utils import format_datetime
+from typing import Any, Protocol
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from tinkex.config import is_loopback
+from tinkex.engine.protocol import EngineError
+from tinkex.errors import InvalidInputError
+from tinkex.server.auth import Auth, Identity, credential
+from tinkex.server.bodies import Bodies, Disconnected, read_body
+from tinkex.server.metrics import Metrics
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
+from tinkex.types.config import HealthResponse
+from tinkex.types.futures import Pending, RequestFailedResponse, UntypedAPIFuture
+from tinkex.wire import codec, ops
+from tinkex.wire.ops import Op, Pool
+
+log = logging.getLogger("tinkex.server")
+
+JSON = {"content-type": codec.JSON}
+LONG_POLLS = (ops.RETRIEVE_FUTURE, ops.RETRIEVE_FUTURES)
+STARTING = "the server is starting, or stopping: ask again in a moment"
+_GONE = 499  # for the log and the metrics: nobody is there to read it
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_HOT = (Pool.SAMPLE, Pool.RETRIEVE, Pool.POLL, Pool.TRAIN)  # matched first: routes are tried in order
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Backend(Protocol):
+    """What the door needs of a service."""
+
+    core: Any  # service.core.Core, and
+    samplers: Any  # service.samplers.Samplers, once it has started
+    ready: bool
+
+    async def call(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any: ...
+
+    async def fail(
+        self, op: Op[Any, Any], run_id: str, seq_id: int, message: str, caller: Caller
+    ) -> UntypedAPIFuture:
+        """Accept a run's unreadable request, and fail its future: a 4xx would leave clients stuck."""
+        ...
+
+
+def refused(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """A refusal as Tinker clients read it."""
+    status = 422 if status == 409 else status
+    return Response(orjson.dumps({"detail": message}), status, {**JSON, **(headers or {})})
+
+
+class Door:
+    """What every endpoint shares: the service behind it, who may come in, and what is counted."""
+
+    def __init__(
+        self,
+        service: Backend,
+        *,
+        bodies: Bodies | None = None,
+        metrics: Metrics | None = None,
+        public_url: str = "",
+    ) -> None:
+        self.service = service
+        self.auth: Auth | None = None  # known once the service has opened its ledger
+        self.bodies = bodies or Bodies()
+        self.metrics = metrics or Metrics()
+        self.draining = False
+        self._public_url = public_url
+        self._polls: set[asyncio.Task[Any]] = set()
+        process = uuid.uuid4().hex[:12]
+        self._ids = (f"{process}-{n}" for n in itertools.count())
+
+    def admit(self, http: Request) -> Caller:
+        """Who is asking; Refusal if that is nobody, or nobody can be served now."""
+        if self.auth is None or not self.service.ready:
+            raise Refusal(503, STARTING)
+        headers = http.headers
+        url = self._public_url or f"{http.scope['scheme']}://{headers.get('host', '')}"
+        return self.auth.caller(headers, url, self._is_same_machine(http))
+
+    def _is_same_machine(self, http: Request) -> bool:
+        # A proxy on this machine connects from loopback too, and says whom it speaks for.
+        proxied = "x-forwarded-for" in http.headers or "forwarded" in http.headers
+        peer = http.scope.get("client")
+        return not proxied and not self._public_url and peer is not None and is_loopback(f"//{peer[0]}")
+
+    def request_id(self, http: Request) -> str:
+        given = http.headers.get("x-request-id", "")
+        return given if _REQUEST_ID.fullmatch(given) else next(self._ids)
+
+    async def long_poll(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
+        """Wait for a result; a server that is leaving says "not yet", and clients ask its successor."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._polls.add(task)
+        try:
+            return await self.service.call(op, request, caller)
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+            task.uncancel()
+            if op is ops.RETRIEVE_FUTURES:
+                raise Refusal(503, STARTING) from None
+            return Pending(request.request_id)
+        finally:
+            self._polls.discard(task)
+
+    async def drain(self, seconds: float) -> None:
+        """Let polls under way find their results for a while, then end them."""
+        self.draining = True
+        if self._polls:
+            await asyncio.wait(self._polls, timeout=seconds)
+        for task in self._polls:
+            task.cancel()
+
+
+class Endpoint:
+    """A handler with everything around it, as an ASGI application (Starlette's own wrapping costs more)."""
+
+    def __init__(
+        self,
+        door: Door,
+        name: str,
+        answer: Handler,
+        refuse: Callable[[int, str, dict[str, str] | None], Response] = refused,
+    ) -> None:
+        self._door, self._name, self._answer, self._refuse = door, name, answer, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, http = time.perf_counter(), Request(scope, receive, send)
+        request_id = self._door.request_id(http)
+        response = await self._respond(http, request_id)
+        response.raw_headers.append((b"x-request-id", request_id.encode()))
+        self._door.metrics.count_request(self._name, response.status_code)
+        if log.isEnabledFor(logging.DEBUG):
+            took = (time.perf_counter() - began) * 1000
+            log.debug("%s %s %d %.1f ms", request_id, self._name, response.status_code, took)
+        if response.status_code != _GONE:
+            await response(scope, receive, send)
+
+    async def _respond(self, http: Request, request_id: str) -> Response:
+        try:
+            return await self._answer(http)
+        except Refusal as refusal:
+            headers = {"retry-after": "1"} if refusal.status in (429, 503) else None
+            return self._refuse(refusal.status, refusal.message, headers)
+        except InvalidInputError as error:
+            return self._refuse(422, str(error), None)
+        except EngineError as error:
+            return self._refuse(422 if error.category == "user" else 500, error.message, None)
+        except Disconnected:
+            return Response(status_code=_GONE)
+        except Exception:
+            log.exception("%s failed (request %s)", self._name, request_id)
+            return self._refuse(500, f"the server failed; its log says why at request {request_id}", None)
+
+
+# -- operations ------------------------------------------------------------------------------------------
+
+
+def build_app(door: Door, more: Iterable[BaseRoute] = ()) -> Starlette:
+    """The ASGI application: every operation of the table, and `more`."""
+    # Fixed paths stand first, and those asked for most often before them; the order of the others matters.
+    table = sorted(ops.OPS.values(), key=lambda op: (bool(op.placeholders), op.pool not in _HOT))
+    routes = [
+        Route(op.path, Endpoint(door, op.name, _handler(op, door)), methods=[op.method]) for op in table
+    ]
+    app = Starlette(routes=[*routes, *more], exception_handlers={HTTPException: _no_such_route})
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _no_such_route(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if http.method == "OPTIONS" and error.status_code == 405:
+        return Response(status_code=204, headers=headers)
+    return refused(error.status_code, f"{http.method} {http.url.path}: {error.detail}", headers)
+
+
+def _handler(op: Op[Any, Any], door: Door) -> Handler:
+    if op is ops.GET_HEALTH:
+        return _health(door)
+    if op.name in _ABOUT_THE_KEY:
+        return _about_the_key(door, _ABOUT_THE_KEY[op.name])
+
+    async def answer(http: Request) -> Response:
+        caller = door.admit(http)
+        request = await _read(op, door, http, caller)
+        if isinstance(request, UntypedAPIFuture):
+            value = request
+        elif op in LONG_POLLS:
+            value = await door.long_poll(op, request, caller)
+        else:
+            value = await door.service.call(op, request, caller)
+        return await _reply(op, door, http, request, value)
+
+    return answer
+
+
+async def _read(op: Op[Any, Any], door: Door, http: Request, caller: Caller) -> Any:
+    """The request; or, of a run's request whose content cannot be read, the promise that will fail."""
+    headers, limit = http.headers, door.bodies.limit
+    body = b"" if op.method in ("GET", "DELETE") else await read_body(http.receive, headers, limit)
+    try:
+        return await door.bodies.decode(op, http.path_params, dict(http.query_params), headers, body)
+    except InvalidInputError as error:
+        turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.is_promise else None
+        if turn is None:
+            raise
+        return await door.service.fail(op, *turn, str(error), caller)
+
+
+async def _reply(op: Op[Any, Any], door: Door, http: Request, request: Any, value: Any) -> Response:
+    if op is ops.RETRIEVE_FUTURE:
+        if isinstance(value, Pending):
+            return Response(codec.encode_result(value)[1], 408, JSON)
+        if isinstance(value, RequestFailedResponse):
+            return Response(codec.encode_reply(value)[1], 200, JSON)
+        encoded = await door.bodies.encode_result(request.request_id, value, http.headers.get("accept", ""))
+    elif isinstance(value, CheckpointArchiveUrlResponse):
+        return _elsewhere(value)
+    elif value is None:
+        return Response(status_code=204)
+    else:
+        encoded = codec.encode_reply(value)
+    content_type, body = encoded
+    headers = {"content-type": content_type}
+    encoding, body = await door.bodies.packed(body, http.headers.get("accept-encoding", ""))
+    if encoding:
+        headers |= {"content-encoding": encoding, "vary": "accept-encoding"}
+    return Response(body, 200, headers)
+
+
+def _elsewhere(value: CheckpointArchiveUrlResponse) -> Response:
+    headers = {"location": value.url}
+    if value.expires is not None:
+        headers["expires"] = format_datetime(value.expires.astimezone(UTC), usegmt=True)
+    return Response(status_code=302, headers=headers)
+
+
+# -- what the door answers by itself ---------------------------------------------------------------------
+
+
+def _health(door: Door) -> Handler:
+    async def answer(http: Request) -> Response:
+        if not door.service.ready or door.draining:
+            raise Refusal(503, STARTING)
+        return Response(codec.encode_reply(HealthResponse())[1], 200, JSON)
+
+    return answer
+
+
+_ABOUT_THE_KEY: dict[str, Callable[[Auth, Identity], Any]] = {
+    ops.GET_AUTH_TOKEN.name: Auth.issue,
+    ops.GET_API_KEY.name: Auth.describe,
+    ops.DELETE_API_KEY.name: Auth.revoke,
+}
+
+
+def _about_the_key(door: Door, say: Callable[[Auth, Identity], Any]) -> Handler:
+    async def answer(http: Request) -> Response:
+        door.admit(http)
+        assert door.auth is not None
+        value = say(door.auth, door.auth.identify(credential(http.headers)))
+        return (
+            Response(status_code=204) if value is None else Response(codec.encode_reply(value)[1], 200, JSON)
+        )
+
+    return answer

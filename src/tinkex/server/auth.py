@@ -1,0 +1,174 @@
+"""Who is asking: API keys, and the short-lived tokens that they are exchanged for.
+
+    tml-…     an API key; the ledger holds its hash, `tinkex server keys` makes and revokes it
+    eyJ…      a JWT that this server gave for a key; it dies with the key
+    no keys   nobody ever made one: every well-formed key is a tenant of its own (this machine only)
+
+Promises: a key is never stored, logged or shown again; a revoked one is refused within REFRESH seconds.
+Knows headers and the ledger's table of keys; knows nothing of operations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import jwt
+
+from tinkex.server.signing import derive
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.rows import KeyRow
+from tinkex.types.config import (
+    ApiKeyDetails,
+    ApiKeyResponse,
+    AuthTokenResponse,
+    NamedDetails,
+    UserDetails,
+)
+
+REFRESH = 2.0  # seconds that a look-up is believed, as another process may revoke a key
+TOKEN_LIFE = 3600.0
+ORGANIZATION = "tinkex"
+_WELL_FORMED = re.compile(r"tml-[\x21-\x7e]{1,252}")
+_REMEMBERED = 4096
+
+NO_KEY = "no API key: send one that begins with 'tml-' in X-API-Key (for /v1: Authorization: Bearer …)"
+BAD_KEY = "this API key is unknown, revoked or expired"
+MALFORMED = "an API key must begin with 'tml-' and have no spaces"
+
+
+class KeyTable(Protocol):
+    """The part of the ledger that is about keys."""
+
+    def add_key(
+        self, *, name: str, note: str, hash: str, owner: str, project_id: str | None, created_at: float
+    ) -> KeyRow: ...
+    def find_key(self, hash: str) -> KeyRow | None: ...
+    def keys(self) -> list[KeyRow]: ...
+    def revoke_key(self, key_id: int, at: float) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whom a credential speaks for. `key` is None where no keys are configured."""
+
+    user: str
+    project: str | None
+    key_hash: str
+    key: KeyRow | None = None
+
+    @property
+    def email(self) -> str:
+        return self.user if "@" in self.user else f"{self.user}@localhost"
+
+
+def new_key() -> str:
+    return f"tml-{secrets.token_urlsafe(32)}"
+
+
+def hash_key(key: str) -> str:
+    """Keys are random and long: a plain hash cannot be turned back."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def credential(headers: Mapping[str, str]) -> str:
+    """The key or token of a request; "" if it has none."""
+    key = headers.get("x-api-key", "")
+    if not key:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key = key if scheme.lower() == "bearer" else ""
+    return key.strip()
+
+
+class Auth:
+    """Tells callers apart, by the keys in a ledger."""
+
+    def __init__(self, table: KeyTable, secret: bytes) -> None:
+        self._table = table
+        self._jwt_key = derive(secret, "tokens")
+        self._known: dict[bytes, tuple[Identity, float]] = {}  # by the credential's hash, until when
+
+    @property
+    def is_open(self) -> bool:
+        """True if no key was ever made. One that was revoked counts: revoking the last opens nothing."""
+        return not self._table.keys()
+
+    def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
+        """On whose behalf a request with these headers is made; Refusal 401 if that is nobody."""
+        identity = self.identify(credential(headers))
+        return Caller(identity.user, identity.project, public_url, same_machine)
+
+    def identify(self, key: str) -> Identity:
+        if not key:
+            raise Refusal(401, NO_KEY)
+        digest, now = hashlib.sha256(key.encode()).digest(), time.monotonic()
+        known = self._known.get(digest)
+        if known is not None and now < known[1]:
+            return known[0]
+        identity = self._from_token(key) if key.startswith("eyJ") else self._from_key(key)
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        self._known[digest] = (identity, now + REFRESH)
+        return identity
+
+    def _from_key(self, key: str) -> Identity:
+        if not _WELL_FORMED.fullmatch(key):
+            raise Refusal(401, MALFORMED)
+        return self._from_hash(hash_key(key))
+
+    def _from_hash(self, key_hash: str) -> Identity:
+        row = self._table.find_key(key_hash)
+        if row is not None and hmac.compare_digest(row.hash, key_hash):
+            return Identity(row.owner, row.project_id, key_hash, row)
+        if self.is_open:
+            return Identity(f"key-{key_hash[:16]}", None, key_hash)
+        raise Refusal(401, BAD_KEY)
+
+    # -- tokens ------------------------------------------------------------------------------------------
+
+    def issue(self, identity: Identity) -> AuthTokenResponse:
+        now = int(time.time())
+        claims = {
+            "sub": identity.user,
+            "org_id": ORGANIZATION,
+            "email": identity.email,
+            "iat": now,
+            "exp": now + int(TOKEN_LIFE),
+            "key": identity.key_hash,
+        }
+        return AuthTokenResponse(jwt=jwt.encode(claims, self._jwt_key, algorithm="HS256"))
+
+    def _from_token(self, token: str) -> Identity:
+        try:
+            claims = jwt.decode(
+                token, self._jwt_key, algorithms=["HS256"], options={"require": ["exp", "sub", "key"]}
+            )
+        except (jwt.InvalidTokenError, ValueError):
+            raise Refusal(401, BAD_KEY) from None
+        return self._from_hash(claims["key"])
+
+    # -- a key about itself ------------------------------------------------------------------------------
+
+    def describe(self, identity: Identity) -> ApiKeyResponse:
+        key = identity.key
+        return ApiKeyResponse(
+            key_id=key.key_id if key else 0,
+            name=key.name if key else identity.user,
+            note=key.note if key else "no keys are configured on this server",
+            details=ApiKeyDetails(
+                org_details=NamedDetails(name=identity.project or ORGANIZATION),
+                user_details=UserDetails(email=identity.email),
+            ),
+        )
+
+    def revoke(self, identity: Identity) -> None:
+        """A key gives itself up."""
+        if identity.key is not None:
+            self._table.revoke_key(identity.key.key_id, time.time())
+        self._known.clear()

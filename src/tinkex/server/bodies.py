@@ -1,0 +1,152 @@
+"""What goes in and out as bytes: bounded reading, decoding and encoding, off the event loop when it is big.
+
+Promises: a body is refused as soon as it is known to be too large, and never unpacked past the limit; a big
+result is encoded once for all who fetch it the same way; refusals are never compressed. Threads of its own:
+work on bytes never waits for the engine's threads, nor they for it. Knows of operations only their row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from tinkex.service.refusal import Refusal
+from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
+from tinkex.wire import codec
+from tinkex.wire.ops import Op
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+BIG = 64 * 1024  # bytes from which work leaves the loop, and an answer is worth compressing
+MAX_BODY = 256 * 1024 * 1024
+KEPT_BYTES = 64 * 1024 * 1024  # of big results, encoded, for those who fetch them again
+_THREADS = 4  # so no more than this many bodies are ever being unpacked at once
+
+T = TypeVar("T")
+Encoded = tuple[str, bytes]  # content type, body
+
+
+class Disconnected(Exception):
+    """The client has gone; nobody waits for an answer."""
+
+
+async def read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
+    """The whole body; one that is too large is refused by what it says, or as soon as it shows."""
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()):
+        raise Refusal(400, f"content-length must be a number, got {length!r}")
+    if int(length) > limit:
+        raise Refusal(413, f"the body has {length} bytes; at most {limit} are accepted")
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        return message.get("body", b"")
+    chunks, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise Refusal(413, f"the body has more than {limit} bytes, which is the most that is accepted")
+        if not message.get("more_body"):
+            return b"".join(chunks)
+        message = await receive()
+
+
+def result_size(value: Any) -> int:
+    """About how many bytes a result takes: enough to know whether it is big."""
+    if isinstance(value, SampleResponse):
+        return 8 * sum(len(s.tokens_np) for s in value.sequences if s.tokens_np is not None) + sum(
+            array.nbytes * 2 for array in _tables(value)
+        )
+    if isinstance(value, ForwardBackwardOutput):
+        return sum(tensor.nbytes for output in value.loss_fn_outputs for tensor in output.values())
+    return 0
+
+
+def _tables(value: SampleResponse) -> list[Any]:
+    tables = [value.topk_prompt_logprobs_np, *(s.topk_logprobs_np for s in value.sequences)]
+    arrays = [table.logprobs for table in tables if table is not None]
+    return arrays if value.prompt_logprobs_np is None else [*arrays, value.prompt_logprobs_np]
+
+
+def _encodings(accept: str) -> set[str]:
+    """The content encodings that an Accept-Encoding header allows, but for those with a weight of nothing."""
+    parts = [part.replace(" ", "").partition(";q=") for part in accept.lower().split(",")]
+    return {name for name, _, weight in parts if not weight or weight.strip("0.")}
+
+
+class Bodies:
+    """The threads that work on bytes, and the results that they have encoded."""
+
+    def __init__(self, *, limit: int = MAX_BODY, compress: bool = True) -> None:
+        self.limit = limit
+        self.compress = compress
+        self._threads = ThreadPoolExecutor(_THREADS, "bodies")
+        self._results: OrderedDict[tuple[str, bool], asyncio.Future[Encoded]] = OrderedDict()
+        self._kept = 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def decode(
+        self,
+        op: Op[Any, Any],
+        path_params: dict[str, Any],
+        query: dict[str, str],
+        headers: Headers,
+        body: bytes,
+    ) -> Any:
+        def decode() -> Any:
+            return codec.decode_request(
+                op, path_params=path_params, query=query, headers=headers, body=body, max_body=self.limit
+            )
+
+        small = len(body) < BIG and not headers.get("content-encoding")  # a small one may unpack to a big one
+        return decode() if small else await self._off_loop(decode)
+
+    async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:
+        if result_size(value) < BIG:
+            return codec.encode_result(value, accept)
+        key = (request_id, codec.PROTO in accept)
+        encoding = self._results.get(key)
+        if encoding is None:
+            encoding = self._results[key] = self._off_loop(lambda: codec.encode_result(value, accept))
+            encoding.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(encoding)  # others may wait for it too
+
+    def _keep(self, key: tuple[str, bool], encoded: asyncio.Future[Encoded]) -> None:
+        if encoded.cancelled() or encoded.exception() is not None:
+            self._results.pop(key, None)
+            return
+        self._kept += len(encoded.result()[1])
+        while self._kept > KEPT_BYTES:
+            oldest = next((k for k, v in self._results.items() if v.done()), None)
+            if oldest is None:
+                return
+            self._kept -= len(self._results.pop(oldest).result()[1])
+
+    async def packed(self, body: bytes, accept_encoding: str) -> tuple[str, bytes]:
+        """The content encoding and the body in it; ("", body) if it stays as it is."""
+        if not self.compress or len(body) < BIG:
+            return "", body
+        offered = _encodings(accept_encoding)
+        if "zstd" in offered:
+            return "zstd", await self._off_loop(lambda: zstd.compress(body, level=1))
+        if "gzip" in offered:
+            return "gzip", await self._off_loop(lambda: gzip.compress(body, compresslevel=1, mtime=0))
+        return "", body

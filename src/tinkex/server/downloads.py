@@ -1,0 +1,71 @@
+"""Files to fetch: checkpoints by signed links, and the tokenizers of the base models.
+
+Promises: nothing outside the home, or that nobody signed, can be reached; of a tokenizer's directory only
+the files of a tokenizer. Knows no checkpoints: a path that was signed is all there is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from tinkex.server.app import Door, Endpoint
+from tinkex.server.signing import DOWNLOADS, Signer
+from tinkex.service.refusal import Caller, Refusal
+
+TOKENIZER_FILES = frozenset({
+    "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json",
+})  # fmt: skip
+_NO_LINK = "this link is wrong or has expired: ask for a new one"
+
+
+def link_maker(signer: Signer, home: Path) -> Callable[[Caller, Path, float], str]:
+    """For the service: how it makes a path below the home downloadable until a time (unix seconds)."""
+
+    def link(caller: Caller, path: Path, expires: float) -> str:
+        return caller.public_url + signer.sign(path.relative_to(home).as_posix(), expires)
+
+    return link
+
+
+def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
+    async def download(http: Request) -> Response:
+        path, query = http.path_params["path"], http.query_params
+        if not signer.allows(path, query.get("expires", ""), query.get("signature", ""), time.time()):
+            raise Refusal(403, _NO_LINK)
+        place = _below(home, path)
+        if not place.is_file():
+            raise Refusal(404, "this file was deleted, or has expired")
+        return FileResponse(place, media_type="application/octet-stream", filename=place.name)
+
+    async def tokenizer_file(http: Request) -> Response:
+        door.admit(http)
+        model, name = http.path_params["name"], http.path_params["file"]
+        directory = door.service.core.engines.find(model).tokenizer_dir()
+        if name not in TOKENIZER_FILES:
+            known = ", ".join(sorted(TOKENIZER_FILES))
+            raise Refusal(404, f"{name!r} is no file of a tokenizer; those are: {known}")
+        if directory is None or not (directory / name).is_file():
+            raise Refusal(404, f"the tokenizer of {model} has no {name}")
+        return FileResponse(directory / name)
+
+    endpoints = {
+        f"{DOWNLOADS}/{{path:path}}": Endpoint(door, "download", download),
+        "/api/v1/models/{name:path}/tokenizer/{file}": Endpoint(door, "get_tokenizer_file", tokenizer_file),
+    }
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
+
+
+def _below(home: Path, path: str) -> Path:
+    """The place of a signed path. That it stays below the home was signed too; this is the second lock."""
+    parts = PurePosixPath(path).parts
+    place = home.joinpath(*parts)
+    if not parts or ".." in parts or parts[0] == "/" or not place.resolve().is_relative_to(home.resolve()):
+        raise Refusal(403, _NO_LINK)
+    return place

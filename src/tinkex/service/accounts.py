@@ -1,0 +1,203 @@
+"""What a service says of itself and of its use: settings, capabilities, health, usage, audit, traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import defaultdict, deque
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from tinkex.service.core import Core
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.rows import UsageRow
+from tinkex.types import billing, config, sessions, telemetry
+
+TRACE_LENGTH = 20_000  # events remembered of one session
+
+
+class Accounts:
+    """Settings and records, one method per operation."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._traces: defaultdict[str, deque[dict[str, Any]]] = defaultdict(
+            lambda: deque(maxlen=TRACE_LENGTH)
+        )
+
+    # -- settings ----------------------------------------------------------------------------------------
+
+    async def get_client_config(
+        self, request: config.ClientConfigRequest, caller: Caller
+    ) -> config.ClientConfigResponse:
+        return config.ClientConfigResponse(
+            sample_use_retrieve_futures=self._core.config.batch_retrieval,
+            custom_loss_server_side=self._core.config.custom_losses,
+            sample_join_sampling_session=True,
+            create_model_via_load_weights=True,
+        )
+
+    async def get_dynamic_config(
+        self, request: config.ClientConfigRequest, caller: Caller
+    ) -> config.ClientDynamicConfigResponse:
+        return config.ClientDynamicConfigResponse(sample_cancel_enabled=True)
+
+    async def get_health(self, request: config.EmptyRequest, caller: Caller) -> config.HealthResponse:
+        return config.HealthResponse()
+
+    async def get_server_capabilities(
+        self, request: config.EmptyRequest, caller: Caller
+    ) -> config.GetServerCapabilitiesResponse:
+        return config.GetServerCapabilitiesResponse(
+            supported_models=[
+                config.SupportedModel(
+                    model_name=model.name,
+                    max_context_length=model.max_context(),
+                    trainable=True,
+                    sampleable=True,
+                )
+                for model in self._core.engines
+            ]
+        )
+
+    async def send_telemetry(
+        self, request: telemetry.TelemetrySendRequest, caller: Caller
+    ) -> telemetry.TelemetryResponse:
+        """Taken, and forgotten: clients stall unless it is accepted."""
+        return telemetry.TelemetryResponse()
+
+    # -- records -----------------------------------------------------------------------------------------
+
+    async def get_audit_log(
+        self, request: billing.AuditLogRequest, caller: Caller
+    ) -> billing.AuditLogResponse:
+        start = end = None
+        if request.day is not None:
+            start = datetime(request.day.year, request.day.month, request.day.day, tzinfo=UTC).timestamp()
+            end = start + 86400
+        kind = "" if request.event_type == "all" else request.event_type
+        rows = self._core.ledger.audit(self._core.scope(caller), kind=kind, start=start, end=end)
+        return billing.AuditLogResponse(
+            entries=[
+                billing.AuditLogEntry(
+                    timestamp=datetime.fromtimestamp(row.at, UTC),
+                    event=row.event,
+                    event_details=row.details,
+                    model_id=row.run_id,
+                    tinker_path=row.tinker_path,
+                    purpose=row.purpose,
+                )
+                for row in rows
+            ]
+        )
+
+    async def get_billing_usage(
+        self, request: billing.GetBillingUsageRequest, caller: Caller
+    ) -> billing.BillingUsageResponse:
+        self._core.flush()
+        start, end = _seconds(request.starting_on), _seconds(request.ending_before)
+        rows = self._core.ledger.usage(start, end, self._core.scope(caller))
+        ids = {row.session_id for row in rows if row.session_id}
+        found = {i: row for i in ids if (row := self._core.ledger.session(i)) is not None}
+        return billing.BillingUsageResponse(
+            data=[_usage_event(row) for row in rows],
+            sessions={
+                i: billing.BillingUsageSession(
+                    user_metadata={k: str(v) for k, v in (row.user_metadata or {}).items()}
+                )
+                for i, row in found.items()
+            },
+        )
+
+    async def get_current_checkpoint_storage_usage(
+        self, request: billing.GetCurrentCheckpointStorageUsageRequest, caller: Caller
+    ) -> billing.CurrentCheckpointStorageUsageResponse:
+        totals = self._core.ledger.storage(self._core.scope(caller), project_id=request.project_id)
+        return billing.CurrentCheckpointStorageUsageResponse(
+            data=[
+                billing.CurrentCheckpointStorageUsageItem(
+                    project_id=item.project_id,
+                    org_user_urn=item.owner,
+                    checkpoint_count=item.checkpoints,
+                    size_bytes=item.size_bytes,
+                    size_gigabytes=item.size_bytes / 1e9,
+                )
+                for item in totals
+            ]
+        )
+
+    # -- traces ------------------------------------------------------------------------------------------
+
+    def trace(
+        self, session_id: str, name: str, lane: str, started: float, seconds: float, **args: Any
+    ) -> None:
+        """Remember that something was done, for whoever looks at the session in a trace viewer."""
+        self._traces[session_id].append(
+            {
+                "name": name,
+                "ph": "X",
+                "ts": started * 1e6,
+                "dur": seconds * 1e6,
+                "pid": session_id,
+                "tid": lane,
+                "args": args,
+            }
+        )
+
+    async def export_session_trace(
+        self, request: sessions.ExportSessionTraceRequest, caller: Caller
+    ) -> sessions.SessionTraceExportResponse:
+        self._core.session(request.session_id, caller)
+        events = list(self._traces[request.session_id])
+        path = self._core.home / "traces" / f"{request.session_id}.json"
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+        await asyncio.to_thread(write)
+        link = self._core.link(caller, path, time.time() + 3600)
+        return sessions.SessionTraceExportResponse(status="ready", url=link)
+
+    # -- keys (the server has them; a service in one's own process needs none) ---------------------------
+
+    async def get_auth_token(self, request: config.EmptyRequest, caller: Caller) -> config.AuthTokenResponse:
+        raise Refusal(404, "this service issues no tokens")
+
+    async def get_api_key(self, request: config.EmptyRequest, caller: Caller) -> config.ApiKeyResponse:
+        raise Refusal(404, "this service has no keys")
+
+    async def delete_api_key(self, request: config.EmptyRequest, caller: Caller) -> None:
+        raise Refusal(404, "this service has no keys")
+
+
+def _seconds(moment: datetime) -> float:
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _usage_event(row: UsageRow) -> billing.BillingUsageEvent:
+    start, amount = datetime.fromtimestamp(row.hour, UTC), int(row.amount)
+    info: Any
+    match row.kind:
+        case "training":
+            info = billing.TrainingBillingEvent(token_count=amount)
+        case "sampling_prefill" | "sampling_prefill_cached":
+            cached = row.kind.endswith("cached")
+            info = billing.SamplingPrefillBillingEvent(cached=cached, token_count=amount)
+        case "sampling_sample":
+            info = billing.SamplingSampleBillingEvent(token_count=amount)
+        case "checkpoint":
+            info = billing.CheckpointBillingEvent(count=amount)
+        case _:
+            info = billing.StorageBillingEvent(gigabyte_hours=row.amount)
+    return billing.BillingUsageEvent(
+        bucket_start=start,
+        bucket_end=start + timedelta(hours=1),
+        base_model=row.base_model,
+        user_id=row.owner,
+        user_name=row.owner,
+        session_id=row.session_id,
+        project_id=row.project_id,
+        event_info=info,
+    )

@@ -1,0 +1,193 @@
+"""Checkpoints, once they are saved: listed, looked into, published, downloaded, copied, deleted, expired."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tarfile
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tinkex.service.barriers import Barriers, shown
+from tinkex.service.core import Core
+from tinkex.service.refusal import Caller, Refusal, not_found
+from tinkex.service.rows import CheckpointRow, RunRow
+from tinkex.types import checkpoints as types
+from tinkex.types.checkpoints import Cursor
+
+LINK_LIFE = 3600.0  # seconds for which a download link works
+
+
+class Checkpoints:
+    """The upkeep of saved weights, one method per operation."""
+
+    def __init__(self, core: Core, barriers: Barriers) -> None:
+        self._core = core
+        self._barriers = barriers
+
+    def _find(
+        self, request: types.CheckpointRequest, caller: Caller, *, to_change: bool = True
+    ) -> CheckpointRow:
+        path = f"tinker://{request.training_run_id}/{request.checkpoint_id}"
+        row = self._core.checkpoint(path, caller, to_change=to_change)
+        if to_change:
+            caller.must_own(row.owner, f"checkpoint {path}")
+        return row
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    async def list_checkpoints(
+        self, request: types.ListCheckpointsRequest, caller: Caller
+    ) -> types.CheckpointsListResponse:
+        run = self._core.run(request.training_run_id, caller)
+        rows = [row for row in self._core.ledger.checkpoints_of_run(run.run_id) if not _expired(row)]
+        cursor = Cursor(offset=0, limit=len(rows), total_count=len(rows))
+        return types.CheckpointsListResponse(checkpoints=[shown(row) for row in rows], cursor=cursor)
+
+    async def list_user_checkpoints(
+        self, request: types.ListUserCheckpointsRequest, caller: Caller
+    ) -> types.CheckpointsListResponse:
+        page = self._core.ledger.checkpoints(
+            self._core.scope(caller), limit=request.limit, offset=request.offset
+        )
+        return types.CheckpointsListResponse(
+            checkpoints=[shown(row) for row in page.rows if not _expired(row)],
+            cursor=Cursor(offset=request.offset, limit=request.limit, total_count=page.total),
+        )
+
+    async def get_weights_info(
+        self, request: types.WeightsInfoRequest, caller: Caller
+    ) -> types.WeightsInfoResponse:
+        row = self._core.checkpoint(request.tinker_path, caller)
+        return types.WeightsInfoResponse(
+            base_model=row.base_model,
+            is_lora=True,
+            lora_rank=row.lora.rank,
+            train_unembed=row.lora.train_unembed,
+            train_mlp=row.lora.train_mlp,
+            train_attn=row.lora.train_attn,
+        )
+
+    # -- changing ----------------------------------------------------------------------------------------
+
+    async def publish_checkpoint(self, request: types.CheckpointRequest, caller: Caller) -> None:
+        self._set_public(self._find(request, caller), True, caller)
+
+    async def unpublish_checkpoint(self, request: types.CheckpointRequest, caller: Caller) -> None:
+        self._set_public(self._find(request, caller), False, caller)
+
+    def _set_public(self, row: CheckpointRow, public: bool, caller: Caller) -> None:
+        self._core.ledger.update_checkpoint(row.run_id, row.kind, row.name, public=public)
+        event = "checkpoints.publish" if public else "checkpoints.unpublish"
+        self._core.audit(caller, event, run_id=row.run_id, tinker_path=row.tinker_path)
+
+    async def set_checkpoint_ttl(self, request: types.SetCheckpointTTLRequest, caller: Caller) -> None:
+        row = self._find(_only_name(request), caller)
+        self._barriers.check_ttl(request.ttl_seconds)
+        expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
+        self._core.ledger.update_checkpoint(row.run_id, row.kind, row.name, expires_at=expires)
+
+    async def delete_checkpoint(self, request: types.CheckpointRequest, caller: Caller) -> None:
+        row = self._find(request, caller)
+        await self.remove(row)
+        self._core.audit(caller, "checkpoints.delete", run_id=row.run_id, tinker_path=row.tinker_path)
+
+    async def remove(self, row: CheckpointRow) -> None:
+        """The row first: what is listed must be there, what is there need not be listed."""
+        self._core.ledger.delete_checkpoint(row.run_id, row.kind, row.name)
+        await asyncio.to_thread(shutil.rmtree, self._core.home / row.directory, True)
+
+    async def expire(self) -> None:
+        for row in self._core.ledger.expired_checkpoints(time.time()):
+            await self.remove(row)
+
+    # -- taking away -------------------------------------------------------------------------------------
+
+    async def get_external_weights_urls(
+        self, request: types.CheckpointRequest, caller: Caller
+    ) -> types.ExternalWeightsUrlsResponse:
+        row = self._find(request, caller, to_change=False)
+        if row.kind != "external_weights":
+            raise Refusal(400, "only exported checkpoints (external_weights/NAME) have files to download")
+        directory, expires = self._core.home / row.directory, time.time() + LINK_LIFE
+        files = await asyncio.to_thread(lambda: sorted(p for p in directory.rglob("*") if p.is_file()))
+        return types.ExternalWeightsUrlsResponse(
+            urls={f.relative_to(directory).as_posix(): self._core.link(caller, f, expires) for f in files},
+            expires=datetime.fromtimestamp(expires, UTC),
+        )
+
+    async def get_checkpoint_archive_url(
+        self, request: types.CheckpointRequest, caller: Caller
+    ) -> types.CheckpointArchiveUrlResponse:
+        row = self._find(request, caller, to_change=False)
+        expires = time.time() + LINK_LIFE
+        archive = self._core.home / "archives" / f"{row.directory.replace('/', '-')}-{row.created_at}.tar"
+        await asyncio.to_thread(_pack, self._core.home / row.directory, archive)
+        return types.CheckpointArchiveUrlResponse(
+            url=self._core.link(caller, archive, expires), expires=datetime.fromtimestamp(expires, UTC)
+        )
+
+    async def copy_weights(
+        self, request: types.CopyWeightsRequest, caller: Caller
+    ) -> types.CopyWeightsResponse:
+        """A copy of one's own: of a checkpoint that may be read, under a run made to hold it."""
+        source = self._core.checkpoint(request.source_path, caller)
+        self._barriers.check_ttl(request.ttl_seconds)
+        self._core.check_disk(source.size_bytes)
+        session_id, number = request.session_id, request.model_seq_id
+        if session_id is None or number is None:
+            raise Refusal(422, "copy_weights needs a session_id and a model_seq_id to copy into")
+        self._core.session(session_id, caller)
+        now, run_id = time.time(), f"{session_id}:train:{number}"
+        project = request.destination_project_id or caller.project
+        run = RunRow(
+            run_id, session_id, number, caller.user, source.base_model, source.lora, now, now, project,
+            state="closed",
+        )  # fmt: skip
+        run, _ = self._core.ledger.add_run(run)
+        if run.owner != caller.user:
+            raise not_found(f"run {run_id}")
+        target = self._core.run_dir(run_id) / source.kind / source.name
+        await asyncio.to_thread(_copy, self._core.home / source.directory, target)
+        row = replace(
+            source, run_id=run_id, owner=caller.user, project_id=project, created_at=now, public=False,
+            directory=self._core.relative(target),
+            expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+        )  # fmt: skip
+        self._core.ledger.add_checkpoint(row, overwrite=True)
+        self._core.audit(caller, "checkpoints.copy", run_id=run_id, tinker_path=row.tinker_path)
+        return types.CopyWeightsResponse(tinker_path=row.tinker_path)
+
+
+def _only_name(request: types.SetCheckpointTTLRequest) -> types.CheckpointRequest:
+    return types.CheckpointRequest(
+        training_run_id=request.training_run_id, checkpoint_id=request.checkpoint_id
+    )
+
+
+def _expired(row: CheckpointRow) -> bool:
+    return row.expires_at is not None and row.expires_at <= time.time()
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    part.rename(target)
+
+
+def _pack(directory: Path, archive: Path) -> None:
+    """All plain files of a checkpoint in one tar, flat; made once."""
+    if archive.exists():
+        return
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    part = archive.with_name(archive.name + ".part")
+    with tarfile.open(part, "w") as tar:
+        for path in sorted(directory.iterdir()):
+            if path.is_file() and not path.is_symlink():
+                tar.add(path, path.name)
+    part.rename(archive)

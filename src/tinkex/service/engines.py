@@ -1,0 +1,193 @@
+"""Base models: from a name to a running engine, loaded once, on first use or at start.
+
+Promises: the event loop never waits for a load; a model that fails to load says why each time it is asked
+for; `NAME:suffix` is NAME; a name never leads out of the shelf of models. Knows engines by their protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from tinkex.engine.protocol import Engine, EngineConfig, StopBytes, build_engine
+from tinkex.service.config import ServiceConfig
+from tinkex.service.refusal import Refusal
+from tinkex.service.threads import in_thread
+
+log = logging.getLogger("tinkex.service")
+
+
+class BaseModel:
+    """One base model: its name, where it is, and its engine once that is loaded."""
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        config: EngineConfig,
+        build: Callable[[EngineConfig], Engine],
+        tokenizers: Path,
+        offline: bool = False,
+    ) -> None:
+        self.name = name
+        self.source = source
+        self._config = replace(config, model=source)
+        self._build = build
+        self._offline = offline
+        self._tokenizers = tokenizers  # where those that are inside a GGUF file are unpacked
+        self._place = Path(source)  # of the files, once they are here
+        self._loading: asyncio.Task[Engine] | None = None
+        self.engine: Engine | None = None
+        self._token_bytes: list[bytes] | None = None
+
+    async def load(self) -> Engine:
+        """The engine, loading it if it is not there."""
+        if self.engine is not None:
+            return self.engine
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load())
+        return await asyncio.shield(self._loading)
+
+    @property
+    def loading(self) -> bool:
+        return self._loading is not None and not self._loading.done()
+
+    async def _load(self) -> Engine:
+        log.info("loading %s from %s", self.name, self.source)
+        try:
+            self.engine = await in_thread(self._build_here)
+        except Exception as error:
+            raise Refusal(503, f"the base model {self.name} could not be loaded: {error}") from error
+        if plan := getattr(self.engine, "memory", None):
+            sizes = ", ".join(f"{use} {size / 2**20:.0f} MiB" for use, size in plan.items())
+            log.info("%s is loaded; memory planned: %s", self.name, sizes)
+        return self.engine
+
+    def _build_here(self) -> Engine:
+        if self._config.kind == "torch" and not self._place.exists():
+            from huggingface_hub import snapshot_download
+
+            self._place = Path(snapshot_download(self.source, local_files_only=self._offline))
+        return self._build(replace(self._config, model=str(self._place)))
+
+    def max_context(self) -> int | None:
+        """Positions that the model reads at most: its engine knows, its configuration says before that."""
+        if self.engine is not None:
+            return self.engine.info.max_context
+        try:
+            config = json.loads((self._place / "config.json").read_text())
+        except (OSError, ValueError):
+            return self._config.max_context
+        own = config.get("max_position_embeddings")
+        return min((n for n in (own, self._config.max_context) if n is not None), default=None)
+
+    def tokenizer_dir(self) -> Path | None:
+        """The directory whose tokenizer is this model's; None if it has none of its own."""
+        path = self._place
+        if path.suffix == ".gguf" and self._config.kind == "torch":
+            path = self._unpacked(path)
+        return path if (path / "tokenizer.json").is_file() or (path / "tokenizer.model").is_file() else None
+
+    def _unpacked(self, file: Path) -> Path:
+        place = self._tokenizers / f"{file.stem}-{int(file.stat().st_mtime)}"
+        if not place.exists():
+            from tinkex.engine.torch.gguf import GgufModel
+            from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
+
+            part = place.with_name(place.name + ".part")
+            part.mkdir(parents=True, exist_ok=True)
+            write_tokenizer(GgufModel(file), part)
+            part.rename(place)
+        return place
+
+    async def stop_bytes(self, sequences: list[str]) -> StopBytes:
+        """Stop strings as the engine checks them: over the bytes of each token."""
+        if self._token_bytes is None:
+            from tinkex.service.text import token_bytes
+
+            source = await asyncio.to_thread(self.tokenizer_dir)
+            if source is None:
+                raise Refusal(
+                    422, f"{self.name} has no tokenizer here, so it cannot stop at strings; stop at ids"
+                )
+            self._token_bytes = await asyncio.to_thread(token_bytes, source)
+        return StopBytes(tuple(s.encode() for s in sequences), self._token_bytes)
+
+
+class Engines:
+    """The base models of a service."""
+
+    def __init__(self, config: ServiceConfig, build: Callable[[EngineConfig], Engine] = build_engine) -> None:
+        self._config = config
+        self._build = build
+        self._models: dict[str, BaseModel] = {}
+        for name, source in config.models.items():
+            self._add(name, source)
+
+    def _add(self, name: str, source: str) -> BaseModel:
+        config = self._config
+        model = self._models[name] = BaseModel(
+            name, source, config.engine, self._build, config.home / "tokenizers", config.offline
+        )
+        return model
+
+    def find(self, name: str) -> BaseModel:
+        """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
+        for spelling in dict.fromkeys((name, name.partition(":")[0])):
+            if spelling in self._models:
+                return self._models[spelling]
+            if (place := self._on_shelf(spelling)) is not None:
+                return self._add(spelling, str(place))
+            if self._config.any_path and (place := _model_at(Path(spelling).expanduser())) is not None:
+                full = str(place.resolve())
+                return self._models.get(full) or self._add(full, full)
+        raise Refusal(404, self._unknown(name))
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(model.name for model in self) or "none"
+        ways = ""
+        if self._config.any_path:
+            ways = (
+                "; a directory with a config.json or a GGUF file can be named by its path, or be put at "
+                f"{self._config.model_shelf}/ORG--NAME"
+            )
+        return f"no base model is called {name!r}; there are: {known}{ways}"
+
+    def _on_shelf(self, name: str) -> Path | None:
+        shelf, parts = self._config.model_shelf, PurePosixPath(name).parts
+        if shelf is None or not parts or ".." in parts or PurePosixPath(name).is_absolute():
+            return None
+        places = (shelf / name, shelf / name.replace("/", "--"))
+        return next((found for place in places if (found := _model_at(place)) is not None), None)
+
+    def __iter__(self) -> Iterator[BaseModel]:
+        """Those that were configured, found, or lie on the shelf."""
+        shelf = self._config.model_shelf
+        for place in sorted(shelf.glob("*")) if shelf is not None and shelf.is_dir() else ():
+            inside = [place] if _model_at(place) else sorted(place.glob("*")) if place.is_dir() else []
+            for found in inside:
+                if _model_at(found) is not None:
+                    name = found.relative_to(shelf).as_posix().replace("--", "/", 1)  # type: ignore[arg-type]
+                    if name not in self._models:
+                        self._add(name, str(_model_at(found)))
+        return iter(list(self._models.values()))
+
+    async def load_all(self) -> None:
+        await asyncio.gather(*(model.load() for model in self))
+
+    async def close(self) -> None:
+        for model in self._models.values():
+            if model.engine is not None:
+                await in_thread(model.engine.close)
+
+
+def _model_at(place: Path) -> Path | None:
+    """The model at a path: a Hugging Face directory, a GGUF file, or one without its ending."""
+    if (place / "config.json").is_file() or (place.suffix == ".gguf" and place.is_file()):
+        return place
+    file = place.with_name(place.name + ".gguf") if place.name else place
+    return file if file.is_file() else None

@@ -1,0 +1,153 @@
+"""Batch polls: which samples of a sampler have ended, in the order in which they did.
+
+Promises: each completion is reported until the poll that carried it is acknowledged by its cursor; cursors
+rise over restarts; a sample that a killed process had accepted is reported too, so that whoever waits for it
+asks, is told 410, and samples anew. For that the names of samples not yet fetched are kept in a file of short
+lines, one write each. Knows nothing of results, nor of who may poll (the samplers do).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinkex.types.futures import FutureFailed, FutureFinished
+
+REWRITE = 10_000  # lines that say nothing any more, before the file is written anew
+
+
+@dataclass
+class _Lane:
+    events: deque[tuple[int, str, bool]] = field(default_factory=deque)  # cursor, request id, failed?
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+class Lanes:
+    """The samples of all samplers that have not been fetched; `path` None: not kept over a restart."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._lanes: dict[str, _Lane] = {}
+        self._open: dict[str, str] = {}  # request id -> lane, until it was fetched
+        self._cursors = itertools.count(time.time_ns() // 1000)
+        self._path, self._file, self._stale = path, -1, 0
+        lost = _read(path) if path is not None else {}
+        self._lost = set(lost)  # accepted by an earlier process
+        self._lost_since = time.monotonic()
+        self._open.update(lost)
+        for request_id, lane in lost.items():
+            self._add(lane, request_id, failed=False)
+        self._rewrite()
+
+    # -- samples -----------------------------------------------------------------------------------------
+
+    def begin(self, lane: str, request_id: str) -> None:
+        """A sample was accepted."""
+        self._open[request_id] = lane
+        self._write(f"+{request_id} {lane}\n")
+
+    def end(self, lane: str, request_id: str, *, failed: bool) -> None:
+        """It is done: whoever polls is told."""
+        self._add(lane, request_id, failed)
+        waiters, self._lanes[lane].waiters = self._lanes[lane].waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fetched(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more."""
+        for request_id in request_ids:
+            lane = self._open.pop(request_id, None)
+            if lane is not None:
+                self._write(f"-{request_id}\n")
+                self._stale += 2
+                self._tidy(lane)
+        if self._stale > REWRITE + 2 * len(self._open):
+            self._rewrite()
+
+    def _add(self, lane: str, request_id: str, failed: bool) -> None:
+        self._lanes.setdefault(lane, _Lane()).events.append((next(self._cursors), request_id, failed))
+
+    def _tidy(self, key: str) -> None:
+        lane = self._lanes.get(key)
+        if lane is None:
+            return
+        while lane.events and lane.events[0][1] not in self._open:
+            lane.events.popleft()
+        if not lane.events and not lane.waiters:
+            del self._lanes[key]
+
+    def expire(self, now: float, keep: float) -> None:
+        """Give up on whoever waited for samples of an earlier process."""
+        if self._lost and now - self._lost_since > keep:
+            self.fetched(self._lost)
+            self._lost.clear()
+
+    # -- polls -------------------------------------------------------------------------------------------
+
+    async def poll(
+        self, key: str, after: int, seconds: float
+    ) -> tuple[list[FutureFinished | FutureFailed], int]:
+        """What ended since the cursor `after`, waiting up to `seconds` for something; and the new cursor."""
+        lane = self._lanes.setdefault(key, _Lane())
+        told = []
+        while lane.events and lane.events[0][0] <= after:
+            told.append(lane.events.popleft()[1])
+        self.fetched(i for i in told if i in self._lost)
+        lane = self._lanes.setdefault(key, lane)
+        if not lane.events:
+            waiter = asyncio.get_running_loop().create_future()
+            lane.waiters.append(waiter)
+            try:
+                await asyncio.wait([waiter], timeout=seconds)
+            finally:
+                if waiter in lane.waiters:
+                    lane.waiters.remove(waiter)
+        completions = [
+            FutureFailed(request_id=i) if failed else FutureFinished(request_id=i)
+            for _, i, failed in lane.events
+        ]
+        cursor = lane.events[-1][0] if lane.events else after
+        self._tidy(key)
+        return completions, cursor
+
+    # -- the file ----------------------------------------------------------------------------------------
+
+    def _write(self, line: str) -> None:
+        if self._file >= 0:
+            try:
+                os.write(self._file, line.encode())
+            except OSError:
+                pass  # a full disk: after a crash nobody is told of this one, and its client's patience ends
+
+    def _rewrite(self) -> None:
+        if self._path is None:
+            return
+        self.close()
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(f"+{i} {lane}\n" for i, lane in self._open.items()))
+        part.rename(self._path)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._stale = 0
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _read(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:  # what follows the last newline was cut off in mid-write
+        name, _, lane = line[1:].partition(" ")
+        if line.startswith("+") and lane:
+            found[name] = lane
+        elif line.startswith("-"):
+            found.pop(name, None)
+    return found

@@ -1,0 +1,478 @@
+"""The ledger: what the service must not forget, in one SQLite file. Plain SQL, the only module with sqlite3.
+
+Promises: a call that returned is there after the process is killed (WAL); a repeated insert returns what is
+there; a file that is damaged, of another program or of a newer version is refused and left as it is; every
+error is a LedgerError. Knows nothing of who may see what, of files or of queues; callers pass the time.
+
+One connection, used from the thread that opened it; statements are short. Times are kept to the microsecond,
+so that one survives a datetime.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tinkex.errors import TinkerError
+from tinkex.service.migrations import APPLICATION_ID, MIGRATIONS, migrate, version
+from tinkex.service.rows import (
+    AuditRow,
+    CheckpointRow,
+    CustomLossRow,
+    FoundSession,
+    KeyRow,
+    Page,
+    RunRow,
+    RunState,
+    SamplerRow,
+    Scope,
+    SessionRow,
+    Storage,
+    UsageRow,
+    columns,
+    decode,
+    encode,
+)
+from tinkex.types.sessions import ClientFinishedSessionStatusQuery, SessionSearchRequest, UserSearchOwner
+
+BUSY_SECONDS = 5.0  # how long a write waits for another process's (the CLI's) to be done
+_BIGGEST = 2**63 - 1  # SQLite's largest integer
+
+Row = TypeVar("Row")
+
+_TABLES: dict[type, str] = {
+    SessionRow: "sessions",
+    RunRow: "runs",
+    SamplerRow: "samplers",
+    CheckpointRow: "checkpoints",
+    CustomLossRow: "custom_losses",
+    UsageRow: "usage",
+    AuditRow: "audit",
+    KeyRow: "keys",
+}
+
+
+class LedgerError(TinkerError):
+    """The ledger cannot be read or written; the message names the file and what to do."""
+
+
+class LedgerFullError(LedgerError):
+    """There is no space for the write. Nothing was changed, and what was there is intact."""
+
+
+class Ledger:
+    """The open file.
+
+    >>> ledger = Ledger(home / "ledger.sqlite")
+    >>> with ledger.transaction():
+    ...     ledger.add_run(run)
+    ...     ledger.add_audit(event)
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create, and bring to this version. LedgerError if it cannot be trusted."""
+        self.path = path
+        try:
+            if path.exists() and path.stat().st_size:
+                self._check()
+            self._db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        except (sqlite3.Error, OSError) as error:
+            raise self._error(error) from error
+        try:
+            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+                self._db.execute(f"PRAGMA {pragma}")
+            migrate(self._db)
+        except sqlite3.Error as error:
+            self._db.close()
+            raise self._error(error) from error
+
+    def _check(self) -> None:
+        # Read-only: even closing a writable connection would fold the write-ahead log into a damaged file.
+        uri = f"{self.path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
+            seen = version(db)
+            ours = db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
+            empty = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if not ours and not empty:
+                raise LedgerError(f"{self.path} is another program's database: give Tinkex a home of its own")
+            if seen > len(MIGRATIONS):
+                raise LedgerError(
+                    f"{self.path} was written by a newer Tinkex (schema {seen}; this one knows up to "
+                    f"{len(MIGRATIONS)}): upgrade Tinkex, or use another home"
+                )
+            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing. May be nested (the outermost counts); must not span an await."""
+        if self._db.in_transaction:
+            yield
+            return
+        self._write("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._write("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # SQLite has ended it itself when the disk was full
+                self._db.execute("ROLLBACK")
+            raise
+
+    # -- plumbing ----------------------------------------------------------------------------------------
+
+    def _write(self, sql: str, values: Sequence[Any] = ()) -> int:
+        try:
+            return self._db.execute(sql, values).rowcount
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def _read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def _error(self, error: Exception) -> LedgerError:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without the extended part
+        if code == sqlite3.SQLITE_FULL:
+            return LedgerFullError(f"no space left to write {self.path}: free some; nothing of it was lost")
+        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(
+            error, sqlite3.OperationalError | sqlite3.IntegrityError | sqlite3.ProgrammingError
+        )
+        if damaged:
+            return LedgerError(
+                f"{self.path} is damaged ({error}) and was left as it is: put a backup in its place, or move "
+                "it and its -wal and -shm files away to start with nothing"
+            )
+        return LedgerError(f"{self.path} cannot be used: {error}")
+
+    def _select(self, kind: type[Row], rest: str, values: Sequence[Any] = ()) -> list[Row]:
+        found = self._read(f"SELECT {', '.join(columns(kind))} FROM {_TABLES[kind]} {rest}", values)
+        return [decode(kind, row) for row in found]
+
+    def _one(self, kind: type[Row], where: str, *values: Any) -> Row | None:
+        return next(iter(self._select(kind, f"WHERE {where}", values)), None)
+
+    def _page(
+        self, kind: type[Row], where: str, values: Sequence[Any], tie: str, limit: int, offset: int
+    ) -> Page[Row]:
+        ((total,),) = self._read(f"SELECT count(*) FROM {_TABLES[kind]} WHERE {where}", values)
+        rest = f"WHERE {where} ORDER BY created_at DESC, {tie} DESC LIMIT ? OFFSET ?"
+        rows = self._select(kind, rest, [*values, min(limit, _BIGGEST), min(offset, _BIGGEST)])
+        return Page(rows, total)
+
+    def _insert(self, row: Any, on_conflict: str = "") -> bool:
+        names = columns(type(row))
+        marks = ", ".join("?" * len(names))
+        return (
+            self._write(
+                f"INSERT INTO {_TABLES[type(row)]} ({', '.join(names)}) VALUES ({marks}) {on_conflict}",
+                [encode(name, getattr(row, name)) for name in names],
+            )
+            > 0
+        )
+
+    def _add_once(self, row: Row, key: str) -> tuple[Row, bool]:
+        with self.transaction():
+            new = self._insert(row, f"ON CONFLICT ({key}) DO NOTHING")
+            kept = self._one(type(row), f"{key} = ?", getattr(row, key))
+        assert kept is not None
+        return kept, new
+
+    def _update(self, kind: type, where: str, key: Sequence[Any], changes: dict[str, Any]) -> bool:
+        assert set(changes) <= set(columns(kind)), f"{kind.__name__} lacks one of: {', '.join(changes)}"
+        values = [encode(name, value) for name, value in changes.items()]
+        assignments = ", ".join(f"{name} = ?" for name in changes)
+        return self._write(f"UPDATE {_TABLES[kind]} SET {assignments} WHERE {where}", [*values, *key]) > 0
+
+    # -- sessions ----------------------------------------------------------------------------------------
+
+    def add_session(self, row: SessionRow) -> None:
+        self._insert(row)
+
+    def session(self, session_id: str) -> SessionRow | None:
+        return self._one(SessionRow, "session_id = ?", session_id)
+
+    def update_session(self, session_id: str, **changes: Any) -> bool:
+        """Set some columns: last_seen_at, status, display_name, …; False if there is no such session."""
+        return self._update(SessionRow, "session_id = ?", [session_id], changes)
+
+    def move_session(self, session_id: str, project_id: str) -> bool:
+        """Put a session into a project, with its runs and their checkpoints."""
+        with self.transaction():
+            runs = "SELECT run_id FROM runs WHERE session_id = ?"
+            self._update(CheckpointRow, f"run_id IN ({runs})", [session_id], {"project_id": project_id})
+            self._update(RunRow, "session_id = ?", [session_id], {"project_id": project_id})
+            return self.update_session(session_id, project_id=project_id)
+
+    def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> Page[SessionRow]:
+        where, values = _within(scope)
+        return self._page(SessionRow, where, values, "session_id", limit, offset)
+
+    def active_sessions(self, *, seen_before: float) -> list[SessionRow]:
+        """Those still active that were last heard of before then: the ones to let lapse."""
+        where = "json_extract(status, '$.type') = 'active' AND last_seen_at < ?"
+        return self._select(SessionRow, f"WHERE {where} ORDER BY last_seen_at", [seen_before])
+
+    def search_sessions(self, query: SessionSearchRequest, scope: Scope) -> tuple[list[FoundSession], bool]:
+        """At most `query.limit` that match everything in it, newest first; and whether there are more.
+
+        `scope` is what the caller may see; of `query.owner` only `user`'s list is looked at here.
+        """
+        where, values = _within(scope)
+        for clause, *given in _search_clauses(query):
+            where, values = f"{where} AND {clause}", [*values, *given]
+        saved = "FROM checkpoints JOIN runs USING (run_id) WHERE runs.session_id = sessions.session_id"
+        found = self._read(
+            f"SELECT (SELECT count(*) {saved}), (SELECT ifnull(sum(size_bytes), 0) {saved}), "
+            f"{', '.join(columns(SessionRow))} FROM sessions WHERE {where} "
+            f"ORDER BY created_at DESC, session_id DESC LIMIT ?",
+            [*values, query.limit + 1],
+        )
+        sessions = [FoundSession(decode(SessionRow, rest), count, size) for count, size, *rest in found]
+        return sessions[: query.limit], len(sessions) > query.limit
+
+    # -- runs --------------------------------------------------------------------------------------------
+
+    def add_run(self, row: RunRow) -> tuple[RunRow, bool]:
+        """The run as it is kept, and whether it is new: a repeated run id changes nothing."""
+        return self._add_once(row, "run_id")
+
+    def run(self, run_id: str) -> RunRow | None:
+        return self._one(RunRow, "run_id = ?", run_id)
+
+    def update_run(self, run_id: str, **changes: Any) -> bool:
+        """Set some columns: last_request_at, state, corrupted, lora, …; False if there is no such run."""
+        return self._update(RunRow, "run_id = ?", [run_id], changes)
+
+    def runs(
+        self, scope: Scope, *, limit: int, offset: int = 0, project_id: str | None = None
+    ) -> Page[RunRow]:
+        where, values = _within(scope, project_id)
+        return self._page(RunRow, where, values, "rowid", limit, offset)
+
+    def runs_of_session(self, session_id: str) -> list[RunRow]:
+        """In the order of their numbers."""
+        return self._select(RunRow, "WHERE session_id = ? ORDER BY model_seq_id", [session_id])
+
+    def runs_in_state(self, *states: RunState) -> list[RunRow]:
+        """Oldest first: those to restore at start."""
+        return self._select(RunRow, f"WHERE state IN {_LISTED} ORDER BY created_at, rowid", [_listed(states)])
+
+    # -- samplers ----------------------------------------------------------------------------------------
+
+    def add_sampler(self, row: SamplerRow) -> tuple[SamplerRow, bool]:
+        """The sampler as it is kept, and whether it is new: a repeated sampler id changes nothing."""
+        return self._add_once(row, "sampler_id")
+
+    def sampler(self, sampler_id: str) -> SamplerRow | None:
+        return self._one(SamplerRow, "sampler_id = ?", sampler_id)
+
+    def update_sampler(self, sampler_id: str, **changes: Any) -> bool:
+        return self._update(SamplerRow, "sampler_id = ?", [sampler_id], changes)
+
+    def join_sampler(self, sampler_id: str) -> int | None:
+        """Count one more clone: its number, from 1; None if there is no such sampler."""
+        with self.transaction():
+            self._write("UPDATE samplers SET clones = clones + 1 WHERE sampler_id = ?", [sampler_id])
+            row = self.sampler(sampler_id)
+        return row and row.clones
+
+    def samplers_of_session(self, session_id: str) -> list[SamplerRow]:
+        return self._select(SamplerRow, "WHERE session_id = ? ORDER BY created_at, rowid", [session_id])
+
+    def samplers_of_adapter(self, adapter: str) -> list[SamplerRow]:
+        """Who needs this published adapter."""
+        return self._select(SamplerRow, "WHERE adapter = ? ORDER BY created_at, rowid", [adapter])
+
+    def delete_sampler(self, sampler_id: str) -> bool:
+        return self._write("DELETE FROM samplers WHERE sampler_id = ?", [sampler_id]) > 0
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def add_checkpoint(self, row: CheckpointRow, *, overwrite: bool = False) -> bool:
+        """False, and nothing changed, if there is one of that name and it is not to be overwritten."""
+        with self.transaction():
+            if overwrite:
+                self.delete_checkpoint(row.run_id, row.kind, row.name)
+            return self._insert(row, "ON CONFLICT (run_id, kind, name) DO NOTHING")
+
+    def checkpoint(self, run_id: str, kind: str, name: str) -> CheckpointRow | None:
+        return self._one(CheckpointRow, _CHECKPOINT, run_id, kind, name)
+
+    def update_checkpoint(self, run_id: str, kind: str, name: str, **changes: Any) -> bool:
+        """Set some columns (public, expires_at, size_bytes, …); False if there is no such checkpoint."""
+        return self._update(CheckpointRow, _CHECKPOINT, [run_id, kind, name], changes)
+
+    def delete_checkpoint(self, run_id: str, kind: str, name: str) -> bool:
+        return self._write(f"DELETE FROM checkpoints WHERE {_CHECKPOINT}", [run_id, kind, name]) > 0
+
+    def checkpoints_of_run(self, run_id: str) -> list[CheckpointRow]:
+        """Newest first."""
+        return self._select(CheckpointRow, "WHERE run_id = ? ORDER BY created_at DESC, rowid DESC", [run_id])
+
+    def checkpoints(self, scope: Scope, *, limit: int, offset: int = 0) -> Page[CheckpointRow]:
+        where, values = _within(scope)
+        return self._page(CheckpointRow, where, values, "rowid", limit, offset)
+
+    def latest_checkpoints(self, run_ids: Sequence[str]) -> dict[tuple[str, str], CheckpointRow]:
+        """The newest of each kind of each run, by (run id, kind)."""
+        rest = f"WHERE run_id IN {_LISTED} ORDER BY created_at, rowid"
+        return {(row.run_id, row.kind): row for row in self._select(CheckpointRow, rest, [_listed(run_ids)])}
+
+    def expired_checkpoints(self, now: float) -> list[CheckpointRow]:
+        return self._select(CheckpointRow, "WHERE expires_at <= ? ORDER BY expires_at", [now])
+
+    def storage(self, scope: Scope, *, project_id: str | None = None) -> list[Storage]:
+        """What checkpoints take up, by owner and project."""
+        where, values = _within(scope, project_id)
+        totals = self._read(
+            f"SELECT owner, project_id, count(*), sum(size_bytes) FROM checkpoints WHERE {where} "
+            f"GROUP BY owner, project_id ORDER BY owner, project_id",
+            values,
+        )
+        return [Storage(*total) for total in totals]
+
+    # -- custom losses -----------------------------------------------------------------------------------
+
+    def add_custom_loss(self, row: CustomLossRow) -> tuple[CustomLossRow, bool]:
+        """The loss as it is kept, and whether it is new: a repeated loss id changes nothing."""
+        return self._add_once(row, "loss_id")
+
+    def custom_loss(self, loss_id: str) -> CustomLossRow | None:
+        return self._one(CustomLossRow, "loss_id = ?", loss_id)
+
+    # -- usage and audit ---------------------------------------------------------------------------------
+
+    def add_usage(self, rows: Iterable[UsageRow]) -> None:
+        """Add to what was used; rows that differ in the amount alone become one."""
+        with self.transaction():
+            for row in rows:
+                self._insert(row, _ADD_TO_USAGE)
+
+    def usage(self, start: float, end: float, scope: Scope) -> list[UsageRow]:
+        """Usage of the hours that begin in [start, end), summed over runs (`run_id` is None)."""
+        where, values = _within(scope)
+        group = "hour, owner, kind, project_id, session_id, base_model"
+        found = self._read(
+            f"SELECT hour, owner, kind, sum(amount), project_id, session_id, NULL, base_model FROM usage "
+            f"WHERE {where} AND hour >= ? AND hour < ? GROUP BY {group} ORDER BY {group}",
+            [*values, start, end],
+        )
+        return [decode(UsageRow, row) for row in found]
+
+    def usage_of_run(self, run_id: str) -> dict[str, float]:
+        """All that a run has used, by kind."""
+        return dict(
+            self._read("SELECT kind, sum(amount) FROM usage WHERE run_id = ? GROUP BY kind", [run_id])
+        )
+
+    def add_audit(self, row: AuditRow) -> None:
+        self._insert(row)
+
+    def audit(
+        self, scope: Scope, *, kind: str = "", start: float | None = None, end: float | None = None
+    ) -> list[AuditRow]:
+        """What was done in [start, end), oldest first; of one kind (`event` begins with "KIND.") if given."""
+        where, values = _within(scope)
+        for clause, value in (("at >= ?", start), ("at < ?", end)):
+            if value is not None:
+                where, values = f"{where} AND {clause}", [*values, value]
+        if kind:
+            where, values = f"{where} AND instr(event, ?) = 1", [*values, f"{kind}."]
+        return self._select(AuditRow, f"WHERE {where} ORDER BY at, audit_id", values)
+
+    # -- API keys ----------------------------------------------------------------------------------------
+
+    def add_key(
+        self, *, name: str, note: str, hash: str, owner: str, project_id: str | None, created_at: float
+    ) -> KeyRow:
+        with self.transaction():
+            self._write(
+                "INSERT INTO keys (name, note, hash, owner, project_id, created_at) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                [name, note, hash, owner, project_id, encode("created_at", created_at)],
+            )
+            key = self.find_key(hash)
+        assert key is not None
+        return key
+
+    def find_key(self, hash: str) -> KeyRow | None:
+        """The key with this hash, unless it was revoked."""
+        return self._one(KeyRow, "hash = ? AND revoked_at IS NULL", hash)
+
+    def keys(self) -> list[KeyRow]:
+        """All of them, revoked ones too, oldest first."""
+        return self._select(KeyRow, "ORDER BY key_id")
+
+    def revoke_key(self, key_id: int, at: float) -> bool:
+        """False if there is no such key, or it was revoked before."""
+        return self._update(KeyRow, "key_id = ? AND revoked_at IS NULL", [key_id], {"revoked_at": at})
+
+
+# -- SQL in pieces ---------------------------------------------------------------------------------------
+
+_CHECKPOINT = "run_id = ? AND kind = ? AND name = ?"
+_LISTED = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
+_ADD_TO_USAGE = """
+    ON CONFLICT (hour, owner, kind, ifnull(project_id, ''), ifnull(session_id, ''), ifnull(run_id, ''),
+                 ifnull(base_model, '')) DO UPDATE SET amount = amount + excluded.amount"""
+
+
+def _listed(values: Iterable[str]) -> str:
+    return json.dumps(list(values))
+
+
+def _within(scope: Scope, project_id: str | None = None) -> tuple[str, list[Any]]:
+    where, values = "1", []
+    if scope.owner is not None and scope.project is not None:
+        where, values = "(owner = ? OR project_id = ?)", [scope.owner, scope.project]
+    elif scope.owner is not None:
+        where, values = "owner = ?", [scope.owner]
+    return (where, values) if project_id is None else (f"{where} AND project_id = ?", [*values, project_id])
+
+
+def _search_clauses(query: SessionSearchRequest) -> Iterator[tuple[Any, ...]]:
+    if query.session_id is not None:
+        yield "session_id = ?", query.session_id
+    if query.display_name is not None:
+        yield "display_name = ?", query.display_name
+    if query.project_ids is not None:
+        yield f"project_id IN {_LISTED}", _listed(query.project_ids)
+    if isinstance(query.owner, UserSearchOwner):
+        yield f"owner IN {_LISTED}", _listed(query.owner.owner_urns)
+    if query.user_metadata:
+        yield (
+            "NOT EXISTS (SELECT 1 FROM json_each(?) AS wanted WHERE NOT EXISTS (SELECT 1 "
+            "FROM json_each(sessions.user_metadata) AS had WHERE had.key = wanted.key "
+            "AND CAST(had.value AS TEXT) = wanted.value))",
+            json.dumps(query.user_metadata),
+        )
+    if query.statuses is not None:
+        yield _status_clause(query)
+    if query.cursor is not None:
+        at = round(query.cursor.last_created_at.timestamp(), 6)
+        yield "(created_at, session_id) < (?, ?)", at, query.cursor.last_session_id
+
+
+def _status_clause(query: SessionSearchRequest) -> tuple[str, str, str]:
+    types, reasons = set(), set()
+    for status in query.statuses or ():
+        if isinstance(status, ClientFinishedSessionStatusQuery) and status.reasons is not None:
+            reasons.update(status.reasons)
+        else:
+            types.add(status.type)
+    return (
+        f"(json_extract(status, '$.type') IN {_LISTED} OR json_extract(status, '$.reason.type') IN {_LISTED} "
+        "AND json_extract(status, '$.type') = 'client_finished')",
+        _listed(types),
+        _listed(reasons),
+    )

@@ -1,0 +1,233 @@
+"""An append-only log of records in numbered files. What a journal is made of.
+
+Promises: `append` returns when the kernel has the whole record (the disk, with `fsync`) and otherwise leaves
+the log as it was; reading finds every record appended, in order; only the last record of the last file may be
+cut off, and is then as if it never was; any other damage raises JournalError with its file and offset.
+Knows nothing of what records say: a head of JSON, for finding one's way, and a body of bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+from tinkex.errors import TinkerError
+
+_MAGIC = b"tinkex journal 1\n"
+# Lengths of head and body, a checksum of both, and one of this header: a length that was damaged must not
+# be taken for a record that was cut off.
+_LENGTHS = struct.Struct("<IQI")
+_CHECK = struct.Struct("<I")
+_HEADER_BYTES = _LENGTHS.size + _CHECK.size
+
+
+class JournalError(TinkerError):
+    """A journal that cannot be read or written; the message names the file."""
+
+
+class JournalFullError(JournalError):
+    """There is no space for the record. The journal is as it was before."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record, and where its body is."""
+
+    head: list[Any]
+    segment: int
+    path: Path
+    offset: int
+    length: int
+
+    def unpickle(self) -> Any:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return pickle.loads(file.read(self.length))
+        except Exception as error:
+            raise JournalError(
+                f"{self.path}: what the record at byte {self.offset} holds cannot be read by this version of "
+                f"Tinkex ({type(error).__name__}: {error})"
+            ) from error
+
+
+class Log:
+    """The files NAME-000001.log, NAME-000002.log, … of a directory."""
+
+    def __init__(self, directory: Path, name: str, *, fsync: bool = False, segment_bytes: int = 0) -> None:
+        self.directory = directory
+        self.name = name
+        self._fsync = fsync
+        self._segment_bytes = segment_bytes
+        self._sizes = {_number(path): path.stat().st_size for path in directory.glob(f"{name}-*.log")}
+        self._next = max(self._sizes, default=0) + 1
+        self._file: int | None = None  # a descriptor of the last segment, while it is being written
+        self._broken = False
+
+    @property
+    def size(self) -> int:
+        return sum(self._sizes.values())
+
+    def closed_segments(self) -> list[int]:
+        """Those that nothing will be appended to any more, oldest first."""
+        numbers = sorted(self._sizes)
+        return numbers if self._file is None else numbers[:-1]
+
+    def path(self, segment: int) -> Path:
+        return self.directory / f"{self.name}-{segment:06d}.log"
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def read(self) -> list[Record]:
+        """All records, without their bodies."""
+        last = max(self._sizes, default=0)
+        return [record for segment in sorted(self._sizes) for record in self._read(segment, segment == last)]
+
+    def repair(self) -> None:
+        """Remove a last record that was cut off, so that it does not come to stand in the middle."""
+        if self._sizes:
+            last = max(self._sizes)
+            if self._sizes[last] < len(_MAGIC):
+                self.delete(last)
+                return
+            ends = [len(_MAGIC), *(record.offset + record.length for record in self._read(last, True))]
+            if ends[-1] < self._sizes[last]:
+                os.truncate(self.path(last), ends[-1])
+                self._sizes[last] = ends[-1]
+
+    def _read(self, segment: int, last: bool) -> Iterator[Record]:
+        path, size = self.path(segment), self._sizes[segment]
+        with path.open("rb") as file:
+            magic = file.read(len(_MAGIC))
+            if magic != _MAGIC and not (last and size < len(_MAGIC) and _MAGIC.startswith(magic)):
+                raise JournalError(f"{path} is damaged at byte 0: it does not begin as a journal does")
+            at = len(_MAGIC)
+            while at < size:
+                try:
+                    head, body_bytes, total = _parse(file, size - at)
+                except _CutOff:
+                    if last:
+                        return
+                    raise JournalError(f"{path} is damaged at byte {at}: a record is cut off") from None
+                except ValueError as error:
+                    raise JournalError(f"{path} is damaged at byte {at}: {error}") from None
+                at += total
+                yield Record(head, segment, path, at - body_bytes, body_bytes)
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def append(self, head: list[Any], body: bytes = b"") -> Record:
+        front = json.dumps(head).encode()
+        lengths = _LENGTHS.pack(len(front), len(body), crc32(body, crc32(front)))
+        if self._file is not None and self._sizes[self._next - 1] >= self._segment_bytes:
+            self.rotate()
+        if self._file is None:
+            self._open()
+        segment = self._next - 1
+        self._write(lengths + _CHECK.pack(crc32(lengths)) + front, body)
+        return Record(head, segment, self.path(segment), self._sizes[segment] - len(body), len(body))
+
+    def _open(self) -> None:
+        path = self.path(self._next)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        self._sizes[self._next] = 0
+        self._next += 1
+        self._write(_MAGIC)
+        if self._fsync:
+            sync(self.directory)
+
+    def _write(self, *parts: bytes) -> None:
+        """All or nothing, at the end of the open segment."""
+        segment = self._next - 1
+        if self._broken:
+            raise JournalError(f"{self.path(segment)} could not be written before: restart to go on")
+        assert self._file is not None
+        try:
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+            if self._fsync:
+                os.fsync(self._file)
+        except OSError as error:
+            self._undo(segment)
+            raise _cannot_write(self.path(segment), error) from error
+        self._sizes[segment] += sum(map(len, parts))
+
+    def _undo(self, segment: int) -> None:
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self._sizes[segment])
+            if not self._sizes[segment]:
+                # Without its first line a segment is none.
+                os.close(self._file)
+                self._file = None
+                os.unlink(self.path(segment))
+                del self._sizes[segment]
+        except OSError:
+            self._broken = True  # half a record is there, and only as the last one is it harmless
+
+    def rotate(self) -> None:
+        """Let the next record begin a new segment."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    close = rotate
+
+    def delete(self, segment: int) -> None:
+        os.unlink(self.path(segment))
+        del self._sizes[segment]
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+class _CutOff(Exception):
+    """The file ends before the record does."""
+
+
+def _parse(file: BinaryIO, left: int) -> tuple[list[Any], int, int]:
+    """The record that begins here: its head, its body's bytes, and its bytes in all."""
+    header = file.read(_HEADER_BYTES)
+    if len(header) < _HEADER_BYTES:
+        raise _CutOff
+    if header[_LENGTHS.size :] != _CHECK.pack(crc32(header[: _LENGTHS.size])):
+        if not any(header) and not any(file.read()):
+            raise _CutOff  # zeros up to the end: what a power cut makes of a record not yet on the disk
+        raise ValueError("a record's header is not what was written")
+    head_bytes, body_bytes, check = _LENGTHS.unpack_from(header)
+    total = _HEADER_BYTES + head_bytes + body_bytes
+    if total > left:
+        raise _CutOff
+    content = file.read(head_bytes + body_bytes)
+    if crc32(content) != check:
+        raise ValueError("a record is not what was written")
+    return json.loads(content[:head_bytes]), body_bytes, total
+
+
+def _cannot_write(path: Path, error: OSError) -> JournalError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return JournalFullError(f"no space left to write {path}: free some; what was accepted is safe")
+    return JournalError(f"{path} cannot be written: {error}")
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's content, or a directory's names."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

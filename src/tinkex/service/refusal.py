@@ -1,0 +1,32 @@
+"""Who asks, and how a service says no. Knows nothing of HTTP but its statuses, which clients act on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Refusal(Exception):
+    """The request is not accepted. Never 409: official clients would repeat it for five minutes."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Caller:
+    """On whose behalf a request is made: what it creates is theirs, what is another's does not exist."""
+
+    user: str
+    project: str | None = None
+    public_url: str = ""  # where this caller reaches the server, for links; "" in the same process
+    same_machine: bool = False  # paths of this machine mean something to the caller
+
+    def must_own(self, owner: str, what: str) -> None:
+        if owner != self.user:
+            raise not_found(what)
+
+
+def not_found(what: str) -> Refusal:
+    return Refusal(404, f"{what} does not exist, or is not yours")

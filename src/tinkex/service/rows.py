@@ -1,0 +1,232 @@
+"""What the ledger keeps and answers, as frozen values. Knows no SQL.
+
+A row's fields are its table's columns. Times are unix seconds, kept to the microsecond so that one survives a
+datetime; a dict or a list is kept as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, Literal, TypeVar
+
+from tinkex.types.params import LoraConfig
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+RunState = Literal["live", "evicted", "closed"]
+UsageKind = Literal[
+    "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint", "storage"
+]
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A client process's lease. `status` is a SessionStatus as JSON."""
+
+    session_id: str
+    owner: str
+    created_at: float
+    last_seen_at: float
+    project_id: str | None = None
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    sdk_version: str = ""
+    status: dict[str, Any] = field(default_factory=lambda: {"type": "active"})
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run: `run_id` is "SESSION:train:N", N its `model_seq_id`."""
+
+    run_id: str
+    session_id: str
+    model_seq_id: int
+    owner: str
+    base_model: str
+    lora: LoraConfig
+    created_at: float
+    last_request_at: float
+    project_id: str | None = None
+    optimizer_config: dict[str, Any] = field(default_factory=lambda: {"type": "adamw"})
+    user_metadata: dict[str, Any] | None = None
+    corrupted: bool = False
+    state: RunState = "live"
+
+
+@dataclass(frozen=True)
+class SamplerRow:
+    """A sampling session: "SESSION:sample:N". `clones` counts how often it was joined."""
+
+    sampler_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    created_at: float
+    model_path: str | None = None  # the tinker:// path it was made from
+    adapter: str | None = None  # the published adapter's name; None: the base model
+    adapter_dir: str | None = None  # where that adapter is, relative to the home
+    clones: int = 0
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """Saved weights: one directory, relative to the home."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    owner: str
+    base_model: str
+    lora: LoraConfig
+    directory: str
+    size_bytes: int
+    created_at: float
+    with_optimizer: bool = False
+    project_id: str | None = None
+    expires_at: float | None = None  # None: never
+    public: bool = False
+    user_metadata: dict[str, Any] | None = None
+    encrypted: bool = False
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def tinker_path(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class CustomLossRow:
+    """An uploaded loss: its inputs and its graph's nodes as they came on the wire."""
+
+    loss_id: str
+    session_id: str
+    owner: str
+    name: str
+    inputs: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class UsageRow:
+    """How much of one kind was used in one hour: tokens, checkpoints, or gigabyte hours."""
+
+    hour: float  # any time within it; read back, its start
+    owner: str
+    kind: UsageKind
+    amount: float
+    project_id: str | None = None
+    session_id: str | None = None
+    run_id: str | None = None
+    base_model: str | None = None
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """Something that was done. `event` is "KIND.VERB", as in "checkpoints.publish"."""
+
+    at: float
+    owner: str
+    event: str
+    project_id: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    run_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """An API key, without the key: only its hash is kept."""
+
+    key_id: int
+    name: str
+    note: str
+    hash: str
+    owner: str
+    project_id: str | None
+    created_at: float
+    revoked_at: float | None = None
+
+
+# -- answers ---------------------------------------------------------------------------------------------
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Page(Generic[Row]):
+    """Some rows, newest first, and how many there are in all."""
+
+    rows: list[Row]
+    total: int
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Whose rows are asked for: `owner`'s (None: everybody's), and with `project` all of that project too."""
+
+    owner: str | None
+    project: str | None = None
+
+
+@dataclass(frozen=True)
+class FoundSession:
+    """A session with what its runs have saved."""
+
+    session: SessionRow
+    checkpoints: int
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What the checkpoints of one owner in one project take up."""
+
+    owner: str
+    project_id: str | None
+    checkpoints: int
+    size_bytes: int
+
+
+# -- rows as columns -------------------------------------------------------------------------------------
+
+_JSON = frozenset({"tags", "user_metadata", "status", "optimizer_config", "inputs", "nodes", "details"})
+_FLAGS = frozenset({"corrupted", "with_optimizer", "public", "encrypted"})
+_TIMES = frozenset({"created_at", "last_seen_at", "last_request_at", "expires_at", "revoked_at", "at"})
+
+
+def columns(kind: type) -> list[str]:
+    return [f.name for f in fields(kind)]
+
+
+def encode(name: str, value: Any) -> Any:
+    """A field's value as its column keeps it."""
+    if value is None:
+        return None
+    if name == "lora":
+        return json.dumps(value.model_dump())
+    if name in _JSON:
+        return json.dumps(value, allow_nan=False)
+    if name in _TIMES:
+        return round(value, 6)
+    return value // 3600 * 3600 if name == "hour" else value
+
+
+def decode(kind: type[Row], stored: Sequence[Any]) -> Row:
+    """The row of these columns' values."""
+    values = {}
+    for name, value in zip(columns(kind), stored, strict=True):
+        if value is not None:
+            if name == "lora":
+                value = LoraConfig(**json.loads(value))
+            elif name in _JSON:
+                value = json.loads(value)
+            elif name in _FLAGS:
+                value = bool(value)
+        values[name] = value
+    return kind(**values)

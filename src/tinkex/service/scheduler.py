@@ -1,0 +1,226 @@
+"""Hop 5: what the trainer of one base model does next. Pure: no I/O, no clock, no engine, no futures.
+
+Promises: a run's work is done in seq-id order whatever order it arrives in, a repeated seq id is the same
+work, a gap is waited for and then given up for good; passes of different runs share a batch; no owner can
+starve another, by passes or by barriers. Knows nothing of what the work is, except whether it is a pass.
+
+A round is some barriers (steps, saves, loads), then one batch of passes. Barriers first: each one done may
+free a pass that can join the batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+BARRIERS_A_ROUND = 8  # of one owner, between two batches
+REMEMBERED = 4096  # seq ids of a run, for recognising repeats
+
+
+@dataclass(frozen=True)
+class Work:
+    """One accepted request of a run. `what` is for whoever executes it."""
+
+    run: str
+    seq_id: int
+    request_id: str
+    is_pass: bool
+    tokens: int = 0  # how much of a batch's budget a pass takes
+    digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
+    what: Any = None
+
+
+class Verdict(Enum):
+    """What became of a submission."""
+
+    ACCEPTED = "accepted"
+    REPEATED = "repeated"  # the same request again: answer with the first one's id
+    CONFLICT = "conflict"  # this seq id was another request
+    LATE = "late"  # its gap was given up: executing it now would be out of order
+
+
+@dataclass
+class _Run:
+    owner: str
+    next_seq: int
+    waiting: dict[int, Work] = field(default_factory=dict)
+    gap_since: float | None = None  # since when the head has been missing while something waits behind it
+    running: int = 0
+    known: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)  # seq ids that will never come
+
+    def head(self) -> Work | None:
+        return None if self.running else self.waiting.get(self.next_seq)
+
+
+class Scheduler:
+    """The queues of all runs on one base model."""
+
+    def __init__(self, *, batch_tokens: int, gap_patience: float = 60.0) -> None:
+        self.batch_tokens = batch_tokens
+        self.gap_patience = gap_patience
+        self._runs: dict[str, _Run] = {}
+        self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
+        self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
+
+    # -- runs --------------------------------------------------------------------------------------------
+
+    def open(self, run: str, owner: str, next_seq: int = 1) -> None:
+        # A newcomer starts level with whoever was served least: neither ahead of all nor behind.
+        if owner not in self._served:
+            self._served[owner] = min(self._served.values(), default=0.0)
+        self._runs[run] = _Run(owner, next_seq)
+
+    def close(self, run: str) -> list[Work]:
+        """Forget a run; what it still had waiting is returned, to be failed."""
+        queue = self._runs.pop(run, None)
+        if queue is None:
+            return []
+        if not any(other.owner == queue.owner for other in self._runs.values()):
+            self._served.pop(queue.owner, None)
+        return [queue.waiting[seq] for seq in sorted(queue.waiting)]
+
+    def __contains__(self, run: str) -> bool:
+        return run in self._runs
+
+    def waiting(self, run: str | None = None) -> int:
+        """How much work is accepted and not begun, of one run or of all."""
+        runs = self._runs.values() if run is None else [self._runs[run]]
+        return sum(len(queue.waiting) for queue in runs)
+
+    def ready(self) -> bool:
+        """Is there anything that could be executed now?"""
+        return any(queue.head() is not None for queue in self._runs.values())
+
+    def next_seq(self, run: str) -> int:
+        """The seq id that this run executes next."""
+        return self._runs[run].next_seq
+
+    def next_free(self, run: str) -> int:
+        """The seq id of a request whose client does not number them: after all there are."""
+        queue = self._runs[run]
+        return max([queue.next_seq - 1, *queue.waiting]) + 1
+
+    def idle(self, run: str) -> bool:
+        queue = self._runs[run]
+        return not queue.running and not queue.waiting
+
+    # -- submitting --------------------------------------------------------------------------------------
+
+    def judge(self, run: str, seq_id: int, digest: bytes) -> tuple[Verdict, str]:
+        """What would become of a request, without accepting it; of a repeated one also its first id."""
+        queue = self._runs[run]
+        if (known := queue.known.get(seq_id)) is not None:
+            return (Verdict.REPEATED if known[1] == digest else Verdict.CONFLICT), known[0]
+        return (Verdict.LATE if seq_id < queue.next_seq else Verdict.ACCEPTED), ""
+
+    def submit(self, work: Work, now: float) -> tuple[Verdict, str]:
+        """Accept a request, or say why not; with the id under which its result will be found."""
+        verdict, first_id = self.judge(work.run, work.seq_id, work.digest)
+        if verdict is Verdict.ACCEPTED:
+            queue = self._runs[work.run]
+            queue.waiting[work.seq_id] = work
+            self.remember(work.run, work.seq_id, work.request_id, work.digest)
+            self._watch_gap(queue, now)
+        return verdict, first_id or work.request_id
+
+    def remember(self, run: str, seq_id: int, request_id: str, digest: bytes) -> None:
+        """This seq id is that request: if it comes again, it is a repeat."""
+        known = self._runs[run].known
+        known[seq_id] = (request_id, digest)
+        if len(known) > REMEMBERED:
+            del known[next(iter(known))]
+
+    def consume(self, run: str, seq_id: int, now: float) -> None:
+        """A request with this seq id was refused: nothing is to be waited for."""
+        queue = self._runs[run]
+        if seq_id >= queue.next_seq and seq_id not in queue.waiting:
+            queue.refused.add(seq_id)
+            self._watch_gap(queue, now)
+
+    def _watch_gap(self, queue: _Run, now: float) -> None:
+        while queue.next_seq in queue.refused:
+            queue.refused.discard(queue.next_seq)
+            queue.next_seq += 1
+        stuck = bool(queue.waiting) and not queue.running and queue.next_seq not in queue.waiting
+        if not stuck:
+            queue.gap_since = None
+        elif queue.gap_since is None:
+            queue.gap_since = now
+
+    def give_up_gaps(self, now: float) -> float | None:
+        """Skip what was waited for long enough; returns when to ask again, if anything is still missing."""
+        again = None
+        for queue in self._runs.values():
+            if queue.gap_since is None:
+                continue
+            due = queue.gap_since + self.gap_patience
+            if due <= now:
+                queue.next_seq = min(queue.waiting)
+                queue.gap_since = None
+            else:
+                again = due if again is None else min(again, due)
+        return again
+
+    # -- executing ---------------------------------------------------------------------------------------
+
+    def next_batch(self) -> list[Work]:
+        """What to execute now: one barrier, or a batch of passes; empty if nothing is ready."""
+        heads = [head for queue in self._runs.values() if (head := queue.head()) is not None]
+        barrier = self._next_barrier(heads)
+        if barrier is not None:
+            self._barriers[self._runs[barrier.run].owner] += 1
+            return self._begin([barrier])
+        passes = [head for head in heads if head.is_pass]
+        held_back = not passes and heads  # every owner has had its barriers, and there is nothing else
+        self._barriers.clear()
+        return self.next_batch() if held_back else self._begin(self._fill(passes))
+
+    def _next_barrier(self, heads: Iterable[Work]) -> Work | None:
+        ready = [w for w in heads if not w.is_pass and self._barriers[self._owner(w)] < BARRIERS_A_ROUND]
+        return min(
+            ready, key=lambda w: (self._barriers[self._owner(w)], self._served[self._owner(w)]), default=None
+        )
+
+    def _fill(self, heads: list[Work]) -> list[Work]:
+        """Passes up to the token budget, one owner after another; a run's next pass may follow its first."""
+        lanes: defaultdict[str, list[Work]] = defaultdict(list)
+        for head in heads:
+            lanes[self._owner(head)].append(head)
+        batch: list[Work] = []
+        room = self.batch_tokens
+        while lanes:
+            owner = min(lanes, key=lambda o: self._served[o])
+            work = lanes[owner].pop(0)
+            if batch and work.tokens > room:
+                break
+            batch.append(work)
+            room -= work.tokens
+            self._served[owner] += max(work.tokens, 1)
+            after = self._runs[work.run].waiting.get(work.seq_id + 1)
+            if after is not None and after.is_pass:
+                lanes[owner].append(after)
+            if not lanes[owner]:
+                del lanes[owner]
+        return batch
+
+    def _begin(self, batch: list[Work]) -> list[Work]:
+        for work in batch:
+            queue = self._runs[work.run]
+            queue.running += 1
+            queue.next_seq = work.seq_id + 1
+            del queue.waiting[work.seq_id]
+        return batch
+
+    def done(self, work: Work, now: float) -> None:
+        """`work` was executed, or failed: its run may go on."""
+        queue = self._runs.get(work.run)
+        if queue is not None:
+            queue.running -= 1
+            self._watch_gap(queue, now)
+
+    def _owner(self, work: Work) -> str:
+        return self._runs[work.run].owner

@@ -1,0 +1,97 @@
+"""Every engine there is, on the smallest model it can have; a test here holds for all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.tiny import tiny_model
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    DropAdapter,
+    Engine,
+    EngineConfig,
+    ForwardBackward,
+    OptimStep,
+    Pass,
+    build_engine,
+)
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import AdamParams, LoraConfig
+
+LORA = LoraConfig(rank=4, seed=7)
+_names = (f"run-{i}" for i in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session", params=["fake", "torch"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    if request.param == "fake":
+        return EngineConfig("fake-model", kind="fake", max_context=256)
+    path = tiny_model(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=256)
+    return EngineConfig(str(path), device="cpu", kv_bytes=2 << 20, threads=1)
+
+
+@pytest.fixture(scope="module")
+def engine(config: EngineConfig) -> Iterator[Engine]:
+    engine = build_engine(config)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def run(engine: Engine) -> Iterator[str]:
+    name = new_run(engine)
+    yield name
+    engine.trainer.run(DropAdapter(name))
+
+
+def new_run(engine: Engine, lora: LoraConfig = LORA) -> str:
+    name = next(_names)
+    engine.trainer.run(CreateAdapter(name, lora))
+    return name
+
+
+def tokens(engine: Engine, seed: int, length: int) -> np.ndarray:
+    """Random token ids, the end-of-sequence one left out."""
+    low = max(engine.info.eos_ids) + 1
+    return np.random.default_rng(seed).integers(low, engine.info.vocab_size, length).astype(np.int32)
+
+
+def datum(ids: np.ndarray, **inputs: np.ndarray) -> Datum:
+    """Predict each of `ids` from those before it."""
+    given = {"target_tokens": ids[1:].astype(np.int64), **inputs}
+    return Datum(ModelInput.from_ints(ids[:-1]), given)
+
+
+def forward_backward(
+    engine: Engine, run: str, data: list[Datum], loss_fn: str = "cross_entropy", **more
+) -> ForwardBackwardOutput:
+    (out,) = engine.trainer.run(ForwardBackward((Pass(run, data, loss_fn, **more),)))
+    assert isinstance(out, ForwardBackwardOutput), out
+    return out
+
+
+def logprobs(engine: Engine, run: str, ids: np.ndarray) -> np.ndarray:
+    """The trainer's logprob of each of `ids` but the first."""
+    out = forward_backward(engine, run, [datum(ids)], backward=False)
+    return out.loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def train(engine: Engine, run: str, ids: np.ndarray, steps: int = 1, learning_rate: float = 1e-2) -> None:
+    for _ in range(steps):
+        forward_backward(engine, run, [datum(ids)])
+        engine.trainer.run(OptimStep(run, AdamParams(learning_rate=learning_rate)))
+
+
+def files(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}

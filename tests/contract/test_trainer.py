@@ -1,0 +1,405 @@
+"""What every trainer promises."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.contract.conftest import (
+    LORA,
+    datum,
+    files,
+    forward_backward,
+    logprobs,
+    new_run,
+    tokens,
+    train,
+)
+from tinkex.engine.protocol import (
+    ClearGradients,
+    CreateAdapter,
+    DropAdapter,
+    Engine,
+    EngineError,
+    Failure,
+    ForwardBackward,
+    LoadAdapter,
+    OptimStep,
+    Pass,
+    SaveAdapter,
+)
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import AdamParams, LoraConfig
+
+STEP = AdamParams(learning_rate=1e-2)
+
+
+# -- passes ----------------------------------------------------------------------------------------------
+
+
+def test_every_datum_gets_its_logprobs_in_order(engine: Engine, run: str):
+    sequences = [tokens(engine, seed, length) for seed, length in enumerate((9, 3, 30, 2))]
+    out = forward_backward(engine, run, [datum(ids) for ids in sequences])
+    assert len(out.loss_fn_outputs) == 4
+    for ids, output in zip(sequences, out.loss_fn_outputs, strict=True):
+        lp = output["logprobs"]
+        assert lp.dtype == "float32"
+        assert lp.dense_shape == (len(ids) - 1,)
+        assert (lp.to_numpy() < 0).all()
+        np.testing.assert_allclose(lp.to_numpy(), logprobs(engine, run, ids), atol=1e-5)
+
+
+def _expected_loss(name: str, lp: np.ndarray, lq: np.ndarray, adv: np.ndarray) -> float:
+    ratio = np.exp(lp - lq)
+    match name:
+        case "cross_entropy":
+            return -(adv * lp).sum()
+        case "importance_sampling":
+            return -(ratio * adv).sum()
+        case "ppo":
+            return -np.minimum(ratio * adv, np.clip(ratio, 0.8, 1.2) * adv).sum()
+        case "cispo":
+            return -(np.clip(ratio, 0.0, 4.0) * lp * adv).sum()
+        case "dro":
+            return -(lp * adv - 0.5 * 0.05 * (lp - lq) ** 2).sum()
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
+def test_losses_are_sums_by_the_wires_formulas(engine: Engine, run: str, name: str):
+    assert name in engine.info.losses
+    rng = np.random.default_rng(3)
+    data, expected = [], 0.0
+    for length in (7, 12):
+        ids = tokens(engine, length, length)
+        lp = logprobs(engine, run, ids).astype(np.float64)
+        adv = rng.normal(size=length - 1).astype(np.float32)
+        lq = (lp + rng.normal(size=length - 1) * 0.4).astype(np.float32)
+        expected += _expected_loss(name, lp, lq.astype(np.float64), adv.astype(np.float64))
+        inputs = {"weights": adv} if name == "cross_entropy" else {"logprobs": lq, "advantages": adv}
+        data.append(datum(ids, **inputs))
+    settings = {"loss_fn_config": {"beta": 0.05}} if name == "dro" else {}
+    out = forward_backward(engine, run, data, name, **settings)
+    assert out.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_missing_weights_are_ones(engine: Engine, run: str):
+    ids = tokens(engine, 1, 10)
+    out = forward_backward(engine, run, [datum(ids)])
+    assert out.metrics["loss:sum"] == pytest.approx(-logprobs(engine, run, ids).sum(), rel=1e-5)
+
+
+def test_wide_targets_have_wide_logprobs(engine: Engine, run: str):
+    ids = tokens(engine, 2, 6)
+    targets = np.stack([ids[1:], ids[:-1], ids[1:]], axis=1).astype(np.int64)
+    weights = np.random.default_rng(0).normal(size=targets.shape).astype(np.float32)
+    inputs = {"target_tokens": targets, "weights": weights}
+    out = forward_backward(engine, run, [Datum(ModelInput.from_ints(ids[:-1]), inputs)])
+    lp = out.loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert lp.shape == (5, 3)
+    np.testing.assert_allclose(lp[:, 0], logprobs(engine, run, ids), atol=1e-5)
+    np.testing.assert_allclose(lp[:, 0], lp[:, 2], atol=1e-6)
+    assert out.metrics["loss:sum"] == pytest.approx(-(lp * weights).sum(), rel=1e-4, abs=1e-4)
+
+
+def test_metric_names_have_one_reduction_each(engine: Engine, run: str):
+    out = forward_backward(engine, run, [datum(tokens(engine, 1, 5))])
+    assert "loss:sum" in out.metrics
+    for name in out.metrics:
+        assert name.count(":") == 1
+        assert name.rsplit(":")[1] in ("sum", "mean", "min", "max", "slack", "hash2", "unique")
+
+
+def test_progress_ends_at_one(engine: Engine, run: str):
+    seen: list[float] = []
+    work = Pass(run, [datum(tokens(engine, s, 20)) for s in range(4)], "cross_entropy")
+    engine.trainer.run(ForwardBackward((work,)), seen.append)
+    assert seen[-1] == 1.0
+    assert seen == sorted(seen)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def _bad(engine: Engine, what: str) -> tuple[list[Datum], dict]:
+    ids = tokens(engine, 5, 8)
+    good, nothing = datum(ids), {}
+    wide = np.zeros((7, 2), np.int64)
+    huge = np.full(7, engine.info.vocab_size, np.int64)
+    cases: dict[str, tuple[list[Datum], dict]] = {
+        "no datum": ([], nothing),
+        "no tokens": ([Datum(ModelInput.empty(), {"target_tokens": np.empty(0, np.int64)})], nothing),
+        "no target_tokens": ([good, Datum(ModelInput.from_ints(ids), {})], nothing),
+        "a token outside": ([good, Datum(ModelInput.from_ints(huge), {"target_tokens": huge * 0})], nothing),
+        "a target outside": ([good, Datum(ModelInput.from_ints(ids[1:]), {"target_tokens": huge})], nothing),
+        "a negative target": ([good, Datum(ModelInput.from_ints(ids[1:]), {"target_tokens": -huge})], {}),
+        "too few targets": ([good, Datum(ModelInput.from_ints(ids), {"target_tokens": huge * 0})], nothing),
+        "float targets": ([Datum(ModelInput.from_ints(ids[1:]), {"target_tokens": np.zeros(7)})], nothing),
+        "weights of another length": ([good, datum(ids, weights=np.ones(3))], nothing),
+        "weights not finite": ([good, datum(ids, weights=np.full(7, np.nan))], nothing),
+        "a key nobody knows": ([good, datum(ids, wieghts=np.ones(7))], nothing),
+        "too long": ([good, datum(tokens(engine, 1, engine.info.max_context + 2))], nothing),
+        "a loss nobody knows": ([good], {"loss_fn": "cross_entropi"}),
+        "a loss without its inputs": ([good], {"loss_fn": "ppo"}),
+        "a setting nobody knows": ([good], {"loss_fn_config": {"gamma": 1.0}}),
+        "dro without beta": ([datum(ids, logprobs=np.zeros(7), advantages=np.ones(7))], {"loss_fn": "dro"}),
+        "wide targets where not": (
+            [Datum(ModelInput.from_ints(ids[1:]), {"target_tokens": wide, "logprobs": wide * 0.0,
+                                                   "advantages": wide * 0.0})],
+            {"loss_fn": "importance_sampling"},
+        ),
+    }  # fmt: skip
+    return cases[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("no datum", "datum"),
+        ("no tokens", "datum 0"),
+        ("no target_tokens", "datum 1.*target_tokens"),
+        ("a token outside", "datum 1.*model_input"),
+        ("a target outside", "datum 1.*target_tokens"),
+        ("a negative target", "datum 1.*target_tokens"),
+        ("too few targets", "datum 1.*target_tokens"),
+        ("float targets", "datum 0.*target_tokens"),
+        ("weights of another length", "datum 1.*weights"),
+        ("weights not finite", "datum 1.*weights"),
+        ("a key nobody knows", "datum 1.*wieghts"),
+        ("too long", "datum 1.*model_input"),
+        ("a loss nobody knows", "cross_entropi"),
+        ("a loss without its inputs", "datum 0.*logprobs"),
+        ("a setting nobody knows", "gamma"),
+        ("dro without beta", "beta"),
+        ("wide targets where not", "datum 0.*target_tokens"),
+    ],
+)
+def test_wrong_content_fails_its_pass_alone_and_adds_nothing(engine: Engine, run: str, what: str, named: str):
+    data, settings = _bad(engine, what)
+    settings = {"loss_fn": "cross_entropy", **settings}
+    good = Pass(run, [datum(tokens(engine, 1, 6))], "cross_entropy", backward=False)
+    bad = Pass(run, data, **settings)
+    first, failure, last = engine.trainer.run(ForwardBackward((good, bad, good)))
+    assert isinstance(failure, Failure)
+    assert failure.category == "user"
+    assert re.search(named, failure.message), failure.message
+    for out in (first, last):
+        assert isinstance(out, ForwardBackwardOutput)
+    assert engine.trainer.run(OptimStep(run, STEP))["skipped"] == 1.0
+
+
+def test_a_run_that_is_not_there(engine: Engine):
+    (failure,) = engine.trainer.run(
+        ForwardBackward((Pass("nobody", [datum(tokens(engine, 1, 4))], "cross_entropy"),))
+    )
+    assert isinstance(failure, Failure)
+    assert "nobody" in failure.message
+    for command in (OptimStep("nobody", STEP), ClearGradients("nobody"), SaveAdapter("nobody", Path("x"))):
+        with pytest.raises(EngineError, match="nobody"):
+            engine.trainer.run(command)
+    engine.trainer.run(DropAdapter("nobody"))
+
+
+def test_a_run_cannot_be_created_twice(engine: Engine, run: str):
+    with pytest.raises(EngineError, match=run) as caught:
+        engine.trainer.run(CreateAdapter(run, LORA))
+    assert caught.value.category == "user"
+
+
+# -- steps -------------------------------------------------------------------------------------------------
+
+
+def test_steps_lower_the_loss(engine: Engine, run: str):
+    ids = tokens(engine, 4, 20)
+    before = logprobs(engine, run, ids).sum()
+    train(engine, run, ids, steps=10)
+    assert logprobs(engine, run, ids).sum() > before + 1.0
+
+
+def test_a_step_without_gradients_changes_nothing_and_says_so(engine: Engine, run: str):
+    ids = tokens(engine, 4, 10)
+    train(engine, run, ids)
+    before = logprobs(engine, run, ids)  # a forward alone leaves no gradients
+    assert engine.trainer.run(OptimStep(run, AdamParams(learning_rate=1.0)))["skipped"] == 1.0
+    np.testing.assert_array_equal(logprobs(engine, run, ids), before)
+
+
+def test_cleared_gradients_are_gone(engine: Engine, run: str):
+    forward_backward(engine, run, [datum(tokens(engine, 4, 10))])
+    engine.trainer.run(ClearGradients(run))
+    assert engine.trainer.run(OptimStep(run, STEP))["skipped"] == 1.0
+
+
+def test_a_step_reports_its_norm_and_rate(engine: Engine, run: str):
+    forward_backward(engine, run, [datum(tokens(engine, 4, 10))])
+    metrics = engine.trainer.run(OptimStep(run, STEP))
+    assert metrics["grad_norm"] > 0
+    assert metrics["learning_rate"] == 1e-2
+    assert metrics["skipped"] == 0.0
+
+
+def test_two_passes_then_a_step_equal_one_pass_on_the_union(engine: Engine):
+    data = [datum(tokens(engine, seed, 12)) for seed in range(4)]
+    apart, together = new_run(engine), new_run(engine)
+    forward_backward(engine, apart, data[:1])
+    forward_backward(engine, apart, data[1:])
+    forward_backward(engine, together, data)
+    for run in (apart, together):
+        engine.trainer.run(OptimStep(run, STEP))
+    ids = tokens(engine, 0, 12)
+    np.testing.assert_allclose(logprobs(engine, apart, ids), logprobs(engine, together, ids), atol=1e-4)
+
+
+def test_runs_do_not_touch_each_other(engine: Engine):
+    ids = tokens(engine, 0, 12)
+    alone = new_run(engine)
+    train(engine, alone, ids, steps=2)
+    crowd = [new_run(engine, LoraConfig(rank=r, seed=7)) for r in (4, 1, 8, 3)]
+    bystander = new_run(engine)
+    untouched = logprobs(engine, bystander, ids)
+    for step in range(2):
+        others = tuple(
+            Pass(r, [datum(tokens(engine, 10 * step + i, 15))], "cross_entropy")
+            for i, r in enumerate(crowd[1:])
+        )
+        engine.trainer.run(ForwardBackward((Pass(crowd[0], [datum(ids)], "cross_entropy"), *others)))
+        for run in crowd:
+            engine.trainer.run(OptimStep(run, STEP))
+    np.testing.assert_allclose(logprobs(engine, crowd[0], ids), logprobs(engine, alone, ids), atol=1e-5)
+    np.testing.assert_array_equal(logprobs(engine, bystander, ids), untouched)
+
+
+def test_a_gradient_that_is_not_finite_fails_its_step_alone(engine: Engine, run: str):
+    ids = tokens(engine, 0, 12)
+    train(engine, run, ids)
+    before = logprobs(engine, run, ids)
+    forward_backward(engine, run, [datum(ids, weights=np.full(11, 3e38, np.float32))] * 4)
+    with pytest.raises(EngineError, match="not finite") as caught:
+        engine.trainer.run(OptimStep(run, STEP))
+    assert caught.value.category == "user"
+    np.testing.assert_array_equal(logprobs(engine, run, ids), before)
+    assert engine.trainer.run(OptimStep(run, STEP))["skipped"] == 1.0
+
+
+def test_clipping_bounds_the_step_by_the_global_norm(engine: Engine, run: str):
+    forward_backward(engine, run, [datum(tokens(engine, 4, 10))])
+    metrics = engine.trainer.run(OptimStep(run, AdamParams(learning_rate=0.0, grad_clip_norm=1e-6)))
+    assert metrics["grad_norm"] > 1e-6  # as it was before
+
+
+# -- saving ------------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_resumes_exactly(engine: Engine, run: str, tmp_path: Path):
+    ids = tokens(engine, 0, 12)
+    train(engine, run, ids, steps=2)
+    written = engine.trainer.run(SaveAdapter(run, tmp_path / "state", optimizer=True))
+    assert written == sum(path.stat().st_size for path in (tmp_path / "state").iterdir())
+    train(engine, run, ids, steps=2)
+    for optimizer in (True, False):
+        resumed = f"resumed-{optimizer}-{run}"
+        lora = engine.trainer.run(LoadAdapter(resumed, tmp_path / "state", optimizer=optimizer))
+        assert (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) == (4, True, True, True)
+        train(engine, resumed, ids, steps=2)
+        same = np.array_equal(logprobs(engine, resumed, ids), logprobs(engine, run, ids))
+        assert same == optimizer
+        engine.trainer.run(DropAdapter(resumed))
+
+
+def test_loading_replaces_the_adapter_and_clears_the_gradients(engine: Engine, run: str, tmp_path: Path):
+    ids = tokens(engine, 0, 12)
+    train(engine, run, ids)
+    engine.trainer.run(SaveAdapter(run, tmp_path / "one"))
+    saved = logprobs(engine, run, ids)
+    train(engine, run, ids, steps=2)
+    forward_backward(engine, run, [datum(ids)])
+    engine.trainer.run(LoadAdapter(run, tmp_path / "one"))
+    np.testing.assert_array_equal(logprobs(engine, run, ids), saved)
+    assert engine.trainer.run(OptimStep(run, STEP))["skipped"] == 1.0
+
+
+def test_saving_is_whole_and_never_over_something(engine: Engine, run: str, tmp_path: Path):
+    engine.trainer.run(SaveAdapter(run, tmp_path / "a"))
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files(tmp_path / "a")
+    assert files(tmp_path) == {"a"}  # nothing temporary is left
+    with pytest.raises(EngineError, match="exist") as caught:
+        engine.trainer.run(SaveAdapter(run, tmp_path / "a"))
+    assert caught.value.category == "user"
+    ids = tokens(engine, 0, 12)
+    train(engine, run, ids)
+    engine.trainer.run(SaveAdapter(run, tmp_path / "a", overwrite=True))
+    assert files(tmp_path) == {"a"}
+    engine.trainer.run(LoadAdapter("over", tmp_path / "a"))
+    np.testing.assert_array_equal(logprobs(engine, "over", ids), logprobs(engine, run, ids))
+    engine.trainer.run(DropAdapter("over"))
+
+
+def test_what_does_not_fit_is_refused_by_name(engine: Engine, run: str, tmp_path: Path):
+    other = new_run(engine, LoraConfig(rank=8))
+    engine.trainer.run(SaveAdapter(other, tmp_path / "rank8"))
+    before = logprobs(engine, run, tokens(engine, 0, 12))
+    for command, named in (
+        (LoadAdapter(run, tmp_path / "rank8"), "rank"),
+        (LoadAdapter(run, tmp_path / "nothing"), "nothing"),
+        (LoadAdapter(other, tmp_path / "rank8", optimizer=True), "optimizer"),
+    ):
+        with pytest.raises(EngineError, match=named) as caught:
+            engine.trainer.run(command)
+        assert caught.value.category == "user"
+    np.testing.assert_array_equal(logprobs(engine, run, tokens(engine, 0, 12)), before)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_adapter(engine: Engine):
+    ids = tokens(engine, 0, 12)
+    results = []
+    for seed in (1, 1, 2):
+        run = new_run(engine, LoraConfig(rank=4, seed=seed))
+        train(engine, run, ids)
+        results.append(logprobs(engine, run, ids))
+    np.testing.assert_array_equal(results[0], results[1])
+    assert not np.array_equal(results[0], results[2])
+
+
+def test_a_dropped_run_is_gone_and_its_name_free(engine: Engine):
+    run = new_run(engine)
+    live = engine.stats()["adapters_live"]
+    engine.trainer.run(DropAdapter(run))
+    engine.trainer.run(DropAdapter(run))
+    assert engine.stats()["adapters_live"] == live - 1
+    engine.trainer.run(CreateAdapter(run, LoraConfig(rank=2)))
+    engine.trainer.run(DropAdapter(run))
+
+
+def test_any_thread_may_call(engine: Engine):
+    ids = tokens(engine, 0, 12)
+
+    def work(_: int) -> np.ndarray:
+        run = new_run(engine)
+        train(engine, run, ids, steps=2)
+        return logprobs(engine, run, ids)
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(work, range(12)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_commands_can_be_pickled(engine: Engine):
+    ids = tokens(engine, 0, 5)
+    for command in (
+        CreateAdapter("r", LORA),
+        ForwardBackward((Pass("r", [datum(ids)], "cross_entropy"),)),
+        OptimStep("r", STEP),
+        SaveAdapter("r", Path("d")),
+        LoadAdapter("r", Path("d"), optimizer=True),
+    ):
+        assert repr(pickle.loads(pickle.dumps(command))) == repr(command)

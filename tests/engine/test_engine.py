@@ -1,0 +1,345 @@
+"""The thread that training and sampling share, and how an engine is planned."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.tiny import tiny_model
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    EngineConfig,
+    EngineError,
+    ForwardBackward,
+    Pass,
+    SampleWork,
+    build_engine,
+)
+from tinkex.engine.torch import threads
+from tinkex.engine.torch.engine import TorchEngine, choose_device
+from tinkex.engine.torch.kv import PAGE
+from tinkex.engine.torch.threads import ComputeThreads, threads_beside
+from tinkex.engine.torch.worker import Worker
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.params import LoraConfig, SamplingParams
+
+PAGE_BYTES = 2 * 2 * PAGE * 2 * 16 * 4  # keys and values, two layers, two heads of 16, float32
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model"), "llama3"))
+
+
+@pytest.fixture
+def engine(model: str) -> Iterator[TorchEngine]:
+    config = EngineConfig(model, device="cpu", kv_bytes=40 * PAGE_BYTES, max_pass_tokens=64, threads=1)
+    engine = build_engine(config)
+    assert isinstance(engine, TorchEngine)
+    yield engine
+    engine.close()
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
+
+
+def work(seed: int = 0, length: int = 10, max_tokens: int = 20, **more) -> SampleWork:
+    return SampleWork(prompt(seed, length), SamplingParams(max_tokens=max_tokens, stop=[], seed=seed), **more)
+
+
+def data(count: int, length: int = 50) -> list[Datum]:
+    return [
+        Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:].astype(np.int64)})
+        for ids in (prompt(seed, length) for seed in range(count))
+    ]
+
+
+# -- turns -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_decoding_goes_on_between_the_micro_batches_of_a_pass(engine: TorchEngine):
+    engine.trainer.run(CreateAdapter("run", LoraConfig(rank=2)))
+    streamed: list[int] = []
+    sampled_at: list[int] = []
+    started = threading.Event()
+
+    def on_tokens(*_) -> None:
+        streamed.append(1)
+        started.set()
+
+    task = asyncio.create_task(engine.sampler.sample(work(max_tokens=200, on_tokens=on_tokens)))
+    await asyncio.to_thread(started.wait)
+    command = ForwardBackward((Pass("run", data(10), "cross_entropy"),))  # one datum each: ten micro-batches
+    await asyncio.to_thread(engine.trainer.run, command, lambda _: sampled_at.append(len(streamed)))
+    assert len(sampled_at) == 10
+    assert np.diff(sampled_at).tolist() == [1] * 9  # a step after each micro-batch, and no more than one
+    assert len((await task).sequences[0].tokens) == 200
+
+
+@pytest.mark.anyio
+async def test_many_commands_do_not_starve_sampling(engine: TorchEngine):
+    engine.trainer.run(CreateAdapter("run", LoraConfig(rank=2)))
+    stop = threading.Event()
+
+    def keep_training() -> int:
+        count = 0
+        while not stop.is_set():
+            engine.trainer.run(ForwardBackward((Pass("run", data(1), "cross_entropy"),)))
+            count += 1
+        return count
+
+    training = [asyncio.create_task(asyncio.to_thread(keep_training)) for _ in range(3)]
+    response = await engine.sampler.sample(work(max_tokens=50))
+    stop.set()
+    assert len(response.sequences[0].tokens) == 50
+    assert sum(await asyncio.gather(*training)) >= 25  # one command to a step, or nearly
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("busy", [False, True])
+async def test_cancelling_frees_pages_also_of_those_that_wait(engine: TorchEngine, busy: bool):
+    """Forty pages: not all of these fit, so some run, some wait and some were preempted."""
+    tasks = [asyncio.create_task(engine.sampler.sample(work(i, 60, 120))) for i in range(12)]
+    while engine.stats()["sequences_running"] == 0 or (busy and engine.stats()["preemptions"] == 0):
+        await asyncio.sleep(0.001)
+    assert engine.stats()["sequences_waiting"] > 0
+    for task in tasks:
+        task.cancel()
+    assert all(
+        isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*tasks, return_exceptions=True)
+    )
+    await engine.sampler.retire("nobody")  # an errand too: what was posted before it is done
+    stats = engine.stats()
+    assert stats["kv_pages_used"] == stats["sequences_running"] == stats["sequences_waiting"] == 0
+
+
+@pytest.mark.anyio
+async def test_a_request_cancelled_before_its_turn_never_starts(engine: TorchEngine):
+    seen: list[int] = []
+    begun, release = threading.Event(), threading.Event()
+    engine._worker.job(lambda: (begun.set(), release.wait()))
+    await asyncio.to_thread(begun.wait)
+    task = asyncio.create_task(engine.sampler.sample(work(on_tokens=lambda *_: seen.append(1))))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
+    await engine.sampler.sample(work(1))
+    assert not seen
+
+
+@pytest.mark.anyio
+async def test_a_refusal_does_not_wait_for_its_turn(engine: TorchEngine):
+    release = threading.Event()
+    engine._worker.job(release.wait)
+    try:
+        with pytest.raises(EngineError, match="context window"):
+            await asyncio.wait_for(engine.sampler.sample(work(max_tokens=500)), timeout=10)
+    finally:
+        release.set()
+
+
+@pytest.mark.anyio
+async def test_what_a_callback_asks_of_its_engine_is_refused_not_deadlocked(engine: TorchEngine):
+    def on_tokens(*_) -> None:
+        engine.trainer.run(CreateAdapter("inner", LoraConfig(rank=2)))
+
+    with pytest.raises(EngineError, match="cannot wait for the engine"):
+        await engine.sampler.sample(work(on_tokens=on_tokens))
+    assert len((await engine.sampler.sample(work())).sequences[0].tokens) == 20
+
+
+# -- the worker --------------------------------------------------------------------------------------------
+
+
+class Idle:
+    busy = False
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.busy = False
+        raise RuntimeError("a bug")
+
+    def fail_all(self, error: EngineError) -> None:
+        self.failed = error
+
+
+def test_jobs_run_in_order_and_errors_stay_theirs():
+    worker = Worker(Idle(), lambda: lambda: None)
+    done: list[int] = []
+    futures: list[Future[object]] = [worker.job(lambda i=i: done.append(i)) for i in range(20)]
+    broken = worker.job(lambda: 1 // 0)
+    refused = worker.job(lambda: choose_device(EngineConfig("m", device="nonsense")))
+    after = worker.job(lambda: "still here")
+    assert after.result(timeout=10) == "still here"
+    assert done == list(range(20))
+    assert all(f.done() for f in futures)
+    with pytest.raises(EngineError, match="ZeroDivisionError") as caught:
+        broken.result()
+    assert caught.value.category == "server"
+    with pytest.raises(EngineError):
+        refused.result()
+    worker.close()
+
+
+def test_errands_overtake_jobs_where_a_job_allows_it():
+    worker = Worker(Idle(), lambda: lambda: None)
+    order: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def long_job() -> None:
+        begun.set()
+        go.wait()
+        order.append("half")
+        worker.between()
+        order.append("whole")
+
+    first = worker.job(long_job)
+    begun.wait()
+    second = worker.job(lambda: order.append("next"))
+    worker.errand(lambda: order.append("errand"))
+    go.set()
+    second.result(timeout=10)
+    first.result(timeout=10)
+    assert order == ["half", "errand", "whole", "next"]
+    worker.close()
+
+
+def test_a_bug_in_a_step_does_not_end_the_thread():
+    steps = Idle()
+    worker = Worker(steps, lambda: lambda: None)
+    worker.errand(lambda: setattr(steps, "busy", True)).result(timeout=10)
+    assert worker.job(lambda: "still here").result(timeout=10) == "still here"
+    worker.close()
+    assert steps.steps == 1
+
+
+def test_closing_interrupts_a_long_job_and_fails_those_behind_it():
+    worker = Worker(Idle(), lambda: lambda: None)
+    begun = threading.Event()
+
+    def endless() -> None:
+        begun.set()
+        while True:
+            worker.between()
+            time.sleep(0.001)
+
+    running, queued = worker.job(endless), worker.job(lambda: None)
+    begun.wait()
+    worker.close()
+    for future in (running, queued):
+        with pytest.raises(EngineError, match="closed"):
+            future.result(timeout=10)
+    with pytest.raises(EngineError, match="closed"):
+        worker.job(lambda: None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_takes_nobody_with_it():
+    def begin():
+        raise SystemExit  # the quietest way for a thread to die
+
+    worker = Worker(Idle(), begin)
+    with pytest.raises(EngineError, match="closed"):
+        worker.job(lambda: None).result(timeout=10)
+    worker._thread.join(timeout=10)
+
+
+def test_errands_that_came_before_the_end_are_still_run():
+    """So that a request which just arrived is known to the steps, and fails with all others."""
+    worker = Worker(Idle(), lambda: lambda: None)
+    begun, release = threading.Event(), threading.Event()
+    worker.job(lambda: (begun.set(), release.wait()))
+    begun.wait()
+    errand = worker.errand(lambda: "done")
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while not worker._closed:
+        time.sleep(0.001)
+    release.set()
+    assert errand.result(timeout=10) == "done"
+    closing.join(timeout=10)
+
+
+# -- planning ------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_planned_from_what_is_free_or_as_told(model: str, engine: TorchEngine):
+    assert engine.memory["kv"] == 40 * PAGE_BYTES
+    assert engine.stats()["kv_pages_total"] == 40
+    assert engine.memory["weights"] == 4 * engine.info.parameters
+    planned = build_engine(EngineConfig(model, device="cpu", max_batch=3, adapter_bytes=12345, threads=1))
+    assert isinstance(planned, TorchEngine)
+    assert planned.memory["adapters"] == 12345
+    assert planned.memory["kv"] == 3 * 256 // PAGE * PAGE_BYTES  # three full contexts: no more is ever used
+    assert planned.memory["kv"] + planned.memory["activations"] < planned.memory["free"]
+    planned.close()
+
+
+def test_the_context_can_be_made_shorter_but_not_longer(model: str):
+    for asked, got in ((100, 100), (10**6, 256)):
+        engine = build_engine(EngineConfig(model, device="cpu", max_context=asked, threads=1))
+        assert engine.info.max_context == got
+        engine.close()
+
+
+def test_what_an_engine_says_of_its_model(engine: TorchEngine):
+    assert engine.info.arch == "llama"
+    assert engine.info.vocab_size == 320
+    assert engine.info.eos_ids == (2, 3)
+    assert engine.info.layers == 2
+    assert {"cross_entropy", "ppo", "custom"} <= set(engine.info.losses)
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(EngineError, match="no CUDA device") as caught:
+        build_engine(EngineConfig(str(tmp_path), device="cuda"))
+    assert caught.value.category == "user"
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "count"),
+    [(0.0, 2, 2), (0.3, 2, 2), (0.5, 2, 1), (1.0, 2, 1), (5.0, 2, 1), (0.2, 1, 1), (2.1, 8, 6)],
+)
+def test_threads_leave_to_others_the_cores_they_use(load: float, cores: int, count: int):
+    assert threads_beside(load, cores) == count
+
+
+def test_threads_follow_what_others_use(monkeypatch: pytest.MonkeyPatch):
+    """A clock of our own: (now, CPU seconds of everyone, CPU seconds of this process)."""
+    clock = iter([(0.0, 0.0, 0.0), (10.0, 20.0, 19.0), (20.0, 40.0, 29.0), (30.0, 50.0, 38.0)])
+    set_to: list[int] = []
+    monkeypatch.setattr(ComputeThreads, "_used", lambda self: next(clock))
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads.time, "monotonic", lambda: 1e9)
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    chosen = ComputeThreads(None)
+    for _ in range(3):
+        chosen.adjust()
+    assert set_to == [2, 1, 2]  # alone; then others used a whole core; then they went
+    fixed = ComputeThreads.__new__(ComputeThreads)
+    fixed._fixed = 1
+    fixed.adjust()  # a number that was given is final
+    assert set_to == [2, 1, 2]

@@ -1,0 +1,427 @@
+"""GGUF files against transformers' own reading of them: a real one, and tiny ones of each architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.engine.test_model import hidden, sequences
+from tests.engine.tiny import reference_logits, reference_model, tiny_model
+from tinkex.engine.torch.gguf import GgufModel, convert_gguf
+from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
+from tinkex.engine.torch.load import load_decoder
+from tinkex.errors import InvalidInputError
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world! It's a test; don't you think?",
+    "Σ naïve café — “quotes” … 日本語 한국어 🎉👩‍👩‍👧",
+    "def f(x):\n    return x + 1\n\n\n# end\t\ttabs  and   spaces   ",
+    "Numbers: 3.14159 and 1,000,000 and 2024-01-02",
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "MixedCASE WORDS and_snake_case, URLs: https://example.org/a?b=c&d=%20",
+]
+
+
+# -- the real model ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def converted(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert_gguf(smollm2_gguf, tmp_path_factory.mktemp("models") / "smollm2")
+
+
+def test_smollm2_weights_and_logits_equal_transformers(smollm2_gguf: Path, converted: Path) -> None:
+    where = {"pretrained_model_name_or_path": smollm2_gguf.parent, "gguf_file": smollm2_gguf.name}
+    reference = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    theirs = reference.state_dict()
+    decoder, directory = load_decoder(smollm2_gguf), load_decoder(converted)
+    assert decoder.config == directory.config
+    assert theirs.keys() - decoder.weights().keys() == {"lm_head.weight"}  # tied
+    for name, weight in decoder.weights().items():
+        assert torch.equal(weight, theirs[name]), name
+        assert torch.equal(weight, directory.weights()[name]), name
+
+    data = sequences((64, 20), vocab=49152)
+    with torch.no_grad():
+        ours = decoder.logits(hidden(decoder, data)).log_softmax(-1)
+        expected = torch.cat([reference(torch.tensor([ids])).logits[0] for ids in data]).log_softmax(-1)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_smollm2_tokenizer_equals_transformers(smollm2_gguf: Path, converted: Path) -> None:
+    ours = AutoTokenizer.from_pretrained(converted)
+    theirs = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    for text in TEXTS:
+        ids = ours(text).input_ids
+        assert ids == theirs(text).input_ids
+        assert ours.decode(ids) == text
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    chat = [{"role": "user", "content": "Hi 12"}, {"role": "assistant", "content": "Yes?"}]
+    for prompt in (False, True):
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        assert ours.apply_chat_template(chat, **options) == theirs.apply_chat_template(chat, **options)
+
+
+def test_smollm2_digits_stand_alone(converted: Path) -> None:
+    """What the file's `pre` asks for and transformers misses: blanks before a digit stay together."""
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("x  12").input_ids)
+    assert pieces == ["x", "ĠĠ", "1", "2"]
+
+
+def test_smollm2_answers(converted: Path) -> None:
+    tokenizer, decoder = AutoTokenizer.from_pretrained(converted), load_decoder(converted)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(decoder.logits(hidden(decoder, [ids])[-1:]).argmax()))
+    assert "Paris" in tokenizer.decode(ids[-12:])
+    assert decoder.config.eos_ids == (2,)
+    assert (decoder.config.vocab_size, decoder.config.max_context) == (49152, 8192)
+
+
+# -- tiny files of every architecture ------------------------------------------------------------------
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+
+
+def write_gguf(file: Path, arch: str, model: Path | None, **metadata: Any) -> Path:
+    """A GGUF of a tiny Hugging Face model (or of no model at all), laid out as llama.cpp's converter does."""
+    writer = gguf.GGUFWriter(file, arch)
+    if model is not None:
+        fields = json.loads((model / "config.json").read_text())
+        for key, value in shape_metadata(fields, arch).items():
+            add(writer, f"{arch}.{key}", value)
+        for name, tensor in gguf_tensors(model, arch, fields).items():
+            writer.add_tensor(name, tensor)
+        count = fields["vocab_size"]
+        defaults = {"tokens": [f"t{i}" for i in range(count)], "token_type": [1] * count, "eos_token_id": 2}
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in defaults.items()} | metadata
+    for key, value in metadata.items():
+        add(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case np.ndarray():
+            writer.add_tensor(key, value)
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+
+
+def shape_metadata(fields: dict[str, Any], arch: str) -> dict[str, Any]:
+    values = {
+        "block_count": fields["num_hidden_layers"],
+        "context_length": fields["max_position_embeddings"],
+        "embedding_length": fields["hidden_size"],
+        "feed_forward_length": fields["intermediate_size"],
+        "attention.head_count": fields["num_attention_heads"],
+        "attention.head_count_kv": fields["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
+        "rope.freq_base": fields["rope_parameters"]["rope_theta"],
+        "vocab_size": fields["vocab_size"],
+    }
+    if arch.startswith("qwen3"):
+        values |= {"attention.key_length": fields["head_dim"], "attention.value_length": fields["head_dim"]}
+    if arch == "qwen3moe":
+        values["expert_count"] = fields["num_local_experts"]
+        values["expert_used_count"] = fields["num_experts_per_tok"]
+        values["expert_feed_forward_length"] = fields["moe_intermediate_size"]
+    return values
+
+
+def gguf_tensors(model: Path, arch: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
+    tensors: dict[str, np.ndarray] = {}
+    state = reference_model(model).state_dict()
+    if fields["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    for name, tensor in state.items():
+        array = tensor.numpy()
+        layer, part = name.removeprefix("model.layers.").split(".", 1) if ".layers." in name else ("", name)
+        if part == "mlp.experts.gate_up_proj":
+            gate, up = np.split(array, 2, axis=1)
+            tensors[f"blk.{layer}.ffn_gate_exps.weight"] = gate
+            tensors[f"blk.{layer}.ffn_up_exps.weight"] = up
+        elif part == "mlp.experts.down_proj":
+            tensors[f"blk.{layer}.ffn_down_exps.weight"] = array
+        else:
+            stem, _, kind = part.rpartition(".")
+            if arch == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+                heads = fields["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
+                array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+            tensors[f"{f'blk.{layer}.' if layer else ''}{NAMES[stem]}.{kind}"] = array
+    return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+
+
+ARCHITECTURES = {"llama": "smollm2", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_equal_the_model_it_was_made_of(tmp_path: Path, arch: str) -> None:
+    model = tiny_model(tmp_path, ARCHITECTURES[arch])
+    decoder, data = load_decoder(write_gguf(tmp_path / "tiny.gguf", arch, model)), sequences()
+    ours = decoder.logits(hidden(decoder, data))
+    torch.testing.assert_close(ours, torch.cat(reference_logits(model, data)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scaling(tmp_path: Path, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    metadata: dict[str, Any] = {"qwen2.rope.scaling.type": kind, "qwen2.rope.scaling.factor": 4.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 64
+        metadata["qwen2.rope.scaling.original_context_length"] = 64
+    model = tiny_model(tmp_path, "qwen2", rope_parameters=rope)
+    decoder = load_decoder(write_gguf(tmp_path / "tiny.gguf", "qwen2", model, **metadata))
+    assert decoder.config.rope == load_decoder(model).config.rope
+
+
+def llama3_divisors(factor: float, theta: float, head_dim: int) -> np.ndarray:
+    """The divisors of the rotary frequencies that Llama 3 files carry, from their published definition."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        if wavelength < 8192 / 4:
+            divisors.append(1.0)
+        elif wavelength > 8192 / 1:
+            divisors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+def test_llama3_frequencies(tmp_path: Path) -> None:
+    theta = 500000.0
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = tiny_model(tmp_path, "llama2", rope_parameters=rope)
+    divisors = llama3_divisors(32.0, theta, 16)
+    decoder = load_decoder(write_gguf(tmp_path / "a.gguf", "llama", model, **{"rope_freqs.weight": divisors}))
+    assert decoder.config.rope.inv_freq == pytest.approx(load_decoder(model).config.rope.inv_freq)
+    divisors[2] = 7.0
+    odd = write_gguf(tmp_path / "b.gguf", "llama", model, **{"rope_freqs.weight": divisors})
+    with pytest.raises(InvalidInputError, match=r"rope_freqs\.weight"):
+        load_decoder(odd)
+
+
+def test_padding_ids_are_not_counted(tmp_path: Path) -> None:
+    types = {"tokenizer.ggml.token_type": [1] * 300 + [5] * 20, "tokenizer.ggml.eot_token_id": 5}
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tiny_model(tmp_path, "qwen2"), **types)
+    config = load_decoder(file).config
+    assert (config.vocab_size, config.padded_vocab, config.eos_ids) == (300, 320, (2, 5))
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """A small SentencePiece-like vocabulary: marks, bytes, then pieces with falling scores."""
+    words = [
+        "▁t",
+        "he",
+        "▁the",
+        "in",
+        "er",
+        "▁a",
+        "▁in",
+        "an",
+        "▁an",
+        "and",
+        "▁and",
+        "ing",
+        "▁wor",
+        "ld",
+        "▁w",
+    ]
+    words += [
+        "or",
+        "▁world",
+        "▁▁",
+        "▁▁▁▁",
+        "ll",
+        "▁he",
+        "llo",
+        "▁hello",
+        "!!",
+        "12",
+        "123",
+        "é",
+        "▁é",
+        "日本",
+    ]
+    marks, byte = ["<unk>", "<s>", "</s>"], [f"<0x{i:02X}>" for i in range(256)]
+    letters = sorted(
+        {char for word in words for char in word} | set("abcdefghijklmnopqrstuvwxyz .,!?0123456789本")
+    )
+    tokens = [*marks, *byte, *words, *(char for char in letters if char != " ")]
+    ranks = [-float(i) for i in range(len(tokens) - 259)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + ranks,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(ranks),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "llama.context_length": 128,
+    }
+
+
+def test_sentencepiece_tokenizer_equals_transformers(tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata()
+    model = tiny_model(tmp_path, "llama2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", model, **metadata)
+    ours = AutoTokenizer.from_pretrained(convert_gguf(file, tmp_path / "converted"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    for text in [*TEXTS[2:], "hello world", "the   and    an", "123 12 日本語 \n\t"]:
+        begin, *ids = ours(text).input_ids
+        assert begin == 1  # these files mean it unless they say otherwise; transformers wants it said
+        assert ids == theirs(text, add_special_tokens=False).input_ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    # a blank is put before every text, also before one that begins with blanks, as Llama 2 was trained
+    assert ours.convert_ids_to_tokens(ours("  the").input_ids) == ["<s>", "▁▁", "▁the"]
+
+
+def byte_bpe_metadata(pre: str, arch: str) -> dict[str, Any]:
+    """Bytes in GPT-2's printable form, a few merges, two marks."""
+    from tokenizers import pre_tokenizers
+
+    merges = ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ġ Ġ", "i n", "Ċ Ċ", "' s", "l l"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    marks = ["<|begin|>", "<|im_end|>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*tokens, *marks],
+        "tokenizer.ggml.token_type": [1] * len(tokens) + [3] * 2,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": len(tokens),
+        "tokenizer.ggml.eos_token_id": len(tokens) + 1,
+        f"{arch}.context_length": 128,
+    }
+
+
+def tokens_of(tmp_path: Path, pre: str, text: str) -> list[str]:
+    model = GgufModel(write_gguf(tmp_path / f"{pre}.gguf", "qwen2", None, **byte_bpe_metadata(pre, "qwen2")))
+    directory = tmp_path / pre
+    directory.mkdir()
+    write_tokenizer(model, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    return tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+
+
+def test_each_way_of_cutting_text(tmp_path: Path) -> None:
+    """One vocabulary cuts numbers and blanks as `tokenizer.ggml.pre` says; Llama 3 begins with its mark."""
+    text = "the  1234"
+    assert tokens_of(tmp_path, "gpt-2", text) == ["t", "he", "Ġ", "Ġ", "123", "4"]
+    assert tokens_of(tmp_path, "smollm", text) == ["t", "he", "ĠĠ", "1", "2", "3", "4"]
+    assert tokens_of(tmp_path, "qwen2", text) == ["t", "he", "Ġ", "Ġ", "1", "2", "3", "4"]
+    assert tokens_of(tmp_path, "llama-bpe", text) == ["<|begin|>", "t", "he", "Ġ", "Ġ", "123", "4"]
+
+
+def test_qwen2_tokenizer_equals_transformers(tmp_path: Path) -> None:
+    metadata = byte_bpe_metadata("qwen2", "qwen2")
+    model = tiny_model(tmp_path, "qwen2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", model, **metadata)
+    ours = AutoTokenizer.from_pretrained(convert_gguf(file, tmp_path / "converted"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    for text in [*TEXTS[:6], "the 123  in\n\n\nit's THE'S"]:
+        assert ours(text).input_ids == theirs(text).input_ids
+    assert ours("e\u0301").input_ids == ours("é").input_ids  # normalised, as Qwen's own tokenizer is
+
+
+# -- conversion and refusals ---------------------------------------------------------------------------
+
+
+def test_conversion_in_shards_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinkex.engine.torch.gguf._SHARD_BYTES", 50_000)
+    metadata = byte_bpe_metadata("qwen2", "qwen3")
+    model = tiny_model(tmp_path, "qwen3", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen3", model, **metadata)
+    directory = convert_gguf(file, tmp_path / "converted")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    data = sequences((9, 4), vocab=200)
+    theirs = torch.cat(reference_logits(directory, data))
+    torch.testing.assert_close(theirs, torch.cat(reference_logits(model, data)), atol=1e-5, rtol=0)
+    with pytest.raises(InvalidInputError, match="exists already"):
+        convert_gguf(file, directory)
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    metadata = byte_bpe_metadata("smollm", "qwen2") | {"tokenizer.ggml.pre": "unheard-of"}
+    model = tiny_model(tmp_path, "qwen2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", model, **metadata)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InvalidInputError, match=r"pre 'unheard-of'.*gpt-2, smollm, llama-bpe, qwen2"):
+        convert_gguf(file, tmp_path / "converted")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_refusals(tmp_path: Path) -> None:
+    unknown = write_gguf(tmp_path / "a.gguf", "bert", None, **{"bert.block_count": 1})
+    with pytest.raises(InvalidInputError, match=r"'bert'.*llama, qwen2, qwen3, qwen3moe"):
+        load_decoder(unknown)
+    bare = write_gguf(tmp_path / "b.gguf", "llama", None, **{"llama.block_count": 1})
+    with pytest.raises(InvalidInputError, match=r"has no llama\.attention\.head_count"):
+        load_decoder(bare)
+    (tmp_path / "c.gguf").write_bytes(b"not a model at all, but long enough to look at")
+    with pytest.raises(InvalidInputError, match=r"c\.gguf cannot be read as GGUF"):
+        load_decoder(tmp_path / "c.gguf")
+    model = tiny_model(tmp_path, "llama2")
+    mixtral = write_gguf(tmp_path / "d.gguf", "llama", model, **{"llama.expert_count": 8})
+    with pytest.raises(InvalidInputError, match="Mixtral"):
+        load_decoder(mixtral)
+    partial = write_gguf(tmp_path / "e.gguf", "llama", model, **{"llama.rope.dimension_count": 8})
+    with pytest.raises(InvalidInputError, match="8 rotated dimensions of 16"):
+        load_decoder(partial)
+    other = byte_bpe_metadata("smollm", "qwen2") | {"tokenizer.ggml.model": "bert"}
+    with pytest.raises(InvalidInputError, match=r"tokenizer 'bert'.*gpt2, llama"):
+        write_tokenizer(GgufModel(write_gguf(tmp_path / "f.gguf", "qwen2", None, **other)), tmp_path)

@@ -1,0 +1,65 @@
+"""The estimate of what a forward keeps, against what it does keep; and what is decided by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.oracle import randomise
+from tests.engine.tiny import tiny_model
+from tinkex.engine.torch import memory
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.attention import PackedAttend
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.lora import LoraBatch
+from tinkex.types.params import LoraConfig
+
+CPU = torch.device("cpu")
+
+
+def kept_bytes(path: Path, tokens: int, *, recompute: bool) -> tuple[int, int]:
+    """Bytes that a training forward keeps for its backward, weights aside, and their estimate."""
+    decoder = load_decoder(path)
+    experts = decoder.config.experts.count if decoder.config.experts else 1
+    adapter = Adapter.fresh(LoraConfig(1, seed=0), decoder.sites(), experts=experts)
+    randomise(adapter.flat, 0)
+    weights = {weight.untyped_storage().data_ptr() for weight in decoder.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    lora, attend = LoraBatch([adapter], [tokens], train=True), PackedAttend([tokens], decoder.config.windows)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        h = decoder(torch.arange(tokens) % 300, torch.arange(tokens), attend, lora, checkpoint=recompute)
+    assert h.requires_grad
+    kept = sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
+    return kept, tokens * memory.activation_bytes(decoder.config, 4, recompute=recompute)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe"])
+def test_the_estimate_is_near_what_a_forward_keeps(tmp_path: Path, family: str) -> None:
+    kept, estimate = kept_bytes(tiny_model(tmp_path, family, num_hidden_layers=6), 128, recompute=False)
+    assert 0.75 * kept < estimate < 2 * kept
+
+
+def test_recomputing_keeps_little(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "llama3", num_hidden_layers=6)
+    kept, estimate = kept_bytes(path, 128, recompute=True)
+    assert kept <= estimate  # the estimate has the one layer that is recomputed at a time in it
+    assert kept < kept_bytes(path, 128, recompute=False)[0] / 5
+
+
+def test_decisions_follow_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_decoder(tiny_model(tmp_path, "llama3")).config
+    whole = 1000 * memory.activation_bytes(config, 4, recompute=False)
+    for free, expected in ((3 * whole, False), (whole, True)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        assert memory.must_recompute(config, 4, CPU, 1000) is expected
+    assert 256 <= memory.pass_tokens(config, 4, CPU) <= memory.PASS_TOKENS["cpu"]
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    assert memory.pass_tokens(config, 4, CPU) == 256

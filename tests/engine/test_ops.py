@@ -1,0 +1,113 @@
+"""The decoder's elementwise steps and products against plain torch, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.torch import ops
+from tinkex.engine.torch.moe import expert_linear, expert_linear_loop
+
+Outputs = Tensor | tuple[Tensor, ...]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(ours: Callable[..., Outputs], plain: Callable[..., Outputs], *inputs: Tensor) -> None:
+    """Equal outputs, with and without gradients asked for, and equal gradients of every input."""
+    results = []
+    for function in (ours, plain):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum((o * random(*o.shape, seed=i)).sum() for i, o in enumerate(outputs))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        results.append([*(o.detach() for o in outputs), *(x.grad for x in leaves)])
+    with torch.no_grad():
+        bare = ours(*inputs)
+    results[0] += bare if isinstance(bare, tuple) else (bare,)
+    results[1] += results[1][: len(results[0]) - len(results[1])]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def test_rms_norm() -> None:
+    weight = random(24, seed=5)
+    assert_same(lambda x: ops.rms_norm(x, weight, 1e-5), lambda x: plain_norm(x, weight), random(7, 24))
+
+
+def test_add_rms_norm() -> None:
+    weight = random(24, seed=5)
+    assert_same(
+        lambda x, d: ops.add_rms_norm(x, d, weight, 1e-5),
+        lambda x, d: (x + d, plain_norm(x + d, weight)),
+        random(7, 24),
+        random(7, 24, seed=1),
+    )
+
+
+def test_add_rms_norm_when_only_the_stream_is_used() -> None:
+    x = random(3, 8).requires_grad_()
+    ops.add_rms_norm(x, random(3, 8), random(8), 1e-5)[0].sum().backward()
+    assert x.grad is not None
+    assert bool((x.grad == 1).all())
+
+
+def test_swiglu() -> None:
+    assert_same(ops.swiglu, lambda x: F.silu(x[:, :5]) * x[:, 5:], random(6, 10))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_split_rotate(normed: bool) -> None:
+    h, g, c = 4, 2, 8
+    angle = random(5, c // 2, seed=3)
+    norm = 1 + 0.3 * random(h + g, c, seed=4) if normed else None
+
+    def plain(qkv: Tensor) -> tuple[Tensor, ...]:
+        x = qkv.view(5, h + 2 * g, c)
+        qk, v = x[:, : h + g], x[:, h + g :]
+        if norm is not None:
+            qk = plain_norm(qk, norm)
+        pairs = torch.complex(*qk.chunk(2, dim=-1))
+        turned = pairs * torch.polar(torch.ones_like(angle), angle)[:, None]
+        qk = torch.cat((turned.real, turned.imag), dim=-1)
+        return qk[:, :h], qk[:, h:], v
+
+    def ours(qkv: Tensor) -> tuple[Tensor, ...]:
+        return ops.split_rotate(qkv, angle.cos(), angle.sin(), (h, g), norm, 1e-5)
+
+    assert_same(ours, plain, random(5, (h + 2 * g) * c))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear(rows: int, bias: bool, transposed: bool) -> None:
+    """Large enough that the CPU takes its own path, in both memory layouts."""
+    weight = random(256, 320, seed=1) / 16
+    if transposed:
+        weight = weight.T.contiguous().T
+    b = random(256, seed=2) if bias else None
+    assert_same(lambda x: ops.linear(x, weight, b), lambda x: F.linear(x, weight, b), random(rows, 320))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 10, 0]])
+def test_expert_linear(counts: list[int]) -> None:
+    weight, chosen = random(4, 6, 8, seed=1), torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.einsum("ni,noi->no", x, weight[chosen])
+
+    for function in (expert_linear, expert_linear_loop):
+        assert_same(lambda x, f=function: f(x, weight, torch.tensor(counts)), plain, random(10, 8))

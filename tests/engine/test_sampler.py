@@ -1,0 +1,470 @@
+"""Continuous batching against transformers, against itself in other company, and against leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.tiny import reference_logits, reference_model, tiny_model
+from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
+from tinkex.engine.torch import sampler as sampler_module
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.kv import PAGE, KVCache
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.sampler import Batch, Limits
+from tinkex.engine.torch.sequences import Published
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput, SampledSequence, SampleResponse
+from tinkex.types.params import LoraConfig, SamplingParams
+from tinkex.types.tensor import TensorData
+
+
+class Counting:
+    """A decoder that counts the tokens it computes, and fails when told to."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.config, self.unembed_weight, self.logits = decoder.config, decoder.unembed_weight, decoder.logits
+        self.tokens = 0
+        self.error: Exception | None = None
+
+    def __call__(self, tokens_T: torch.Tensor, *args: Any) -> torch.Tensor:
+        self.tokens += len(tokens_T)
+        if self.error:
+            raise self.error
+        return self._decoder(tokens_T, *args)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama3")
+
+
+@pytest.fixture(scope="module")
+def decoder(model: Path) -> Decoder:
+    return load_decoder(model)
+
+
+def new_batch(decoder: Any, pages: int = 100, **limits: int) -> Batch:
+    c = decoder.config
+    cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, torch.device("cpu"), torch.float32)
+    return Batch(decoder, cache, Limits(**{"context": c.max_context, "sequences": 64, **limits}))
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
+
+
+def submit(
+    batch: Batch,
+    ids: np.ndarray,
+    *,
+    published: Published | None = None,
+    work: dict | None = None,
+    **params: Any,
+) -> Future[SampleResponse]:
+    asked = SamplingParams(**{"max_tokens": 8, "stop": [], "seed": 1, **params})
+    future: Future[SampleResponse] = Future()
+    request = SampleWork(ids, asked, **(work or {}))
+    batch.submit(request, batch.check_work(request), published, future)
+    return future
+
+
+def finish(batch: Batch) -> None:
+    """Step to the end, looking for leaks after each."""
+    for _ in range(5000):
+        if not batch.busy:
+            break
+        batch.step()
+        batch.check()
+    assert not batch.busy
+    assert batch.cache.pages.available == batch.cache.pages.count
+
+
+def run(batch: Batch, ids: np.ndarray, **more: Any) -> SampleResponse:
+    future = submit(batch, ids, **more)
+    finish(batch)
+    return future.result(timeout=0)
+
+
+def only(response: SampleResponse) -> SampledSequence:
+    (sequence,) = response.sequences
+    return sequence
+
+
+# -- against transformers ----------------------------------------------------------------------------------
+
+
+def greedy_by_transformers(model: Any, ids: np.ndarray, count: int) -> list[int]:
+    given = torch.tensor(ids[None].astype(np.int64))
+    out = model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm2", "qwen3_moe"])
+def test_greedy_equals_transformers(family: str, tmp_path: Path):
+    path = tiny_model(tmp_path, family)
+    batch = new_batch(load_decoder(path), prefill_alone=40, prefill_beside=9)
+    prompts = [prompt(i, length) for i, length in enumerate((1, 3, 15, 16, 17, 47, 80))]
+    futures = [submit(batch, ids, max_tokens=20, temperature=0.0, work={"num_samples": 2}) for ids in prompts]
+    finish(batch)
+    reference = reference_model(path)
+    for ids, future in zip(prompts, futures, strict=True):
+        expected = greedy_by_transformers(reference, ids, 20)
+        assert [s.tokens for s in future.result().sequences] == [expected] * 2
+
+
+def test_smollm2_greedy_equals_transformers_and_logprobs_the_trainers(smollm2_gguf: Path):
+    import transformers
+
+    decoder = load_decoder(smollm2_gguf)
+    ids = np.array([504, 3575, 282, 4649, 314], np.int32)  # "The capital of France is"
+    sequence = only(run(new_batch(decoder), ids, max_tokens=12, temperature=0.0))
+    trainer = TorchTrainer(decoder, "smollm2")
+    trainer.run(CreateAdapter("run", LoraConfig(rank=4)))
+    sampled = only(run(new_batch(decoder), ids, max_tokens=12))
+    text = np.concatenate([ids, np.array(sampled.tokens, np.int32)])
+    datum = Datum(ModelInput.from_ints(text[:-1]), {"target_tokens": text[1:].astype(np.int64)})
+    (out,) = trainer.run(ForwardBackward((Pass("run", [datum], "cross_entropy", backward=False),)))
+    assert isinstance(out, ForwardBackwardOutput)
+    trained = out.loss_fn_outputs[0]["logprobs"].to_numpy()[len(ids) - 1 :]
+    np.testing.assert_allclose(sampled.logprobs_np, trained, atol=1e-4)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    ).eval()
+    assert sequence.tokens == greedy_by_transformers(reference, ids, 12)
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*ids, *sequence.tokens]])).logits[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(sequence.logprobs_np, expected, atol=1e-4)
+
+
+def test_scores_equal_transformers(model: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler_module, "_LOGITS", 7 * 320)  # a few rows at a time
+    batch = new_batch(decoder, prefill_alone=13)
+    ids = prompt(0, 50)
+    targets = np.random.default_rng(1).integers(-1, 320, (49, 2))
+    work = {
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 5,
+        "topk_sample_logprobs": 3,
+        "target_prompt_logprobs": TensorData.from_numpy(targets),
+    }
+    response = run(batch, ids, max_tokens=1, work=work)
+    expected = reference_logits(model, [ids.tolist()])[0].log_softmax(-1).numpy()
+    scored = response.prompt_logprobs_np
+    assert scored is not None
+    np.testing.assert_allclose(scored[1:], expected[np.arange(49), ids[1:]], atol=1e-5)
+    top = response.topk_prompt_logprobs_np
+    assert top is not None
+    np.testing.assert_allclose(top.logprobs[1:], -np.sort(-expected[:-1])[:, :5], atol=1e-5)
+    np.testing.assert_allclose(
+        np.take_along_axis(expected[:-1], top.token_ids[1:].astype(np.int64), 1), top.logprobs[1:], atol=1e-5
+    )
+    cells = np.where(targets < 0, 0.0, np.take_along_axis(expected[:-1], np.maximum(targets, 0), 1))
+    assert response.target_prompt_logprobs is not None
+    np.testing.assert_allclose(response.target_prompt_logprobs.to_numpy(), cells, atol=1e-5)
+    after = only(response).topk_logprobs_np
+    assert after is not None
+    np.testing.assert_allclose(after.logprobs[0], -np.sort(-expected[-1])[:3], atol=1e-5)
+
+
+def test_padded_ids_are_never_drawn_or_listed(decoder: Decoder):
+    padded = Counting(decoder)
+    padded.config = dataclasses.replace(decoder.config, vocab_size=40)
+    batch = new_batch(padded)
+    ids = np.random.default_rng(0).integers(0, 40, 20).astype(np.int32)
+    work = {
+        "num_samples": 8,
+        "topk_prompt_logprobs": 60,
+        "topk_sample_logprobs": 60,
+        "prompt_alt_tokens_k": 4,
+    }
+    response = run(batch, ids, max_tokens=10, work=work)
+    assert response.topk_prompt_logprobs_np is not None
+    assert response.topk_prompt_logprobs_np.token_ids.max() < 40
+    assert response.prompt_alt_tokens is not None
+    assert response.prompt_alt_tokens.tokens.to_numpy().max() < 40
+    for sequence in response.sequences:
+        assert max(sequence.tokens) < 40
+        assert sequence.topk_logprobs_np is not None
+        assert sequence.topk_logprobs_np.token_ids.max() < 40
+        mass = np.exp(sequence.topk_logprobs_np.logprobs).sum(1)
+        assert (mass < 0.9).all()  # the rest is padding's: one normaliser for sampler and trainer
+
+
+# -- in whatever company -------------------------------------------------------------------------------------
+
+
+def test_a_seeded_request_is_the_same_alone_among_strangers_and_after_preemption(decoder: Decoder):
+    ids = prompt(0, 37)
+    asked: dict[str, Any] = {"max_tokens": 40, "work": {"num_samples": 2}}
+    alone = run(new_batch(decoder), ids, **asked)
+    crowded = new_batch(decoder, pages=300, prefill_beside=20)
+    tight = new_batch(decoder, pages=24, prefill_beside=20)
+    for batch in (crowded, tight):
+        strangers = [submit(batch, prompt(i, 5 + 2 * i), max_tokens=30, seed=i) for i in range(16)]
+        future = submit(batch, ids, **asked)
+        strangers += [submit(batch, prompt(i, 5 + 2 * i), max_tokens=30, seed=i) for i in range(16, 32)]
+        finish(batch)
+        assert all(len(only(s.result()).tokens) == 30 for s in strangers)
+        for mine, theirs in zip(future.result().sequences, alone.sequences, strict=True):
+            assert mine.tokens == theirs.tokens
+            np.testing.assert_allclose(mine.logprobs_np, theirs.logprobs_np, atol=1e-5)
+    assert crowded.preemptions == 0
+    assert tight.preemptions > 5
+
+
+def test_a_preempted_request_streams_each_token_once(decoder: Decoder):
+    batch = new_batch(decoder, pages=9)
+    seen: list[list[int]] = [[], [], []]
+    futures = []
+    for i in range(3):
+        work = {"on_tokens": lambda _, new, __, i=i: seen[i].extend(new.tolist()), "prompt_logprobs": True}
+        futures.append(submit(batch, prompt(i, 20), max_tokens=40, seed=i, work=work))
+    finish(batch)
+    assert batch.preemptions > 0
+    assert seen == [only(f.result()).tokens for f in futures]
+
+
+def test_mixed_adapters_equal_each_alone(decoder: Decoder):
+    adapters = [adapter(decoder, rank, rank) for rank in (2, 8, 3)]
+    alone = [only(run(new_batch(decoder), prompt(0, 20), published=p)).tokens for p in [None, *adapters]]
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    batch = new_batch(decoder)
+    futures = [submit(batch, prompt(0, 20), published=p) for p in [None, *adapters] * 3]
+    finish(batch)
+    assert [only(f.result()).tokens for f in futures] == alone * 3
+    assert all(p.users == 0 for p in adapters)
+
+
+def adapter(decoder: Decoder, rank: int, seed: int) -> Published:
+    """A published adapter with something in its B."""
+    fresh = Adapter.fresh(LoraConfig(rank=rank, seed=seed), decoder.sites())
+    fresh.flat += 0.02 * torch.randn(fresh.flat.shape, generator=torch.Generator().manual_seed(seed))
+    return Published(f"a{seed}", fresh, f"adapter {seed}".encode())
+
+
+# -- sharing prompts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 50])
+def test_a_prompt_is_computed_once_for_all_its_samples(decoder: Decoder, length: int):
+    counting = Counting(decoder)
+    response = run(new_batch(counting), prompt(0, length), max_tokens=5, work={"num_samples": 6})
+    assert counting.tokens == length + 6 * 4  # the last token drawn is never computed
+    one_by_one = [run(new_batch(decoder), prompt(0, length), max_tokens=5, work={"num_samples": n + 1})
+                  for n in range(6)]  # fmt: skip
+    assert [s.tokens for s in response.sequences] == [r.sequences[-1].tokens for r in one_by_one]
+
+
+def test_samples_that_have_no_place_wait_and_find_the_prompt_cached(decoder: Decoder):
+    counting = Counting(decoder)
+    batch = new_batch(counting, sequences=2)
+    response = run(batch, prompt(0, 40), max_tokens=5, work={"num_samples": 6})
+    assert len({tuple(s.tokens) for s in response.sequences}) == 6
+    assert counting.tokens == 40 + 6 * 4 + 4 * 8  # the unfinished page of the four that came later
+    expected = run(new_batch(decoder), prompt(0, 40), max_tokens=5, work={"num_samples": 6})
+    assert [s.tokens for s in response.sequences] == [s.tokens for s in expected.sequences]
+
+
+@pytest.mark.parametrize(("length", "hits"), [(15, 0), (16, 0), (17, 16), (50, 48), (64, 48)])
+def test_a_common_prefix_is_reused_and_reported(decoder: Decoder, length: int, hits: int):
+    counting = Counting(decoder)
+    batch = new_batch(counting)
+    ids = prompt(0, length)
+    first = run(batch, ids)
+    assert first.prompt_cache_hit_tokens == 0
+    counting.tokens = 0
+    second = run(batch, ids)
+    assert second.prompt_cache_hit_tokens == hits
+    assert counting.tokens == length - hits + 7
+    assert only(second).tokens == only(first).tokens
+
+
+@pytest.mark.parametrize(("length", "hits"), [(5, 32), (30, 48)])
+def test_growing_conversations_reuse_what_was_sampled_too(decoder: Decoder, length: int, hits: int):
+    batch = new_batch(decoder)
+    ids = prompt(0, length)
+    out = only(run(batch, ids, max_tokens=30)).tokens_np
+    assert out is not None
+    longer = np.concatenate([ids, out, prompt(1, 10)])
+    response = run(batch, longer)
+    assert response.prompt_cache_hit_tokens == hits
+    assert only(response).tokens == only(run(new_batch(decoder), longer)).tokens
+
+
+def test_adapters_share_no_cache_not_even_under_one_name(decoder: Decoder):
+    batch = new_batch(decoder)
+    ids = prompt(0, 40)
+    first, second = adapter(decoder, 4, 1), adapter(decoder, 4, 2)
+    run(batch, ids)
+    assert run(batch, ids, published=first).prompt_cache_hit_tokens == 0
+    assert run(batch, ids, published=first).prompt_cache_hit_tokens == 32
+    assert run(batch, ids, published=second).prompt_cache_hit_tokens == 0
+
+
+def test_scoring_computes_what_it_needs_though_it_is_cached(decoder: Decoder):
+    counting = Counting(decoder)
+    batch = new_batch(counting)
+    ids = prompt(0, 60)
+    full = run(batch, ids, max_tokens=1, work={"prompt_logprobs": True}).prompt_logprobs_np
+    counting.tokens = 0
+    work = {"prompt_logprobs": True, "prompt_logprobs_last_n": 10}
+    response = run(batch, ids, max_tokens=1, work=work)
+    assert response.prompt_cache_hit_tokens == 48  # position 50 is scored by the token before it
+    assert counting.tokens == 12
+    assert full is not None
+    assert response.prompt_logprobs_np is not None
+    np.testing.assert_allclose(response.prompt_logprobs_np[50:], full[50:], atol=1e-5)
+
+
+def test_cached_pages_make_room_for_those_who_need_it(decoder: Decoder):
+    batch = new_batch(decoder, pages=10)
+    for i in range(12):
+        run(batch, prompt(i, 60))
+    assert run(batch, prompt(11, 60)).prompt_cache_hit_tokens == 48
+    assert run(batch, prompt(0, 60)).prompt_cache_hit_tokens == 0
+
+
+# -- turns -------------------------------------------------------------------------------------------------
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_read(decoder: Decoder):
+    batch = new_batch(decoder, prefill_beside=16)
+    streamed: list[int] = []
+    quick = submit(batch, prompt(0, 4), max_tokens=60, work={"on_tokens": lambda *_: streamed.append(1)})
+    batch.step()
+    long = submit(batch, prompt(1, 200), max_tokens=2)
+    for steps in range(1, 13):
+        batch.step()
+        assert len(streamed) == 1 + steps  # a token in every step
+    assert not long.done()
+    finish(batch)
+    assert quick.done()
+    assert only(long.result()).tokens == only(run(new_batch(decoder), prompt(1, 200), max_tokens=2)).tokens
+
+
+def test_a_request_that_can_never_fit_is_refused(decoder: Decoder):
+    batch = new_batch(decoder, pages=4)
+    with pytest.raises(EngineError, match=r"the KV cache holds 64 tokens.*40 \+ 29") as caught:
+        submit(batch, prompt(0, 40), max_tokens=30)
+    assert caught.value.category == "user"
+    assert len(only(run(batch, prompt(0, 40), max_tokens=25)).tokens) == 25
+    assert len(only(run(batch, prompt(0, 40), max_tokens=None)).tokens) == 25  # as far as it goes
+    with pytest.raises(EngineError, match="KV cache"):
+        submit(batch, prompt(0, 65), max_tokens=None)
+
+
+def test_a_step_that_fails_fails_those_it_touched_and_no_others(decoder: Decoder):
+    counting = Counting(decoder)
+    batch = new_batch(counting, sequences=2)
+    published = adapter(decoder, 2, 2)
+    touched = [submit(batch, prompt(i, 20), published=published) for i in range(2)]
+    waiting = submit(batch, prompt(2, 20))
+    counting.error = RuntimeError("out of memory")
+    batch.step()
+    counting.error = None
+    for future in touched:
+        with pytest.raises(EngineError, match="out of memory") as caught:
+            future.result(timeout=0)
+        assert caught.value.category == "server"
+    batch.check()
+    assert published.users == 0
+    finish(batch)
+    assert only(waiting.result()).tokens == only(run(new_batch(decoder), prompt(2, 20))).tokens
+
+
+def test_a_listener_that_raises_fails_its_request_alone(decoder: Decoder):
+    def listener(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        if index == 1:
+            raise ValueError("no more")
+
+    batch = new_batch(decoder)
+    noisy = submit(batch, prompt(0, 20), work={"num_samples": 3, "on_tokens": listener})
+    quiet = submit(batch, prompt(1, 20))
+    finish(batch)
+    with pytest.raises(EngineError, match="no more"):
+        noisy.result(timeout=0)
+    assert len(only(quiet.result()).tokens) == 8
+
+
+def test_logits_that_are_not_finite_fail_their_request(decoder: Decoder):
+    broken = adapter(decoder, 2, 2)
+    broken.adapter.flat[:] = torch.nan
+    batch = new_batch(decoder)
+    bad, good = submit(batch, prompt(0, 20), published=broken), submit(batch, prompt(0, 20))
+    finish(batch)
+    with pytest.raises(EngineError, match="not finite"):
+        bad.result(timeout=0)
+    assert len(only(good.result()).tokens) == 8
+    batch.check()
+
+
+def test_an_adapter_that_has_diverged_leaves_nothing_behind_in_its_pages(decoder: Decoder):
+    broken = adapter(decoder, 2, 2)
+    broken.adapter.flat[:] = torch.nan
+    batch = new_batch(decoder, pages=3)
+    expected = only(run(new_batch(decoder), prompt(1, 18))).tokens
+    for _ in range(3):  # all pages are used again and again
+        bad = submit(batch, prompt(0, 40), published=broken)
+        finish(batch)
+        assert isinstance(bad.exception(timeout=0), EngineError)
+        assert only(run(batch, prompt(1, 18))).tokens == expected
+        batch.cache.pages.release(batch.cache.pages.take(3) or [])  # forget what is cached
+
+
+@given(
+    pages=st.integers(6, 40),
+    places=st.integers(1, 6),
+    moves=st.lists(
+        st.one_of(
+            st.tuples(st.just("submit"), st.integers(1, 60), st.integers(1, 20), st.integers(1, 4)),
+            st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0), st.just(0)),
+            st.tuples(st.just("step"), st.integers(1, 6), st.just(0), st.just(0)),
+        ),
+        max_size=25,
+    ),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_mix_of_cancels_leaks_a_page(
+    decoder: Decoder, pages: int, places: int, moves: Sequence[tuple[str, int, int, int]]
+):
+    batch = new_batch(decoder, pages=pages, sequences=places, prefill_alone=30, prefill_beside=10)
+    requests, futures = [], []
+    for kind, a, b, c in moves:
+        if kind == "submit":
+            work = SampleWork(prompt(a % 3, a), SamplingParams(max_tokens=b, seed=a), num_samples=c)
+            future: Future[SampleResponse] = Future()
+            requests.append(batch.submit(work, batch.check_work(work), None, future))
+            futures.append((future, c))
+        elif kind == "cancel" and requests:
+            at = a % len(requests)
+            futures[at][0].cancel()
+            batch.cancel(requests[at])
+        elif kind == "step":
+            for _ in range(a):
+                if batch.busy:
+                    batch.step()
+        batch.check()
+    finish(batch)
+    for future, samples in futures:
+        assert future.cancelled() or len(future.result(timeout=0).sequences) == samples
+
+
+def test_pages_hold_sixteen_tokens():
+    assert PAGE == 16  # the numbers above count on it

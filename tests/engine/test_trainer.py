@@ -1,0 +1,462 @@
+"""The trainer against peft + torch.optim, alone and among tenants, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.oracle import PeftOracle, make_datum, randomise
+from tests.engine.tiny import reference_model, tiny_model
+from tinkex.engine.protocol import (
+    ClearGradients,
+    CreateAdapter,
+    CustomLoss,
+    DropAdapter,
+    EngineError,
+    Failure,
+    ForwardBackward,
+    LoadAdapter,
+    OptimStep,
+    Pass,
+    SaveAdapter,
+)
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ImageChunk, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import AdamParams, LoraConfig
+
+VOCAB = 320
+# A large eps: with a small one, a gradient that is all rounding error makes a step of full size.
+ADAM = AdamParams(learning_rate=2e-3, weight_decay=0.01, eps=0.05)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: tiny_model(root, family) for family in ("llama3", "qwen2", "qwen3", "smollm2", "mistral")}
+
+
+def make_trainer(path: Path, **options) -> TorchTrainer:
+    return TorchTrainer(load_decoder(path), path.name, **options)
+
+
+def create(trainer: TorchTrainer, run: str, lora: LoraConfig, *, random_b: bool = True) -> None:
+    trainer.run(CreateAdapter(run, lora))
+    if random_b:
+        randomise(trainer.adapter(run).flat, seed=lora.seed or 0)
+
+
+def data(seed: int, *lengths: int, loss_fn: str = "cross_entropy") -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    return [make_datum(rng, length, VOCAB, loss_fn) for length in lengths]
+
+
+def forward_backward(trainer: TorchTrainer, *passes: Pass) -> list[ForwardBackwardOutput]:
+    outputs = trainer.run(ForwardBackward(passes))
+    assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
+    return outputs  # type: ignore[return-value]
+
+
+def logprobs(output: ForwardBackwardOutput) -> list[np.ndarray]:
+    return [record["logprobs"].to_numpy() for record in output.loss_fn_outputs]
+
+
+def gradient(trainer: TorchTrainer, run: str) -> torch.Tensor:
+    grad = trainer.adapter(run).grad
+    assert grad is not None
+    return grad.clone()
+
+
+# -- against peft --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "rank", "flags"),
+    [
+        ("llama3", 4, {}),
+        ("qwen2", 8, {"mlp": False}),
+        ("qwen3", 3, {"unembed": False}),
+        ("smollm2", 4, {}),  # tied: the unembedding's adapter acts on the output side only
+        ("mistral", 16, {"attn": False}),
+        ("qwen3", 2, {"attn": False, "mlp": False}),
+    ],
+)
+def test_three_steps_equal_peft_and_torch_optim(models, family: str, rank: int, flags: dict) -> None:
+    trainer, oracle = make_trainer(models[family]), PeftOracle(models[family], rank, **flags)
+    create(
+        trainer, "run", LoraConfig(rank, seed=1, **{f"train_{key}": value for key, value in flags.items()})
+    )
+    adapter = trainer.adapter("run")
+    oracle.copy_from(adapter.named())
+    optimizer = torch.optim.AdamW(
+        oracle.parameters.values(),
+        lr=ADAM.learning_rate,
+        betas=(ADAM.beta1, ADAM.beta2),
+        eps=ADAM.eps,
+        weight_decay=ADAM.weight_decay,
+    )
+    for step in range(3):
+        batch = data(step, 17, 30, 9)
+        (output,) = forward_backward(trainer, Pass("run", batch, "cross_entropy"))
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for datum, ours in zip(batch, logprobs(output), strict=True):
+            theirs = oracle.logprobs(datum)
+            loss = loss - (theirs * datum.loss_fn_inputs["weights"].to_torch()).sum()
+            torch.testing.assert_close(torch.from_numpy(ours), theirs.detach(), atol=1e-5, rtol=1e-5)
+        loss.backward()
+        assert output.metrics["loss:sum"] == pytest.approx(float(loss.detach()), abs=1e-3)
+        grads = adapter.named(gradient(trainer, "run"))
+        for name, (a, b) in grads.items():
+            for side, ours in (("A", a), ("B", b)):
+                theirs = oracle.gradients()[f"{name}.lora_{side}"]
+                scale = float(theirs.abs().max()) + 1e-6
+                torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-5, rtol=0)
+        metrics = trainer.run(OptimStep("run", ADAM))
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in oracle.parameters.values() if p.grad is not None]
+        )
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        optimizer.step()
+    for name, (a, b) in adapter.named().items():
+        torch.testing.assert_close(a, oracle.parameters[f"{name}.lora_A"].detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(b, oracle.parameters[f"{name}.lora_B"].detach(), atol=1e-5, rtol=0)
+
+
+def test_experts_equal_autograd_through_merged_weights(tmp_path: Path) -> None:
+    """peft has no adapters per expert: here transformers runs with W + s·B·A, and autograd goes through."""
+    path = tiny_model(tmp_path, "qwen3_moe")
+    trainer, reference = make_trainer(path), reference_model(path)
+    create(trainer, "run", LoraConfig(4, seed=3))
+    adapter, (datum,) = trainer.adapter("run"), data(0, 24)
+    leaves = {
+        k: (a.clone().requires_grad_(), b.clone().requires_grad_()) for k, (a, b) in adapter.named().items()
+    }
+    deltas = {name: 8.0 * b @ a for name, (a, b) in leaves.items()}
+    weights = dict(reference.named_parameters())
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        w1, w2, w3 = (deltas.pop(f"{experts}.w{i}") for i in (1, 2, 3))
+        weights[f"{experts}.gate_up_proj"] = weights[f"{experts}.gate_up_proj"] + torch.cat([w1, w3], dim=1)
+        weights[f"{experts}.down_proj"] = weights[f"{experts}.down_proj"] + w2
+    for name, delta in deltas.items():
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + delta
+    ids = torch.from_numpy(datum.model_input.to_numpy().astype(np.int64))[None]
+    logits = torch.func.functional_call(reference, weights, (ids,), {"use_cache": False}).logits[0]
+    theirs = logits.log_softmax(-1).gather(1, datum.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
+    (-(theirs * datum.loss_fn_inputs["weights"].to_torch()).sum()).backward()
+
+    (output,) = forward_backward(trainer, Pass("run", [datum], "cross_entropy"))
+    torch.testing.assert_close(torch.from_numpy(logprobs(output)[0]), theirs.detach(), atol=1e-5, rtol=1e-5)
+    for name, (a, b) in adapter.named(gradient(trainer, "run")).items():
+        for ours, leaf in zip((a, b), leaves[name], strict=True):
+            assert leaf.grad is not None
+            scale = float(leaf.grad.abs().max()) + 1e-6
+            torch.testing.assert_close(ours / scale, leaf.grad / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "gspo"])
+def test_rl_gradients_equal_peft(models, name: str) -> None:
+    trainer, oracle = make_trainer(models["qwen2"], max_pass_tokens=40), PeftOracle(models["qwen2"], 4)
+    create(trainer, "run", LoraConfig(4, seed=1))
+    adapter, batch = trainer.adapter("run"), data(5, 20, 31, 12, loss_fn=name)
+    oracle.copy_from(adapter.named())
+    forward_backward(
+        trainer, Pass("run", batch, name, {"clip_high_threshold": 100.0} if name == "gspo" else {})
+    )
+    loss = torch.zeros(())
+    for datum in batch:
+        inputs = {key: value.to_torch() for key, value in datum.loss_fn_inputs.items()}
+        advantages, active = inputs["advantages"], inputs["advantages"] != 0
+        difference = oracle.logprobs(datum) - inputs["logprobs"]
+        if name == "gspo":
+            ratio = difference[active].mean().exp()
+            loss = loss - torch.minimum(ratio * advantages, ratio.clamp(0.8, 100.0) * advantages).sum()
+        else:
+            loss = loss - (difference[active].exp() * advantages[active]).sum()
+    loss.backward()
+    for module, (a, b) in adapter.named(gradient(trainer, "run")).items():
+        for side, ours in (("A", a), ("B", b)):
+            theirs = oracle.gradients()[f"{module}.lora_{side}"]
+            scale = float(theirs.abs().max()) + 1e-6
+            torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-5, rtol=0)
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+def tenants(trainer: TorchTrainer) -> list[Pass]:
+    """Eight runs of different ranks, flags, losses and sizes."""
+    losses = ["cross_entropy", "ppo", "cispo", "importance_sampling", "gspo", "dro", "cross_entropy", "ppo"]
+    passes = []
+    for i, loss in enumerate(losses):
+        flags = {"train_unembed": i != 2, "train_mlp": i != 3, "train_attn": i != 4}
+        create(trainer, f"run{i}", LoraConfig(1 + 2 * i, seed=i, **flags))
+        config = {"beta": 0.1} if loss == "dro" else {}
+        passes.append(Pass(f"run{i}", data(i, 5 + 3 * i, 11, 26 - i, loss_fn=loss), loss, config))
+    return passes
+
+
+@pytest.mark.parametrize("options", [{}, {"max_pass_tokens": 60}, {"recompute": True}])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_run_gets_the_same_alone_and_beside_seven_tenants(models, family: str, options: dict) -> None:
+    together, alone = make_trainer(models[family], **options), make_trainer(models[family])
+    passes = tenants(together)
+    tenants(alone)
+    outputs = forward_backward(together, *passes)
+    for i, one in enumerate(passes):
+        (expected,) = forward_backward(alone, one)
+        for ours, theirs in zip(logprobs(outputs[i]), logprobs(expected), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert outputs[i].metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-4)
+        mine, theirs = gradient(together, f"run{i}"), gradient(alone, f"run{i}")
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(mine / scale, theirs / scale, atol=1e-5, rtol=0)
+        for trainer in (together, alone):
+            trainer.run(OptimStep(f"run{i}", ADAM))
+        ours, expected_flat = together.adapter(f"run{i}").flat, alone.adapter(f"run{i}").flat
+        torch.testing.assert_close(ours, expected_flat, atol=1e-5, rtol=0)
+
+
+def test_two_passes_then_a_step_equal_one_pass_on_the_union(models) -> None:
+    split, union = make_trainer(models["llama3"]), make_trainer(models["llama3"])
+    first, second = data(1, 12, 7), data(2, 9, 20)
+    for trainer in (split, union):
+        create(trainer, "run", LoraConfig(4, seed=1))
+    a, b = (forward_backward(split, Pass("run", d, "cross_entropy"))[0] for d in (first, second))
+    (both,) = forward_backward(union, Pass("run", first + second, "cross_entropy"))
+    assert both.metrics["loss:sum"] == pytest.approx(a.metrics["loss:sum"] + b.metrics["loss:sum"], rel=1e-5)
+    mine, theirs = gradient(split, "run"), gradient(union, "run")
+    scale = float(theirs.abs().max())
+    torch.testing.assert_close(mine / scale, theirs / scale, atol=1e-5, rtol=0)
+    for trainer in (split, union):
+        trainer.run(OptimStep("run", ADAM))
+    torch.testing.assert_close(split.adapter("run").flat, union.adapter("run").flat, atol=1e-5, rtol=0)
+
+
+def test_results_come_back_in_the_order_given(models) -> None:
+    """Long datums are packed first; what is returned is as it was given."""
+    trainer = make_trainer(models["smollm2"], max_pass_tokens=25)
+    create(trainer, "run", LoraConfig(4, seed=1))
+    batch = data(3, 4, 19, 4, 30, 7)
+    (together,) = forward_backward(trainer, Pass("run", batch, "cross_entropy", backward=False))
+    for datum, ours in zip(batch, logprobs(together), strict=True):
+        (alone,) = forward_backward(trainer, Pass("run", [datum], "cross_entropy", backward=False))
+        np.testing.assert_allclose(ours, logprobs(alone)[0], atol=1e-5)
+
+
+def test_outputs_have_the_shape_of_the_targets(models) -> None:
+    trainer = make_trainer(models["smollm2"])
+    create(trainer, "run", LoraConfig(4, seed=1))
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, VOCAB, (6, 3))
+    wide = Datum(ModelInput.from_ints([1, 2, 3, 4, 5, 6]), {"target_tokens": targets})
+    narrow = Datum(ModelInput.from_ints([1, 2, 3, 4, 5, 6]), {"target_tokens": targets[:, 1].copy()})
+    output, single = forward_backward(
+        trainer, Pass("run", [wide, narrow], "cross_entropy"), Pass("run", [narrow], "cross_entropy")
+    )
+    assert output.loss_fn_output_type == "TorchLossReturn"
+    a, b = logprobs(output)
+    assert (a.shape, b.shape, a.dtype) == ((6, 3), (6,), np.float32)
+    np.testing.assert_allclose(a[:, 1], b, atol=1e-5)
+    assert output.metrics["tokens:sum"] == 12
+    assert output.metrics["datums:sum"] == 2
+    assert output.metrics["loss:sum"] == pytest.approx(-a.sum() - b.sum(), rel=1e-5)
+    assert single.metrics["loss:sum"] == pytest.approx(-b.sum(), rel=1e-5)
+
+
+def test_a_forward_leaves_no_gradient(models) -> None:
+    trainer = make_trainer(models["llama3"])
+    create(trainer, "run", LoraConfig(4, seed=1))
+    batch = data(0, 9, 14)
+    forward, backward = forward_backward(
+        trainer, Pass("run", batch, "cross_entropy", backward=False), Pass("run", batch, "cross_entropy")
+    )
+    assert forward.metrics == pytest.approx(backward.metrics, rel=1e-5)
+    trainer.run(ClearGradients("run"))
+    forward_backward(trainer, Pass("run", batch, "cross_entropy", backward=False))
+    assert trainer.run(OptimStep("run", ADAM))["skipped"] == 1.0
+
+
+def test_a_pass_with_zero_weights_counts_as_accumulated(models) -> None:
+    trainer = make_trainer(models["llama3"])
+    create(trainer, "run", LoraConfig(4, seed=1, train_attn=False, train_mlp=False))
+    ids = [1, 2, 3]
+    zero = Datum(ModelInput.from_ints(ids), {"target_tokens": ids, "weights": [0.0] * 3})
+    forward_backward(trainer, Pass("run", [zero], "cross_entropy"))
+    metrics = trainer.run(OptimStep("run", ADAM))
+    assert (metrics["skipped"], metrics["grad_norm"], metrics["step"]) == (0.0, 0.0, 1.0)
+
+
+# -- custom losses -------------------------------------------------------------------------------------
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"ref": name}
+
+
+def custom_cross_entropy() -> CustomLoss:
+    def node(op, name, target, *args):
+        return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
+
+    metrics = {"dict": {"custom/weight:sum": ref("weight"), "custom/lp:mean": ref("lp")}}
+    nodes = (
+        node("placeholder", "logprobs", "logprobs"),
+        node("placeholder", "weights", "weights"),
+        node("call_function", "product", "operator.mul", ref("logprobs"), ref("weights")),
+        node("call_method", "total", "sum", ref("product")),
+        node("call_function", "loss", "operator.neg", ref("total")),
+        node("call_method", "weight", "sum", ref("weights")),
+        node("call_method", "lp", "mean", ref("logprobs")),
+        node("output", "output", "output", {"tuple": [ref("loss"), metrics]}),
+    )
+    return CustomLoss(("logprobs", "weights"), nodes)
+
+
+def test_an_uploaded_loss_trains_as_its_built_in_twin(models) -> None:
+    trainer = make_trainer(models["qwen2"], max_pass_tokens=30)
+    batch = data(4, 9, 17, 25)
+    for run in ("custom", "plain"):
+        create(trainer, run, LoraConfig(4, seed=1))
+    custom, plain = forward_backward(
+        trainer,
+        Pass("custom", batch, "custom", {"loss_id": "x"}, custom_loss=custom_cross_entropy()),
+        Pass("plain", batch, "cross_entropy"),
+    )
+    assert custom.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
+    weights = [datum.loss_fn_inputs["weights"].to_numpy().sum() for datum in batch]
+    means = [lp.mean() for lp in logprobs(custom)]
+    assert custom.metrics["custom/weight:sum"] == pytest.approx(sum(weights), rel=1e-4)
+    assert custom.metrics["custom/lp:mean"] == pytest.approx(np.mean(means), rel=1e-5)
+    mine, theirs = gradient(trainer, "custom"), gradient(trainer, "plain")
+    scale = float(theirs.abs().max())
+    torch.testing.assert_close(mine / scale, theirs / scale, atol=1e-5, rtol=0)
+
+
+def test_an_uploaded_loss_that_cannot_run_fails_its_pass_alone(models) -> None:
+    trainer = make_trainer(models["qwen2"])
+    for run in ("custom", "plain"):
+        create(trainer, run, LoraConfig(4, seed=1))
+    good, odd = data(4, 9, 17)
+    inputs = dict(odd.loss_fn_inputs) | {"weights": np.ones(5, np.float32)}
+    batch = [good, Datum(odd.model_input, inputs)]
+    failure, output = trainer.run(
+        ForwardBackward(
+            (
+                Pass("custom", batch, "custom", custom_loss=custom_cross_entropy()),
+                Pass("plain", data(4, 9), "cross_entropy"),
+            )
+        )
+    )
+    assert isinstance(failure, Failure)
+    assert failure.category == "user"
+    assert failure.message.startswith("datum 1: custom loss node 'product' (operator.mul)")
+    assert isinstance(output, ForwardBackwardOutput)
+    assert trainer.adapter("custom").grad is None
+    assert trainer.adapter("plain").grad is not None
+
+
+# -- failures and commands -----------------------------------------------------------------------------
+
+
+def test_a_wrong_pass_fails_alone_and_adds_nothing(models) -> None:
+    trainer = make_trainer(models["llama3"])
+    for run in ("good", "bad"):
+        create(trainer, run, LoraConfig(4, seed=1))
+    forward_backward(trainer, Pass("bad", data(0, 8), "cross_entropy"))
+    before = gradient(trainer, "bad")
+    image = Datum(ModelInput([ImageChunk(b"x", "png", expected_tokens=2)]), {"target_tokens": [1, 2]})
+    outcomes = trainer.run(
+        ForwardBackward(
+            (
+                Pass("bad", [*data(0, 8), image], "cross_entropy"),
+                Pass("good", data(0, 8), "cross_entropy"),
+                Pass("bad", data(0, 8), "nonsense"),
+                Pass("nobody", data(0, 8), "cross_entropy"),
+            )
+        )
+    )
+    assert [type(outcome) for outcome in outcomes] == [Failure, ForwardBackwardOutput, Failure, Failure]
+    first, _, third, fourth = outcomes
+    assert isinstance(first, Failure)
+    assert isinstance(third, Failure)
+    assert isinstance(fourth, Failure)
+    assert (first.category, first.message) == (
+        "user",
+        "datum 1: model_input holds ImageChunk; this base model reads text only",
+    )
+    assert "nonsense" in third.message
+    assert "nobody" in fourth.message
+    assert torch.equal(gradient(trainer, "bad"), before)
+
+
+def test_a_gradient_that_is_not_finite_fails_that_step_alone(models) -> None:
+    trainer = make_trainer(models["llama3"])
+    create(trainer, "run", LoraConfig(4, seed=1))
+    before = trainer.adapter("run").flat.clone()
+    ids = [1, 2, 3]
+    huge = Datum(ModelInput.from_ints(ids), {"target_tokens": ids, "weights": [3e38] * 3})
+    forward_backward(trainer, Pass("run", [huge], "cross_entropy"))
+    with pytest.raises(EngineError, match="not finite"):
+        trainer.run(OptimStep("run", ADAM))
+    assert torch.equal(trainer.adapter("run").flat, before)
+    forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
+    assert trainer.run(OptimStep("run", ADAM))["step"] == 1.0
+    assert not torch.equal(trainer.adapter("run").flat, before)
+
+
+def test_decoding_gets_a_turn_between_micro_batches_and_progress_is_told(models) -> None:
+    turns, told = [], []
+    trainer = make_trainer(models["llama3"], max_pass_tokens=10, between=lambda: turns.append(1))
+    create(trainer, "run", LoraConfig(4, seed=1))
+    command = ForwardBackward((Pass("run", data(0, 8, 8, 8, 8), "cross_entropy"),))
+    trainer.run(command, told.append)
+    assert len(turns) == 3
+    assert told == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_an_adapter_comes_back_from_eviction_as_it_was(models, tmp_path: Path) -> None:
+    kept, evicted = make_trainer(models["qwen3"]), make_trainer(models["qwen3"])
+    for trainer in (kept, evicted):
+        create(trainer, "run", LoraConfig(4, seed=1))
+    for step in range(4):
+        for trainer in (kept, evicted):
+            forward_backward(trainer, Pass("run", data(step, 14, 9), "cross_entropy"))
+            trainer.run(OptimStep("run", ADAM))
+        path = tmp_path / str(step)
+        assert evicted.run(SaveAdapter("run", path, optimizer=True)) > 0
+        evicted.run(DropAdapter("run"))
+        assert evicted.adapters == 0
+        assert evicted.run(LoadAdapter("run", path, optimizer=True)) == LoraConfig(4, seed=1)
+    assert torch.equal(kept.adapter("run").flat, evicted.adapter("run").flat)
+    for mine, theirs in zip(kept.adapter("run").moments(), evicted.adapter("run").moments(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_commands_about_adapters(models, tmp_path: Path) -> None:
+    trainer = make_trainer(models["llama3"])
+    trainer.run(CreateAdapter("run", LoraConfig(4, seed=1)))
+    size = trainer.adapter("run").flat.nbytes
+    assert trainer.adapter_bytes == size
+    forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
+    trainer.run(OptimStep("run", ADAM))
+    assert trainer.adapter_bytes == 4 * size
+    with pytest.raises(EngineError, match="already"):
+        trainer.run(CreateAdapter("run", LoraConfig(4)))
+    with pytest.raises(EngineError, match="GiB") as caught:
+        trainer.run(CreateAdapter("big", LoraConfig(10**9)))
+    assert caught.value.category == "user"
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(EngineError, match="SaveAdapter failed") as caught:
+        trainer.run(SaveAdapter("run", blocked / "adapter"))
+    assert caught.value.category == "server"
+    trainer.run(DropAdapter("run"))
+    trainer.run(DropAdapter("run"))
+    for command in (OptimStep("run", ADAM), ClearGradients("run"), SaveAdapter("run", Path("nowhere"))):
+        with pytest.raises(EngineError, match="'run'"):
+            trainer.run(command)

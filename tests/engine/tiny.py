@@ -1,0 +1,129 @@
+"""Tiny random models of every family we have, as Hugging Face directories written by transformers.
+
+    path = tiny_model(tmp_path, "qwen3", num_hidden_layers=3)
+
+Weights are fp32, the same for the same arguments, and larger than a fresh model's, so that a wrong norm, bias
+or rotation shows in the logits. Knows nothing of our own code: what is written here is an oracle's input.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+# llama2, qwen2 and qwen3_moe are written in several shards, the others in one file.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "shards": True}),
+    "llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "eos_token_id": [2, 3],
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 12}),
+    "qwen2": ("Qwen2", {"shards": True}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "smollm2": (
+        "Llama",
+        {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "tied": True},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "shards": True,
+        },
+    ),
+}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny random model of `family` under `directory` and return its path.
+
+    `overrides` are fields of the transformers config; `shards=True` splits the weights over several files.
+    """
+    class_name, own = FAMILIES[family]
+    fields = _SHAPE | own | overrides
+    sharded = fields.pop("shards", False)
+    if fields.pop("tied", False):
+        fields.setdefault("tie_word_embeddings", True)
+    config = getattr(transformers, class_name + "Config")(**fields)
+    model = getattr(transformers, class_name + "ForCausalLM")(config).to(torch.float32)
+    _randomise(model, seed)
+    path = directory / f"{family}-{seed}"
+    model.save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")
+    return path
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                weight.copy_(1 + 0.2 * noise)
+            else:
+                weight.copy_(noise * (0.3 if weight.dim() == 1 else 1.2 / weight.shape[-1] ** 0.5))
+
+
+def reference_model(path: Path) -> Any:
+    """The same directory through transformers, plain attention, no gradients to its weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval().requires_grad_(False)
+
+
+def reference_logits(path: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' logits of each sequence, computed one by one: [length, vocabulary] each."""
+    model = reference_model(path)
+    with torch.no_grad():
+        return [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in sequences]
+
+
+def tiny_tokenizer(directory: Path) -> Path:
+    """Write a byte-level tokenizer of 259 ids (ids 256-258 special, ChatML template) into `directory`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(directory)
+    return directory

@@ -1,0 +1,228 @@
+"""Keys, tokens and signed links: who may come in, as whom, and until when."""
+
+from __future__ import annotations
+
+import logging
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jwt
+import pytest
+
+from tests.server.conftest import KEY, OTHER_KEY, Running
+from tinkex.server import auth as module
+from tinkex.server.auth import Auth, hash_key, new_key
+from tinkex.server.serve import Server, StartError
+from tinkex.server.signing import Signer, derive, home_secret
+from tinkex.service.ledger import Ledger
+from tinkex.service.refusal import Refusal
+
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+def add(ledger: Ledger, name: str, *, owner: str = "alice", project: str | None = None) -> str:
+    key = new_key()
+    ledger.add_key(
+        name=name, note="", hash=hash_key(key), owner=owner, project_id=project, created_at=time.time()
+    )
+    return key
+
+
+def status_of(auth: Auth, key: str) -> int:
+    try:
+        auth.identify(key)
+    except Refusal as refusal:
+        return refusal.status
+    return 200
+
+
+# -- keys ------------------------------------------------------------------------------------------------
+
+
+def test_without_keys_every_well_formed_key_is_a_tenant(ledger: Ledger) -> None:
+    auth = Auth(ledger, SECRET)
+    assert auth.is_open
+    assert auth.identify("tml-a").user == auth.identify("tml-a").user
+    assert auth.identify("tml-a").user != auth.identify("tml-b").user
+    assert "tml-a" not in auth.identify("tml-a").user
+    for bad in ("", "tml-", "sk-a", "tml-a b", "tml-\n", "tml-" + "x" * 300, "tml-ü"):
+        assert status_of(auth, bad) == 401, bad
+
+
+def test_with_keys_only_those_are_taken(ledger: Ledger) -> None:
+    key = add(ledger, "laptop", project="p1")
+    auth = Auth(ledger, SECRET)
+    caller = auth.caller({"x-api-key": key}, "http://here", same_machine=True)
+    assert (caller.user, caller.project, caller.public_url, caller.same_machine) == (
+        "alice",
+        "p1",
+        "http://here",
+        True,
+    )
+    assert status_of(auth, "tml-a") == 401
+    assert status_of(auth, key[:-1]) == 401
+
+
+def test_a_bearer_token_is_a_key_too(ledger: Ledger) -> None:
+    key = add(ledger, "laptop")
+    auth = Auth(ledger, SECRET)
+    assert auth.caller({"authorization": f"Bearer {key}"}).user == "alice"
+    with pytest.raises(Refusal):
+        auth.caller({"authorization": f"Basic {key}"})
+
+
+def test_revoking_the_last_key_opens_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFRESH", 0.0)
+    key = add(ledger, "laptop")
+    auth = Auth(ledger, SECRET)
+    token = auth.issue(auth.identify(key)).jwt
+    assert status_of(auth, token) == 200
+    ledger.revoke_key(1, time.time())
+    assert not auth.is_open
+    assert [status_of(auth, k) for k in (key, token, "tml-a")] == [401, 401, 401]
+
+
+def test_look_ups_are_believed_for_a_moment(ledger: Ledger) -> None:
+    key = add(ledger, "laptop")
+    auth = Auth(ledger, SECRET)
+    auth.identify(key)
+    ledger.revoke_key(1, time.time())
+    assert status_of(auth, key) == 200
+
+
+def test_only_a_hash_is_kept(ledger: Ledger, tmp_path: Path) -> None:
+    key = add(ledger, "laptop")
+    Auth(ledger, SECRET).identify(key)
+    kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert key.encode() not in kept
+    assert key[4:].encode() not in kept
+
+
+# -- tokens ----------------------------------------------------------------------------------------------
+
+
+def test_a_token_says_who_and_until_when(ledger: Ledger) -> None:
+    auth = Auth(ledger, SECRET)
+    identity = auth.identify(add(ledger, "laptop"))
+    claims = jwt.decode(auth.issue(identity).jwt, options={"verify_signature": False})
+    assert (claims["sub"], claims["org_id"], claims["email"]) == ("alice", "tinkex", "alice@localhost")
+    assert 3000 < claims["exp"] - time.time() <= 3600
+
+
+@pytest.mark.parametrize("change", [{"exp": 1}, {"key": "0" * 64}, {"sub": None}])
+def test_tokens_that_are_not_ours(ledger: Ledger, change: dict[str, object]) -> None:
+    key = add(ledger, "laptop")
+    auth = Auth(ledger, SECRET)
+    claims = jwt.decode(auth.issue(auth.identify(key)).jwt, options={"verify_signature": False}) | change
+    claims = {k: v for k, v in claims.items() if v is not None}
+    assert status_of(auth, jwt.encode(claims, derive(SECRET, "tokens"), "HS256")) == 401
+
+
+def test_a_token_of_another_server_or_of_no_algorithm_is_refused(ledger: Ledger) -> None:
+    key = add(ledger, "laptop")
+    auth = Auth(ledger, SECRET)
+    claims = jwt.decode(auth.issue(auth.identify(key)).jwt, options={"verify_signature": False})
+    assert status_of(auth, Auth(ledger, bytes(32)).issue(auth.identify(key)).jwt) == 401
+    assert status_of(auth, jwt.encode(claims, None, "none")) == 401
+    assert status_of(auth, "eyJhbGciOi.broken") == 401
+
+
+def test_tokens_over_the_wire(server: Running) -> None:
+    token = server.ask("POST", "/api/v1/auth/token", {}).json["jwt"]
+    session = server.post("create_session", tags=[], user_metadata={}, sdk_version="x")["session_id"]
+    same = server.ask("GET", f"/api/v1/sessions/{session}", key={"x-api-key": token})
+    assert same.status == 200
+    assert server.ask("GET", f"/api/v1/sessions/{session}", key=OTHER_KEY).status == 404
+    me = server.ask("GET", "/api/v1/auth/apikey/me").json
+    assert me["details"]["user_details"]["email"].startswith("key-")
+
+
+def test_a_key_can_give_itself_up(start: Callable[..., Running], tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    ledger = Ledger(tmp_path / "home" / "ledger.sqlite")
+    key = {"x-api-key": add(ledger, "laptop")}
+    ledger.close()
+    server = start()
+    me = server.ask("GET", "/api/v1/auth/apikey/me", key=key).json
+    assert (me["key_id"], me["name"]) == (1, "laptop")
+    assert server.ask("GET", "/metrics", key=None).status == 401
+    assert server.ask("GET", "/metrics", key=key).status == 200
+    assert server.ask("DELETE", "/api/v1/auth/apikey/me", key=key).status == 204
+    assert server.ask("GET", "/api/v1/auth/apikey/me", key=key).status == 401
+    assert server.ask("GET", "/api/v1/auth/apikey/me", key=KEY).status == 401
+
+
+def test_other_hosts_need_keys(tmp_path: Path) -> None:
+    from tests.server.conftest import server_config
+
+    with pytest.raises(StartError, match="tinkex server keys add"):
+        Server(server_config(tmp_path, "x", host="0.0.0.0"))
+
+
+def test_keys_are_never_logged(start: Callable[..., Running], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = start()
+    secret = {"x-api-key": "tml-very-secret-key"}
+    server.ask("GET", "/api/v1/sessions", key=secret)
+    server.ask("GET", "/api/v1/nothing", key=secret)
+    server.ask("POST", "/api/v1/asample", b"{", key={"authorization": "Bearer tml-very-secret-key"})
+    assert "list_sessions" in caplog.text
+    assert "very-secret" not in caplog.text
+
+
+# -- signed links ----------------------------------------------------------------------------------------
+
+
+def test_a_link_is_good_for_its_path_until_its_end() -> None:
+    signer = Signer(SECRET)
+    query = dict(part.split("=") for part in signer.sign("a/b c", 1000.9).split("?")[1].split("&"))
+    assert signer.allows("a/b c", query["expires"], query["signature"], now=999)
+    assert not signer.allows("a/b c", query["expires"], query["signature"], now=1000)
+    assert not signer.allows("a/b", query["expires"], query["signature"], now=999)
+    assert not signer.allows("a/b c", "2000", query["signature"], now=999)
+    assert not signer.allows("a/b c", "²000", query["signature"], now=999)
+    assert not signer.allows("a/b c", "", "", now=999)
+    assert not Signer(bytes(32)).allows("a/b c", query["expires"], query["signature"], now=999)
+
+
+def test_the_secret_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
+    secret = home_secret(tmp_path)
+    assert home_secret(tmp_path) == secret
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(ValueError, match="damaged"):
+        home_secret(tmp_path)
+
+
+def test_links_lead_nowhere_else(server: Running) -> None:
+    home = server.server.config.service.home
+    signer = Signer(home_secret(home))
+    (home / "file").write_bytes(b"content")
+    (home / "out").symlink_to("/etc")
+    soon = time.time() + 60
+    fetched = server.ask("GET", signer.sign("file", soon), key=None)
+    assert (fetched.status, fetched.body) == (200, b"content")
+    part = server.ask("GET", signer.sign("file", soon), headers={"range": "bytes=3-"}, key=None)
+    assert (part.status, part.body) == (206, b"tent")
+    for path, status in [("none", 404), ("../x", 403), ("/etc/passwd", 403), ("out/passwd", 403), ("", 403)]:
+        assert server.ask("GET", signer.sign(path, soon), key=None).status == status, path
+    assert server.ask("GET", "/api/v1/download/file", key=None).status == 403
+    assert server.ask("GET", signer.sign("file", time.time() - 1), key=None).status == 403
+
+
+def test_tokenizer_files(server: Running, tokenizer_dir: Path) -> None:
+    got = server.ask("GET", "/api/v1/models/m/base/tokenizer/tokenizer.json")
+    assert got.body == (tokenizer_dir / "tokenizer.json").read_bytes()
+    for file in ("config.json", "model.safetensors", "vocab.json", "..%2fx"):
+        assert server.ask("GET", f"/api/v1/models/m/base/tokenizer/{file}").status == 404, file
+    assert server.ask("GET", "/api/v1/models/none/tokenizer/tokenizer.json").status == 404
+    assert server.ask("GET", "/api/v1/models/m/base/tokenizer/tokenizer.json", key=None).status == 401

@@ -1,0 +1,202 @@
+"""The scheduler against a small reference model: whatever arrives in whatever order, order is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinkex.service.scheduler import BARRIERS_A_ROUND, Scheduler, Verdict, Work
+
+BUDGET = 100
+
+
+def work(run: str, seq_id: int, *, is_pass: bool = True, tokens: int = 10, digest: bytes = b"") -> Work:
+    return Work(run, seq_id, f"{run}/{seq_id}", is_pass, tokens if is_pass else 0, digest)
+
+
+def drain(scheduler: Scheduler, now: float = 0.0) -> list[list[Work]]:
+    """Execute everything that becomes ready, at once."""
+    batches = []
+    while batch := scheduler.next_batch():
+        batches.append(batch)
+        for item in batch:
+            scheduler.done(item, now)
+    return batches
+
+
+@dataclass
+class Reference:
+    """What must hold, spelled out: each run is a sequence, executed in order, without what never came."""
+
+    next_seq: dict[str, int] = field(default_factory=dict)
+    arrived: dict[str, dict[int, bool]] = field(default_factory=dict)  # seq -> is_pass
+
+    def ready(self, run: str) -> bool:
+        return self.next_seq[run] in self.arrived[run]
+
+
+runs = st.sampled_from(["a0", "a1", "b0", "c0"])  # the first letter is the owner
+arrivals = st.lists(st.tuples(runs, st.integers(1, 12), st.booleans(), st.integers(1, 150)), max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals, st.lists(st.integers(0, 3), max_size=60))
+def test_every_run_is_executed_in_order_and_only_once(arriving, pauses):
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    reference = Reference()
+    for run in ("a0", "a1", "b0", "c0"):
+        scheduler.open(run, run[0])
+        reference.next_seq[run], reference.arrived[run] = 1, {}
+    executed: list[Work] = []
+    running: list[Work] = []
+    pauses = iter(pauses)
+    for run, seq_id, is_pass, tokens in arriving:
+        verdict, request_id = scheduler.submit(work(run, seq_id, is_pass=is_pass, tokens=tokens), 0.0)
+        known = reference.arrived[run]
+        assert request_id == f"{run}/{seq_id}"
+        assert verdict is (Verdict.REPEATED if seq_id in known else Verdict.ACCEPTED)
+        known.setdefault(seq_id, is_pass)
+        for _ in range(next(pauses, 0)):
+            for item in running:
+                scheduler.done(item, 0.0)
+            running = scheduler.next_batch()
+            assert all(item.is_pass for item in running) or len(running) == 1
+            assert len(running) <= 1 or sum(item.tokens for item in running) <= BUDGET
+            for item in running:
+                assert reference.next_seq[item.run] == item.seq_id
+                reference.next_seq[item.run] += 1
+                executed.append(item)
+    for item in running:
+        scheduler.done(item, 0.0)
+    for batch in drain(scheduler):
+        for item in batch:
+            assert reference.next_seq[item.run] == item.seq_id
+            reference.next_seq[item.run] += 1
+            executed.append(item)
+    assert not any(reference.ready(run) for run in reference.next_seq)  # nothing that could run was left
+    assert len({(item.run, item.seq_id) for item in executed}) == len(executed)
+
+
+def test_chunks_that_arrive_backwards_are_executed_forwards():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    scheduler.open("r", "me")
+    for seq_id in (3, 2, 4, 1):
+        scheduler.submit(work("r", seq_id, is_pass=seq_id < 4), 0.0)
+    assert [[w.seq_id for w in batch] for batch in drain(scheduler)] == [[1, 2, 3], [4]]
+
+
+def test_passes_of_different_runs_share_a_batch():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for run in ("a", "b", "c"):
+        scheduler.open(run, f"owner of {run}")
+        scheduler.submit(work(run, 1), 0.0)
+        scheduler.submit(work(run, 2, is_pass=False), 0.0)
+    batches = drain(scheduler)
+    assert [w.run for w in batches[0]] == ["a", "b", "c"]
+    assert [len(batch) for batch in batches] == [3, 1, 1, 1]
+
+
+def test_steps_come_before_the_next_batch_so_that_all_runs_join_it():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for run in ("a", "b"):
+        scheduler.open(run, run)
+        for seq_id in range(1, 5):
+            scheduler.submit(work(run, seq_id, is_pass=seq_id % 2 == 1), 0.0)
+    assert [len(batch) for batch in drain(scheduler)] == [2, 1, 1, 2, 1, 1]
+
+
+def test_a_gap_is_waited_for_then_given_up_for_good():
+    scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
+    scheduler.open("r", "me")
+    scheduler.submit(work("r", 2), 100.0)
+    assert scheduler.next_batch() == []
+    assert scheduler.give_up_gaps(120.0) == 160.0
+    assert scheduler.next_batch() == []
+    assert scheduler.give_up_gaps(160.0) is None
+    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [2]
+    assert scheduler.submit(work("r", 1), 161.0)[0] is Verdict.LATE
+    assert drain(scheduler) == []
+
+
+def test_a_gap_that_closes_in_time_costs_nothing():
+    scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
+    scheduler.open("r", "me")
+    scheduler.submit(work("r", 2), 0.0)
+    scheduler.submit(work("r", 1), 59.0)
+    assert scheduler.give_up_gaps(61.0) is None
+    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [1, 2]
+
+
+def test_a_refused_request_is_not_waited_for():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    scheduler.open("r", "me")
+    scheduler.submit(work("r", 3), 0.0)
+    scheduler.consume("r", 2, 0.0)
+    assert scheduler.next_batch() == []
+    scheduler.consume("r", 1, 0.0)
+    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [3]
+
+
+def test_a_repeat_is_the_same_work_and_another_body_is_a_conflict():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    scheduler.open("r", "me")
+    assert scheduler.submit(work("r", 1, digest=b"x"), 0.0) == (Verdict.ACCEPTED, "r/1")
+    again = Work("r", 1, "another id", True, 10, b"x")
+    assert scheduler.submit(again, 0.0) == (Verdict.REPEATED, "r/1")
+    drain(scheduler)
+    assert scheduler.submit(again, 0.0) == (Verdict.REPEATED, "r/1")
+    assert scheduler.submit(work("r", 1, digest=b"y"), 0.0)[0] is Verdict.CONFLICT
+    assert drain(scheduler) == []
+
+
+def test_a_flood_of_passes_does_not_starve_another_owner():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for n in range(50):
+        scheduler.open(f"flood{n}", "flood")
+        for seq_id in range(1, 5):
+            scheduler.submit(work(f"flood{n}", seq_id), 0.0)
+    scheduler.next_batch()  # the flood is being served when the other one comes
+    scheduler.open("small", "small")
+    scheduler.submit(work("small", 1), 0.0)
+    assert "small" in [w.run for w in scheduler.next_batch()]
+
+
+def test_a_flood_of_barriers_does_not_starve_another_owner():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for n in range(50):
+        scheduler.open(f"flood{n}", "flood")
+        for seq_id in range(1, 20):
+            scheduler.submit(work(f"flood{n}", seq_id, is_pass=False), 0.0)
+    scheduler.open("small", "small")
+    scheduler.submit(work("small", 1), 0.0)
+    scheduler.submit(work("small", 2, is_pass=False), 0.0)
+    order = [w.run for batch in drain(scheduler) for w in batch]
+    first, second = (i for i, run in enumerate(order) if run == "small")
+    assert first <= BARRIERS_A_ROUND
+    assert second <= first + 2
+
+
+def test_a_pass_larger_than_the_budget_goes_alone():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    scheduler.open("r", "me")
+    for seq_id, tokens in ((1, 500), (2, 10), (3, 10)):
+        scheduler.submit(work("r", seq_id, tokens=tokens), 0.0)
+    assert [[w.seq_id for w in batch] for batch in drain(scheduler)] == [[1], [2, 3]]
+
+
+def test_closing_a_run_returns_what_it_had_waiting_and_leaves_the_others():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for run in ("a", "b"):
+        scheduler.open(run, "me")
+        scheduler.submit(work(run, 2), 0.0)
+        scheduler.submit(work(run, 1), 0.0)
+    begun = scheduler.next_batch()
+    assert [w.seq_id for w in scheduler.close("a")] == []
+    assert "a" not in scheduler
+    for item in begun:
+        scheduler.done(item, 0.0)  # finishing work of a closed run is not an error
+    assert drain(scheduler) == []
+    scheduler.submit(work("b", 4), 0.0)
+    assert [w.seq_id for w in scheduler.close("b")] == [4]
