@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from email.utils import formatdate
 from typing import Any
@@ -66,6 +67,14 @@ def test_backoff_grows_is_jittered_and_capped() -> None:
     for some, top in zip(delays, (0.5, 1, 2, 10), strict=True):
         assert all(0.75 * top <= delay <= top for delay in some)
         assert len(set(some)) > 1
+
+
+def test_jitter_leaves_the_users_random_numbers_alone() -> None:
+    random.seed(1)
+    first = random.random()
+    random.seed(1)
+    POLICY.backoff(1)
+    assert random.random() == first
 
 
 @pytest.mark.parametrize(

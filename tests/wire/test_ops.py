@@ -93,8 +93,3 @@ def test_promises_have_a_result_and_its_type_name():
     assert len(promises) == 11
     for op in ROWS:
         assert op.is_promise == (op in promises) == bool(op.request_type)
-
-
-def test_a_poll_waits_longer_than_a_server_holds_it():
-    """Servers answer a long poll within about 30 s."""
-    assert ops.RETRIEVE_FUTURE.timeout == ops.RETRIEVE_FUTURES.timeout == 45.0

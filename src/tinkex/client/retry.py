@@ -24,6 +24,7 @@ from tinkex.errors import InvalidInputError
 
 NO_HEADERS: Mapping[str, str] = {}
 MAX_RETRY_AFTER = 60.0
+_dice = random.Random()  # not the global ones: a seed of the user's gives the same numbers, retries or not
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class RetryPolicy:
     def backoff(self, tries: int) -> float:
         """Exponential from `base` to `cap`, jittered downwards so that no one waits longer than said."""
         delay = min(self.base * 2.0 ** min(tries - 1, 30), self.cap)
-        return delay * (1.0 - self.jitter * random.random())
+        return delay * (1.0 - self.jitter * _dice.random())
 
 
 def retryable(status: int, empty_body: bool = False) -> bool:

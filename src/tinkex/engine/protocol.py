@@ -167,7 +167,7 @@ class SampleWork:
     """One sample request. Field meanings: wire-protocol §9; semantics: design §6.
 
     `params.stop` holds token ids, [] (never stop early) or None here; strings come as `stop_bytes`, with
-    `params.stop` None. `eos_ids` are the base model's end-of-sequence tokens unless given.
+    `params.stop` None.
     """
 
     prompt: np.ndarray  # int32 [P]

@@ -59,7 +59,6 @@ class Op(Generic[Req, Reply]):
     result: type | None = None  # what a promise resolves to
     request_type: str = ""  # X-Tinker-Request-Type when its promise is retrieved
     pool: Pool = Pool.REST
-    timeout: float = 60.0
     retry: bool = True  # False: whoever calls it has a rhythm of their own, the transport must not repeat it
 
     @cached_property
@@ -102,7 +101,7 @@ GET_CLIENT_CONFIG = Op(
 GET_DYNAMIC_CONFIG = Op(
     "get_dynamic_config", "POST", f"{_V1}/client/dynamic_config",
     config.ClientConfigRequest, config.ClientDynamicConfigResponse,
-    pool=Pool.SESSION, timeout=10.0, retry=False,
+    pool=Pool.SESSION, retry=False,
 )  # fmt: skip
 GET_AUTH_TOKEN = Op(
     "get_auth_token", "POST", f"{_V1}/auth/token",
@@ -117,7 +116,7 @@ GET_SERVER_CAPABILITIES = Op(
 )  # fmt: skip
 SEND_TELEMETRY = Op(
     "send_telemetry", "POST", f"{_V1}/telemetry",
-    telemetry.TelemetrySendRequest, telemetry.TelemetryResponse, pool=Pool.TELEMETRY, timeout=5.0,
+    telemetry.TelemetrySendRequest, telemetry.TelemetryResponse, pool=Pool.TELEMETRY,
 )  # fmt: skip
 
 # -- sessions --------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ CREATE_SESSION = Op(
 SESSION_HEARTBEAT = Op(
     "session_heartbeat", "POST", f"{_V1}/session_heartbeat",
     sessions.SessionHeartbeatRequest, sessions.SessionHeartbeatResponse,
-    pool=Pool.SESSION, timeout=10.0, retry=False,
+    pool=Pool.SESSION, retry=False,
 )  # fmt: skip
 FINISH_SESSION = Op(
     "finish_session", "POST", f"{_SESSION}/finish", sessions.FinishSessionRequest, NoneType, pool=Pool.SESSION
@@ -256,16 +255,16 @@ GET_SAMPLER = Op(
 
 RETRIEVE_FUTURE = Op(
     "retrieve_future", "POST", f"{_V1}/retrieve_future",
-    futures.FutureRetrieveRequest, object, pool=Pool.RETRIEVE, timeout=45.0,
+    futures.FutureRetrieveRequest, object, pool=Pool.RETRIEVE,
 )  # fmt: skip
 RETRIEVE_FUTURES = Op(
     "retrieve_futures", "POST", f"{_V1}/retrieve_futures",
     futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse,
-    pool=Pool.POLL, timeout=45.0, retry=False,
+    pool=Pool.POLL, retry=False,
 )  # fmt: skip
 CANCEL_FUTURE = Op(
     "cancel_future", "POST", f"{_V1}/cancel_future",
-    futures.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, timeout=30.0, retry=False,
+    futures.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, retry=False,
 )  # fmt: skip
 
 # -- audit and billing -----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Matrices(NamedTuple):
     a_t: Tensor
     b: list[Tensor]
     b_t: list[Tensor]
+    outs: list[int]
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class SiteShape:
 
     def matrices(self, flat: Tensor) -> list[Matrices]:
         """The same, expert by expert and ready for use: every view is made once and not in each pass."""
-        a, b_t = self.views(flat)
+        (a, b_t), outs = self.views(flat), self.outs
         return [
-            Matrices(a[e], a[e].t(), [part[e].t() for part in b_t], [part[e] for part in b_t])
+            Matrices(a[e], a[e].t(), [part[e].t() for part in b_t], [part[e] for part in b_t], outs)
             for e in range(self.experts)
         ]
 
@@ -145,7 +146,7 @@ class Adapter:
 
     def changed(self) -> None:
         """`flat` was written to: copies of it in other dtypes are stale."""
-        self._matrices = {}
+        self._matrices = {dtype: cut for dtype, cut in self._matrices.items() if dtype == self.flat.dtype}
 
     def open_grad(self) -> None:
         """Be ready to accumulate: from here on a step has something to apply, if only zeros."""

@@ -101,7 +101,7 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
     KV pages for one full context at least, and never more than `max_batch` of them.
     """
     shape, weight = decoder.config, decoder.unembed_weight
-    free = memory.free_bytes(weight.device)
+    free = int(memory.free_bytes(weight.device))
     page = page_bytes(shape.layers, shape.kv_heads, shape.head_dim, weight.dtype)
     one = -(-context // PAGE)
     wanted = (int(free * _KV_SHARE) if config.kv_bytes is None else config.kv_bytes) // page

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.adapters import Adapter, Matrices
 from tinkex.engine.torch.hooks import Site
 
 
@@ -104,8 +104,8 @@ def add(site: Site, jobs: Sequence[Job], x: Tensor, y: Tensor) -> list[Tensor]:
     """y += scale·x·Aᵀ·Bᵀ in place, job by job; returns what the backward needs."""
     kept = shrink(site, jobs, x)
     for job, y_job, u in zip(jobs, _rows(y, jobs), kept, strict=True):
-        b_t = job.adapter.matrices(x.dtype)[site][job.expert].b_t
-        for y_part, u_part, b_part in zip(_outs(y_job, b_t), _parts(u, job), b_t, strict=True):
+        matrices = job.adapter.matrices(x.dtype)[site][job.expert]
+        for y_part, u_part, b_part in zip(*_parts(matrices, y_job, u), matrices.b_t, strict=True):
             y_part.addmm_(u_part, b_part, alpha=job.adapter.scale)
     return kept
 
@@ -125,16 +125,16 @@ def add_backward(
     grad_x_rows = _rows(grad_x, jobs) if grad_x is not None else [None] * len(jobs)
     rows = zip(jobs, _rows(grad_y, jobs), _rows(x, jobs), kept, grad_x_rows, strict=True)
     for job, grad_y_job, x_job, u, grad_x_job in rows:
-        a, _, b, b_t = job.adapter.matrices(x.dtype)[site][job.expert]
+        matrices = job.adapter.matrices(x.dtype)[site][job.expert]
         grads, scale = job.adapter.grad_matrices(site)[job.expert], job.adapter.scale
         grad_u = torch.empty_like(u)
-        parts = zip(_outs(grad_y_job, b_t), b, grads.b_t, _parts(u, job), _parts(grad_u, job), strict=True)
-        for grad_y_part, b_part, grad_b_t, u_part, grad_u_part in parts:
-            torch.mm(grad_y_part, b_part, out=grad_u_part)
+        parts = _parts(matrices, grad_y_job, u, grad_u)
+        for grad_y_part, u_part, grad_u_part, b, grad_b_t in zip(*parts, matrices.b, grads.b_t, strict=True):
+            torch.mm(grad_y_part, b, out=grad_u_part)
             _accumulate(grad_b_t, u_part.t(), grad_y_part, scale)
         _accumulate(grads.a, grad_u.t(), x_job, scale)
         if grad_x_job is not None:
-            grad_x_job.addmm_(grad_u, a, alpha=scale)
+            grad_x_job.addmm_(grad_u, matrices.a, alpha=scale)
 
 
 def _rows(x: Tensor, jobs: Sequence[Job]) -> list[Tensor]:
@@ -143,17 +143,15 @@ def _rows(x: Tensor, jobs: Sequence[Job]) -> list[Tensor]:
     for job in jobs:
         sizes += [job.start - done, job.stop - job.start]
         done = job.stop
-    return list(x.split([*sizes, x.shape[0] - done]))[1::2]
+    return list(x.split_with_sizes([*sizes, x.shape[0] - done]))[1::2]  # quicker than split
 
 
-def _parts(u: Tensor, job: Job) -> tuple[Tensor, ...]:
-    """The columns of each part in x·Aᵀ."""
-    return u.split(job.adapter.lora.rank, 1)
-
-
-def _outs(y: Tensor, b_t: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The columns of each part in the output."""
-    return (y,) if len(b_t) == 1 else y.split([part.shape[1] for part in b_t], 1)
+def _parts(matrices: Matrices, y: Tensor, *us: Tensor) -> list[Sequence[Tensor]]:
+    """The columns of each part: of an output, and of any number of x·Aᵀ."""
+    count = len(matrices.outs)
+    if count == 1:
+        return [(y,), *((u,) for u in us)]
+    return [y.split_with_sizes(matrices.outs, 1), *(u.chunk(count, 1) for u in us)]
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

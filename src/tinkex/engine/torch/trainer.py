@@ -165,10 +165,8 @@ class TorchTrainer:
         self._compute(states, progress)
         for i, state in states.items():
             outcomes[i] = state.failure or _output(state)
-            if (
-                state.failure and state.work.backward
-            ):  # some of its gradients may be in, and half must not count
-                self.adapter(state.work.run).take_grad()
+            if state.failure and state.work.backward:
+                self.adapter(state.work.run).take_grad()  # some of it may be in, and half must not count
         return cast(list[ForwardBackwardOutput | p.Failure], outcomes)
 
     def _compute(self, states: Mapping[int, _State], progress: p.Progress) -> None:
