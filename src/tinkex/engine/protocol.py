@@ -152,7 +152,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class StopBytes:
-    """Stop sequences as bytes, and each token's bytes: a stop may span tokens, and the engine knows no text."""
+    """Stop sequences as bytes, with each token's bytes: a stop may span tokens; the engine knows no text."""
 
     sequences: tuple[bytes, ...]
     token_bytes: Sequence[bytes]  # indexed by token id; shared by every request of a base model
