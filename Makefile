@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 STAMP  := $(VENV)/.ready
 OFFICIAL := .venv-official
+TINKERS := 0.26.0 0.13.1 0.4.1
 
-.PHONY: help setup check test bench proto clean
+.PHONY: help setup check test compat compat-env bench bench-engine proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -27,8 +28,26 @@ check: setup     ## ruff, pyright, import-linter
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
+compat: setup compat-env  ## other people's clients, unmodified, against `tinkex serve`
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
+
+compat-env: $(OFFICIAL)/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
+
+.venv-tinker-%/.ready: tests/compat/constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip --disable-pip-version-check install -q -c $< tinker==$* torch==2.13.0
+	touch $@
+
+.venv-openai/.ready: tests/compat/constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip --disable-pip-version-check install -q -c $< openai
+	touch $@
+
 bench: setup $(OFFICIAL)/.ready  ## the official client and ours on one stub server, one table
 	$(BIN)/python bench/client.py
+
+bench-engine: setup  ## the engine and peft + transformers on the same weights and data, one table
+	$(BIN)/python bench/engine.py $(ARGS)
 
 $(OFFICIAL)/.ready: bench/official-constraints.txt
 	test -x $(OFFICIAL)/bin/python || $(PYTHON) -m venv $(OFFICIAL)

@@ -1,9 +1,9 @@
 """Our engine and peft + transformers on the same weights and data in one run: `make bench-engine`, or --help.
 
-Every side of every measure is a child process of its own (bench/engine_child.py). On the CPU the children of a
-measure take turns over rounds and the table shows medians, because machines are noisy: trust ratios, and on a
-busy machine the ratio of CPU seconds beside them. On CUDA they run one after the other. A goal that is missed
-never fails the run; a crash does. What it cannot tell: anything about a service, a network or learning.
+Every side of every measure is a child process of its own (bench/engine_child.py). On the CPU the children of
+a measure take turns over rounds and the table shows medians, because machines are noisy: trust ratios, and on
+a busy machine the ratio of CPU seconds beside them. On CUDA they run one after the other. A goal that is
+missed never fails the run; a crash does. Tells nothing about a service, a network or learning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Seen = dict[tuple[str, str], list[Figures]]  # (side, way) -> rounds
 
 @dataclass(frozen=True)
 class Measure:
-    """What is timed, on which model, with how much data; `ours` and `peer` are the ways that each side has."""
+    """What is timed, on which model, with how much data; `ours` and `peer` are the ways each side has."""
 
     name: str
     kind: str  # which function of ours.py and peers.py
@@ -48,17 +48,18 @@ class Measure:
 
 @dataclass(frozen=True)
 class Row:
-    """One line: `ours` against `base`, each a (side, way); a base without a way is the peer's best.
+    """One line: `ours` against `base`, each a (side, way) or None; the way "best" is the peer's best.
 
-    `unit` is "tokens/s", "ms" or "MiB"; the ratio is ours / base, of tokens per second, time or bytes.
+    `unit` is "tokens/s", "ms" or "MiB"; the ratio is ours / base, and the goal is a bound on it.
     """
 
     measure: str
     title: str
-    base: tuple[str, str | None]
-    ours: tuple[str, str]
+    base: tuple[str, str] | None
+    ours: tuple[str, str] = ("ours", "ours")
     unit: str = "tokens/s"
-    goal: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
 
 
 def spread(shortest: int, longest: int, count: int) -> list[int]:
@@ -67,65 +68,78 @@ def spread(shortest: int, longest: int, count: int) -> list[int]:
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
+BEST, PADDED = ("peer", "best"), ("peer", "padded")
+ONE, MANY = ("ours", "1"), ("ours", "16")
+
+
 def cpu_plan() -> tuple[list[Measure], list[Row]]:
-    chat = np.linspace(16, 128, 16).astype(int).tolist()
+    mixed, chat = spread(32, 512, 16), np.linspace(16, 128, 16).astype(int).tolist()
+    smol = "smollm2-135m"
+    pieces, whole = ("as planned", "one piece"), ("padded", "recomputed")
     measures = [
-        Measure("train-small", "train", "small", spread(32, 512, 16), peer=FORMS),
-        Measure("train-smollm2", "train", "smollm2-135m", spread(32, 512, 8), peer=FORMS),
-        Measure("tenants", "tenants", "small", [64] * 16, peer=("in turn",), adapters=8),
+        Measure("train-small", "train", "small", mixed, peer=FORMS),
+        Measure("train-even", "train", "small", [256] * 8, peer=FORMS),
+        Measure("train-smollm2", "train", smol, spread(32, 256, 8), peer=FORMS),
+        *(
+            Measure(f"tenants-{n}", "tenants", "small", [n // 2] * 16, peer=("in turn",), adapters=8)
+            for n in (16, 32, 128)
+        ),
         Measure("sharing-small", "sharing", "small", [128] * 16, ours=("1", "16")),
-        Measure("sharing-smollm2", "sharing", "smollm2-135m", [64] * 16, ours=("1", "16")),
+        Measure("sharing-smollm2", "sharing", smol, [64] * 16, ours=("1", "16")),
         Measure("sample-small", "sample", "small", chat, peer=("dynamic",), new_tokens=64),
-        Measure("sample-smollm2", "sample", "smollm2-135m", chat, peer=("dynamic",), new_tokens=64),
-        Measure("sample-one", "sample", "smollm2-135m", [64], peer=("dynamic",), new_tokens=64),
-        Measure("memory", "memory", "smollm2-135m", [512] * 8, ("as planned", "one piece"), ("padded", "recomputed")),
-        Measure("threads", "threads", "small", spread(32, 512, 16), ours=("1", "2", "chosen")),
-        Measure("publish", "publish", "smollm2-135m", [64]),
+        Measure("sample-smollm2", "sample", smol, chat, peer=("dynamic",), new_tokens=64),
+        Measure("sample-one", "sample", smol, [64], peer=("dynamic",), new_tokens=64),
+        Measure("memory", "memory", smol, [512] * 8, ours=pieces, peer=whole),
+        Measure("threads", "threads", "small", mixed, ours=("1", "2", "chosen")),
+        Measure("publish", "publish", smol, [64]),
     ]
-    best, ours = ("peer", None), ("ours", "ours")
+    planned = ("ours", "as planned")
     rows = [
-        Row("train-small", "train, 25 M Llama: peft padded", ("peer", "padded"), ours, goal=1.3),
-        Row("train-small", "train, 25 M Llama: peft's best form", best, ours, goal=1.3),
-        Row("train-smollm2", "train, SmolLM2-135M: peft padded", ("peer", "padded"), ours, goal=1.1),
-        Row("train-smollm2", "train, SmolLM2-135M: peft's best form", best, ours, goal=1.1),
-        Row("tenants", "8 runs x 128 tokens: peft in turn", best, ours, goal=3),
-        Row("sharing-small", "25 M: pass of 16 adapters / of 1", ("ours", "1"), ("ours", "16"), "ms", -1.25),
-        Row("sharing-smollm2", "SmolLM2: pass of 16 adapters / of 1", ("ours", "1"), ("ours", "16"), "ms", -1.25),
-        Row("sample-small", "sample 16, 25 M Llama: generate", best, ours, goal=3),
-        Row("sample-smollm2", "sample 16, SmolLM2: generate", best, ours, goal=3),
-        Row("sample-one", "sample 1, SmolLM2: generate", best, ours),
-        Row("memory", "4k-token pass in one piece: peft", ("peer", "padded"), ("ours", "one piece"), "MiB", -0.6),
-        Row("memory", "  cut as we plan it: peft", ("peer", "padded"), ("ours", "as planned"), "MiB"),
-        Row("memory", "  cut as we plan it: peft recomputing", ("peer", "recomputed"), ("ours", "as planned"), "MiB"),
-        Row("threads", "train, 25 M: 2 threads / 1 thread", ("ours", "1"), ("ours", "2")),
-        Row("threads", "train, 25 M: chosen threads / 1 thread", ("ours", "1"), ("ours", "chosen")),
-        Row("publish", "step to first new token, SmolLM2", ("ours", "none"), ours, "ms"),
-    ]  # fmt: skip
+        Row("train-small", "train, 25 M Llama, 32-512 tokens: peft", PADDED, at_least=1.3),
+        Row("train-small", "train, 25 M Llama, 32-512 tokens: peft", BEST, at_least=1.3),
+        Row("train-even", "train, 25 M Llama, 8 x 256 tokens: peft", PADDED, at_least=1.3),
+        Row("train-even", "train, 25 M Llama, 8 x 256 tokens: peft", BEST, at_least=1.3),
+        Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", PADDED, at_least=1.1),
+        Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", BEST, at_least=1.1),
+        Row("tenants-16", "8 runs of 16 tokens: peft", ("peer", "in turn"), at_least=3),
+        Row("tenants-32", "8 runs of 32 tokens: peft", ("peer", "in turn"), at_least=3),
+        Row("tenants-128", "8 runs of 128 tokens: peft", ("peer", "in turn"), at_least=3),
+        Row("sharing-small", "pass of 16 adapters / of 1, 25 M Llama", ONE, MANY, "ms", at_most=1.25),
+        Row("sharing-smollm2", "pass of 16 adapters / of 1, SmolLM2", ONE, MANY, "ms", at_most=1.25),
+        Row("sample-small", "sample 16 requests, 25 M Llama: generate", BEST, at_least=3),
+        Row("sample-smollm2", "sample 16 requests, SmolLM2: generate", BEST, at_least=3),
+        Row("sample-one", "sample 1 request, SmolLM2: generate", BEST),
+        Row("memory", "4k-token pass, one piece: peft", PADDED, ("ours", "one piece"), "MiB", at_most=0.6),
+        Row("memory", "4k-token pass, as planned: peft", PADDED, planned, "MiB", at_most=0.6),
+        Row("memory", "4k-token pass, as planned: peft", ("peer", "recomputed"), planned, "MiB"),
+        Row("threads", "train, 25 M Llama: 2 threads / 1", ONE, ("ours", "2")),
+        Row("threads", "train, 25 M Llama: threads as chosen / 1", ONE, ("ours", "chosen")),
+        Row("publish", "end of a step to first new token, SmolLM2", None, unit="ms"),
+    ]
     return measures, rows
 
 
 def cuda_plan(shape: str) -> tuple[list[Measure], list[Row]]:
-    mixed, tokens = spread(128, 2048, 24), spread(128, 1024, 48)
+    def sample(requests: int, **more: Any) -> Measure:
+        return Measure(f"sample-{requests}", "sample", shape, [128] * requests, new_tokens=128, **more)
+
+    forms = ("dynamic", "static")
     measures = [
-        Measure("train", "train", shape, mixed, peer=("padded", "bucketed", "packed")),
-        Measure("sharing", "sharing", shape, tokens, ours=("1", "16")),
-        Measure("memory", "memory", shape, [1024] * 16, ("one piece",), ("padded", "recomputed")),
+        Measure("train", "train", shape, spread(128, 2048, 24), peer=("padded", "bucketed", "packed")),
+        Measure("sharing", "sharing", shape, spread(128, 1024, 32), ours=("1", "16")),
+        Measure("memory", "memory", shape, [1024] * 16, ours=("one piece",), peer=("padded", "recomputed")),
         Measure("publish", "publish", shape, [128]),
+        sample(1, peer=forms),
+        sample(64, peer=forms),
+        sample(256, ours=("ours", "16"), peer=forms),
     ]
-    for requests in (1, 64, 256):
-        forms = ("dynamic", "static") if requests < 256 else ("static",)
-        measures.append(Measure(f"sample-{requests}", "sample", shape, [128] * requests, peer=forms, new_tokens=128))
-    measures.append(
-        Measure("sample-256-16", "sample", shape, [128] * 256, ours=("16",), new_tokens=128)
-    )
-    best, ours = ("peer", None), ("ours", "ours")
     rows = [
-        Row("train", "train, mixed lengths up to 2k: peft's best form", best, ours),
-        Row("sharing", "pass of 16 adapters / of 1", ("ours", "1"), ("ours", "16"), "ms"),
-        Row("memory", "16k-token pass: peft recomputing", ("peer", "recomputed"), ("ours", "one piece"), "MiB"),
-        Row("publish", "step to first new token", ("ours", "none"), ours, "ms"),
-        *(Row(f"sample-{n}", f"sample {n}: generate", best, ours) for n in (1, 64, 256)),
-        Row("sample-256-16", "sample 256 over 16 adapters", ("ours", "none"), ("ours", "16")),
+        Row("train", "train, 128-2,048 tokens: peft", BEST),
+        Row("sharing", "pass of 16 adapters / of 1", ONE, MANY, "ms"),
+        Row("memory", "16k-token pass: peft", ("peer", "recomputed"), ("ours", "one piece"), "MiB"),
+        Row("publish", "end of a step to first new token", None, unit="ms"),
+        *(Row(f"sample-{n}", f"sample {n} requests: generate", BEST) for n in (1, 64, 256)),
+        Row("sample-256", "sample 256 requests over 16 adapters / 1", ("ours", "ours"), MANY),
     ]
     return measures, rows
 
@@ -225,33 +239,35 @@ def line(row: Row, seen: Seen) -> dict[str, Any] | None:
     """One row's figures; None where ours was not measured."""
     if row.ours not in seen:
         return None
-    side, way = row.base
-    base = seen.get((side, way)) if way else None
-    if way is None and (forms := {w: r for (s, w), r in seen.items() if s == side}):
-        way = max(forms, key=lambda form: middle(forms[form], row.unit))
-        base = forms[way]
-    found: dict[str, Any] = {"title": row.title, "unit": row.unit, "ours": middle(seen[row.ours], row.unit)}
-    found |= {"way": way, "base": None, "ratio": None, "cpu_ratio": None, "goal": row.goal, "met": None}
+    key = row.base
+    if key == BEST:
+        forms = {key: middle(rounds, row.unit) for key, rounds in seen.items() if key[0] == "peer"}
+        key = max(forms, key=lambda form: forms[form], default=None)
+    ours, base = seen[row.ours], seen.get(key) if key else None
+    found: dict[str, Any] = {"title": row.title, "unit": row.unit, "ours": middle(ours, row.unit)}
+    found |= {"base_way": key[1] if key and key[0] == "peer" else None}
+    found |= {"at_least": row.at_least, "at_most": row.at_most}
     if base:
         found["base"] = middle(base, row.unit)
         found["ratio"] = found["ours"] / found["base"]
         if row.unit != "MiB":
-            found["cpu_ratio"] = middle(seen[row.ours], row.unit, "cpu") / middle(base, row.unit, "cpu")
-        if row.goal:
-            found["met"] = found["ratio"] >= row.goal if row.goal > 0 else found["ratio"] <= -row.goal
+            found["cpu_ratio"] = middle(ours, row.unit, "cpu") / middle(base, row.unit, "cpu")
+        if row.at_least or row.at_most:
+            found["met"] = (row.at_least or 0) <= found["ratio"] <= (row.at_most or float("inf"))
     return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = f"{'measure':<50}{'unit':<10}{'base':>10}{'ours':>10}{'ratio':>8}{'CPU':>8}  {'goal':<8}met"
+    head = f"{'measure':<56}{'unit':<10}{'base':>9}{'ours':>9}{'ratio':>8}{'CPU':>8}  {'goal':<8}met"
     lines = [head, "-" * len(head)]
     for row in rows:
-        title = row["title"] + (f" ({row['way']})" if "best" in row["title"] else "")
-        numbers = "".join(f"{_number(row[key]):>10}" for key in ("base", "ours"))
-        ratios = "".join(f"{_ratio(row[key]):>8}" for key in ("ratio", "cpu_ratio"))
-        goal = "" if not row["goal"] else f"{'≥' if row['goal'] > 0 else '≤'} {abs(row['goal']):g}x"
-        met = {True: "yes", False: "NO", None: ""}[row["met"]]
-        lines.append(f"{title:<50}{row['unit']:<10}{numbers}{ratios}  {goal:<8}{met}".rstrip())
+        title = row["title"] + (f" {row['base_way']}" if row["base_way"] else "")
+        numbers = "".join(f"{_number(row.get(key)):>9}" for key in ("base", "ours"))
+        ratios = "".join(f"{_ratio(row.get(key)):>8}" for key in ("ratio", "cpu_ratio"))
+        bound = row["at_least"] or row["at_most"]
+        goal = f"{'≥' if row['at_least'] else '≤'} {bound:g}x" if bound else ""
+        met = {True: "yes", False: "NO", None: ""}[row.get("met")]
+        lines.append(f"{title:<56}{row['unit']:<10}{numbers}{ratios}  {goal:<8}{met}".rstrip())
     return "\n".join(lines)
 
 
@@ -286,7 +302,7 @@ def limits(measures: list[Measure], figures: dict[str, Seen], machine: Figures, 
 def limits_table(rows: list[dict], machine: Figures) -> str:
     head = f"{'measure':<18}{'side':<6}{'way':<12}{'tokens/s':>12}{'share of the limit':>24}"
     lines = [
-        f"{machine['flops'] / 1e12:.3g} TFLOP/s of a product, {machine['bandwidth'] / 1e9:.4g} GB/s of a copy",
+        f"a product's {machine['flops'] / 1e12:.3g} TFLOP/s, a copy's {machine['bandwidth'] / 1e9:.4g} GB/s",
         head,
         "-" * len(head),
     ]
@@ -304,7 +320,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="the model on CUDA")
-    parser.add_argument("--threads", type=int, help="compute threads of both sides; default: as the engine chooses")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads of both sides; default: as the engine chooses"
+    )
     parser.add_argument("--only", action="append", help="measures whose name begins so (may be repeated)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two rounds")
@@ -325,26 +343,35 @@ def chosen_threads() -> int:
     return threads_beside(os.getloadavg()[0], usable_cores())
 
 
+def measure_all(
+    measures: list[Measure], rows: list[Row], options: argparse.Namespace
+) -> tuple[Figures, dict[str, Seen]]:
+    """The machine's ceilings and every measure's rounds; each measure's rows are told as it ends."""
+    figures: dict[str, Seen] = {}
+    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as directory:
+        shapes = dict.fromkeys(measure.shape for measure in measures)
+        models = {shape: write_model(shape, Path(directory), options.device) for shape in shapes}
+        child = Child(Task("ceilings", "machine", "", "", "", options.device, options.threads, 0, []))
+        machine = child.round(0)
+        child.close()
+        for measure in measures:
+            figures[measure.name] = run(measure, options, models[measure.shape])
+            print(table(lines_of(rows, {measure.name: figures[measure.name]})), file=sys.stderr, flush=True)
+    return machine, figures
+
+
+def lines_of(rows: list[Row], figures: dict[str, Seen]) -> list[dict[str, Any]]:
+    return [found for row in rows if (found := line(row, figures.get(row.measure, {})))]
+
+
 def main() -> None:
     options = parse()
     measures, rows = cpu_plan() if options.device == "cpu" else cuda_plan(options.shape)
     if options.only:
         measures = [m for m in measures if m.name.startswith(tuple(options.only))]
     load = os.getloadavg()[0]
-    figures: dict[str, Seen] = {}
-    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as directory:
-        models = {
-            shape: write_model(shape, Path(directory), options.device)
-            for shape in dict.fromkeys(m.shape for m in measures)
-        }
-        ceiling = Measure("machine", "ceilings", measures[0].shape, [], ours=("",))
-        (task,) = tasks(ceiling, argparse.Namespace(**{**vars(options), "peers": False}), "")
-        child = Child(replace(task, side="machine"))
-        machine = child.round(0)
-        child.close()
-        for measure in measures:
-            figures[measure.name] = run(measure, options, models[measure.shape])
-    lines = [found for row in rows if (found := line(row, figures.get(row.measure, {})))]
+    machine, figures = measure_all(measures, rows, options)
+    lines = lines_of(rows, figures)
     shares = limits(measures, figures, machine, 4 if options.device == "cpu" else 2)
     about = {
         "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
@@ -355,7 +382,9 @@ def main() -> None:
         "rounds": options.rounds,
     }
     if options.json:
-        print(json.dumps({"about": about, "ceilings": machine, "measures": lines, "shares": shares}, indent=2))
+        print(
+            json.dumps({"about": about, "ceilings": machine, "measures": lines, "shares": shares}, indent=2)
+        )
         return
     print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     print(table(lines), end="\n\n")

@@ -1,8 +1,8 @@
 """One side of one measure of the engine benchmark, in a process of its own.
 
-Started by bench/engine.py with a task as JSON; warms up, says so, and then does one timed round for every line
-it reads, answering with that round's figures as JSON. What is timed is in bench/ours.py and bench/peers.py,
-which never meet in one process.
+Started by bench/engine.py with a task as JSON; warms up, says so, and then does one timed round for every
+line it reads, answering with that round's figures as JSON. What is timed is in bench/ours.py and
+bench/peers.py, which never meet in one process.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Timer:
 
 
 class PeakMemory:
-    """Bytes that this process, or its CUDA device, held at most since this was made, beyond what it held then."""
+    """The most bytes this process, or its CUDA device, held since this was made, less what it held then."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from engine_child import Figures, PeakMemory, Round, Task, Timer
@@ -22,19 +23,21 @@ from tinkex.engine.protocol import (
 )
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
+from tinkex.types.tensor import TensorData
 
+KV_BYTES = 64 << 20  # where next to nothing is sampled
 ADAM = AdamParams(learning_rate=1e-4)
 
 
-def _engine(task: Task, **settings: int) -> Engine:
+def _engine(task: Task, **settings: Any) -> Engine:
     return build_engine(
         EngineConfig(task.model, device=task.device, threads=task.threads or None, **settings)
     )
 
 
-def _trainer(task: Task, **settings: int) -> Engine:
-    """An engine with `task.adapters` runs and hardly any KV cache."""
-    engine = _engine(task, kv_bytes=16 << 20, **settings)
+def _trainer(task: Task) -> Engine:
+    """An engine with `task.adapters` runs and little KV cache."""
+    engine = _engine(task, kv_bytes=KV_BYTES)
     for i in range(task.adapters):
         engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
     return engine
@@ -42,7 +45,10 @@ def _trainer(task: Task, **settings: int) -> Engine:
 
 def _datums(sequences: Sequence[np.ndarray]) -> list[Datum]:
     return [
-        Datum(ModelInput.from_ints(ids), {"target_tokens": np.append(ids[1:], 0).astype(np.int64)})
+        Datum(
+            ModelInput.from_ints(ids),
+            {"target_tokens": TensorData.from_numpy(np.append(ids[1:], np.int32(3)))},
+        )
         for ids in sequences
     ]
 
@@ -89,7 +95,7 @@ def sharing(task: Task) -> Round:
 def memory(task: Task) -> Round:
     """The way says whether the engine may cut the pass as it likes, or computes it in one piece."""
     pieces = {} if task.way == "as planned" else {"max_pass_tokens": sum(task.lengths)}
-    engine = _engine(task, kv_bytes=16 << 20, **pieces)
+    engine = _engine(task, kv_bytes=KV_BYTES, **pieces)
     peak = PeakMemory(task.device)
     engine.trainer.run(CreateAdapter("run0", LoraConfig(rank=RANK)))
 
@@ -102,7 +108,7 @@ def memory(task: Task) -> Round:
 
 
 def sample(task: Task) -> Round:
-    """All prompts at once, dealt out to the adapters. `decode_*`: from when all prompts had their first token."""
+    """All prompts at once, dealt out to the adapters; `decode_*` is since the last prompt's first token."""
     engine = _engine(task)
     for i in range(task.adapters):
         engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))

@@ -1,6 +1,6 @@
-"""The peer's side of the engine benchmark: transformers with a peft adapter, as a careful user would write it.
+"""The peer's side of the engine benchmark: transformers with a peft adapter, written with care.
 
-The same weights, data, threads, rank and adapted layers (every linear one and the head); torch's fused AdamW;
+The same weights, data, threads, rank and adapted layers (every linear one and the head); torch's fused AdamW,
 adapters in the model's dtype. Training comes in four forms, because padding is a choice and not a must:
 padded (one batch, as in most scripts), bucketed (sorted by length, cut into batches with little padding),
 packed (one row, positions that restart) and single (a sequence at a time). Knows nothing of our code.
@@ -8,6 +8,7 @@ packed (one row, positions that restart) and single (a sequence at a time). Know
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +27,12 @@ Batch = dict[str, torch.Tensor]
 def _base(task: Task) -> Any:
     if task.threads:
         torch.set_num_threads(task.threads)
+    warnings.simplefilter("ignore")  # peft's, of adapters on a tied head
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     dtype = torch.bfloat16 if task.device == "cuda" else torch.float32
-    return transformers.AutoModelForCausalLM.from_pretrained(task.model, dtype=dtype).to(task.device)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(task.model, dtype=dtype)
+    return model.to(task.device)
 
 
 def _with_adapter(model: Any) -> Any:
@@ -149,15 +153,26 @@ def memory(task: Task) -> Round:
 
 
 def sample(task: Task) -> Round:
-    """`generate` on a left-padded batch, drawing at temperature 1 and never stopping early."""
+    """`generate` on a left-padded batch, drawing at temperature 1 and never stopping early.
+
+    The way is the kind of KV cache, "dynamic" or "static".
+    """
     model = _with_adapter(_base(task)).eval()
     settings = transformers.GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=task.new_tokens, pad_token_id=0
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=task.new_tokens,
+        pad_token_id=0,
+        cache_implementation=task.way,
     )
     model.generation_config.eos_token_id = None
 
     def one(turn: int) -> Figures:
-        batch = {key: value.to(task.device) for key, value in _padded(task.sequences(turn), left=True).items()}
+        batch = {
+            key: value.to(task.device) for key, value in _padded(task.sequences(turn), left=True).items()
+        }
         with Timer(task.device) as timer, torch.inference_mode():
             out = model.generate(**batch, generation_config=settings)
         new = out.shape[1] - batch["input_ids"].shape[1]

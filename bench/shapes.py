@@ -1,8 +1,8 @@
-"""The models of the engine benchmark: real architectures with random weights, written as Hugging Face directories.
+"""The models of the engine benchmark, written as Hugging Face directories.
 
-Speed does not depend on the values of weights, so nothing is downloaded; SmolLM2 takes its real ones if the
-test suite's GGUF file is at hand. Also what a token costs at the least, for shares of the hardware's limits.
-Knows neither our engine's classes nor peft's.
+Real architectures with random weights: speed does not depend on their values, so nothing is downloaded.
+SmolLM2 takes its real ones if the test suite's GGUF file is at hand. Also what a token costs at the least,
+for shares of the hardware's limits. Knows neither our engine's classes nor peft's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def write_model(shape: str, directory: Path, device: str) -> str:
     (path / "config.json").write_text(json.dumps(SHAPES[shape]))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     weights = _real_weights(shape) or _random_weights(SHAPES[shape], device, dtype)
-    save_file({name: w.to(dtype).contiguous().cpu() for name, w in weights.items()}, path / "model.safetensors")
+    save_file(
+        {name: w.to(dtype).contiguous().cpu() for name, w in weights.items()}, path / "model.safetensors"
+    )
     return str(path)
 
 
@@ -99,7 +101,7 @@ def matrix_parameters(shape: str) -> int:
 
 
 def training_flops(shape: str) -> float:
-    """A token's products with the frozen weights, forward and backward to the inputs; LoRA, attention aside."""
+    """A token's products with the frozen weights, forward and backward; LoRA and attention aside."""
     return 4.0 * matrix_parameters(shape)
 
 

@@ -55,9 +55,17 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"tinkex.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    module = importlib.import_module(_HOME[name])
+    if name == "ServiceClient":
+        module.embedded = _embedded  # here, so that no client module knows the engine's side
+    value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _embedded(settings: Any) -> Any:
+    """The connection to a service in this process, for a client with neither a key nor a server."""
+    return importlib.import_module("tinkex.local").connection(settings)
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@
     TINKEX_HOME             where the embedded engine keeps its state (default ~/.tinkex)
     TINKEX_TOKENIZER_DIR    a directory of tokenizers, looked into before any hub
     HF_HUB_OFFLINE          1, true, yes or on: never ask a hub
+    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY   as everywhere; never used for this machine's own servers
 
 `tinkex serve` also takes its options from there; what is said on the command line wins:
 
@@ -41,10 +42,10 @@ HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
 class Timeouts:
     """Seconds that each thing may take before it is an error. See docs/client.md for the table."""
 
-    connect: float = 4.5  # one TCP and TLS handshake; two of them fit into `unreachable`
+    connect: float = 4.0  # one TCP and TLS handshake; two of them fit into `unreachable`
     request: float = 60.0  # one HTTP request and its answer
     long_poll: float = 45.0  # one poll for a result
-    unreachable: float = 10.0  # a host that never answered
+    unreachable: float = 9.0  # a host that never answered: an error within 10 s, start-up included
     lost: float = 300.0  # a host that did answer, and stopped
     close: float = 5.0  # finishing a session at close() and at exit
     heartbeat_interval: float = 10.0
@@ -66,6 +67,7 @@ class Settings:
     tokenizer_dir: Path | None = None
     credentials_file: Path = Path("~/.tinker/credentials.json")
     offline: bool = False
+    http_proxy: bool = False  # http:// goes through a proxy, which the HTTP library finds by itself
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -89,6 +91,7 @@ class Settings:
             home=Path(get("TINKEX_HOME") or "~/.tinkex").expanduser(),
             tokenizer_dir=Path(tokenizer_dir).expanduser() if tokenizer_dir else None,
             credentials_file=Path("~/.tinker/credentials.json").expanduser(),
+            http_proxy=any(map(get, ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))),
             offline=(get("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on"),
         )
 

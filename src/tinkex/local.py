@@ -1,15 +1,16 @@
 """Embedded mode: a service and its engine behind the client's transport, inside the user's process.
 
 Promises: the same client, the same service, no HTTP and no codec in between; one service per home directory
-and process, shared by every ServiceClient. Injected into the client by `tinkex/__init__`, so that no client
-module knows the engine's side.
+and process, shared by every ServiceClient and started by the first call. Injected into the client by
+`tinkex/__init__`, so that no client module knows the engine's side.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 from tinkex.client.connection import Connection
@@ -20,7 +21,11 @@ from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.wire.ops import Op
 
-log = logging.getLogger("tinkex")
+NOT_INSTALLED = (
+    "no API key and no server are set, so models would run in this process, but the engine is not installed. "
+    "Either install it (pip install 'tinkex[engine]'), or set TINKER_API_KEY (and TINKER_BASE_URL) to use a "
+    "server"
+)
 
 
 class LocalTransport:
@@ -28,9 +33,9 @@ class LocalTransport:
 
     base_url = ""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, caller: Caller | None = None) -> None:
         self._service = service
-        self._caller = Caller(user="local")
+        self._caller = caller or Caller(user="local", same_machine=True)
         self._starting: asyncio.Task[None] | None = None
 
     async def call(
@@ -42,38 +47,46 @@ class LocalTransport:
         ready: bool = False,
         method: str = "",
     ) -> Any:
-        await self._started()
+        if not self._service.ready:
+            await self._start()
         try:
             return await self._service.call(op, request, self._caller)
         except Refusal as refusal:
             response = Response(refusal.status, {}, refusal.message, Request(op.method, op.name))
             raise status_error(refusal.message, response) from None
 
-    async def _started(self) -> None:
-        if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
+    async def _start(self) -> None:
+        if self._starting is None or self._starting.done():
             self._starting = asyncio.get_running_loop().create_task(self._service.start())
-        if not self._starting.done():
-            await asyncio.shield(self._starting)
-        self._starting.result()
+        await asyncio.shield(self._starting)
 
     async def aclose(self) -> None:
         """The service outlives its clients: it is the process's."""
 
 
-_transports: dict[str, LocalTransport] = {}
+def service_config(settings: Settings) -> ServiceConfig:
+    """How a service in one's own process is set up: any model on this machine can be named by its path."""
+    return ServiceConfig(
+        home=settings.home,
+        model_shelf=settings.home / "models",
+        any_path=True,
+        resume=False,
+        offline=settings.offline,
+    )
+
+
+_transports: dict[Path, LocalTransport] = {}
 
 
 def connection(settings: Settings) -> Connection:
     """The connection of a ServiceClient that was given neither a key nor a URL."""
-    home = str(settings.home)
+    home = settings.home.absolute()
     if home not in _transports:
-        try:
-            import torch  # noqa: F401
-        except ImportError:
-            raise TinkerError(
-                "no API key is set, so training would run in this process, but the engine is not installed. "
-                "Either `pip install 'tinkex[engine]'`, or set TINKER_API_KEY (and TINKER_BASE_URL)"
-            ) from None
-        _transports[home] = LocalTransport(Service(ServiceConfig(home=settings.home)))
-        print(f"tinkex: no API key set, so models run in this process; state is in {home}", file=sys.stderr)  # noqa: T201
+        if importlib.util.find_spec("torch") is None:
+            raise TinkerError(NOT_INSTALLED)
+        _transports[home] = LocalTransport(Service(service_config(settings)))
+        print(  # noqa: T201
+            f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
+            file=sys.stderr,
+        )
     return Connection(_transports[home], settings)

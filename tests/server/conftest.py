@@ -52,11 +52,10 @@ class Running:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             running = asyncio.create_task(self.server.run())
-            while not self.server.service.ready and not running.done():
-                await asyncio.sleep(0.005)
             while self.server.door.auth is None and not running.done():
                 await asyncio.sleep(0.005)
-            self.up.set()
+            if not running.done():
+                self.up.set()
             await running
 
         try:
@@ -124,7 +123,7 @@ def server_config(home: Path, model: str, **more: Any) -> ServerConfig:
     service = {k: more.pop(k) for k in list(more) if k in ServiceConfig.__dataclass_fields__}
     settings = {"preload": True, "long_poll": 2.0, **service}
     return ServerConfig(
-        ServiceConfig(home, {MODEL: model}, EngineConfig("", kind="fake"), **settings),
+        ServiceConfig(home=home, models={MODEL: model}, engine=EngineConfig("", kind="fake"), **settings),
         port=0, drain_seconds=0.3, **more,
     )  # fmt: skip
 

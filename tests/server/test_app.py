@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import socket
+import tarfile
 import threading
 import time
 import zlib
@@ -40,7 +42,7 @@ def pass_body(run: str, seq_id: int, tokens: int = 4, datums: int = 1) -> bytes:
         ModelInput.from_ints(ids), {"target_tokens": np.array(ids), "weights": np.ones(tokens, np.float32)}
     )
     work = ForwardBackwardInput([datum] * datums, "cross_entropy", None)
-    return proto_codec.write_pass(ForwardBackwardRequest(work, run, seq_id))
+    return b"".join(proto_codec.write_pass(ForwardBackwardRequest(work, run, seq_id)))
 
 
 # -- operations ------------------------------------------------------------------------------------------
@@ -178,7 +180,9 @@ def test_an_archive_is_a_302_to_a_link_that_needs_no_key(server: Running) -> Non
     assert link.startswith(server.url)
     archive = server.ask("GET", link.removeprefix(server.url), key=None)
     assert archive.status == 200
-    assert b"adapter_config.json" in archive.body
+    assert int(archive.headers["content-length"]) == len(archive.body)
+    with tarfile.open(fileobj=io.BytesIO(archive.body)) as tar:
+        assert "adapter_config.json" in tar.getnames()
 
 
 # -- refusals --------------------------------------------------------------------------------------------

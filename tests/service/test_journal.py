@@ -200,23 +200,26 @@ def test_only_the_files_of_undelivered_outcomes_stay(tmp_path):
 
 
 def test_the_word_to_forget_stays_as_long_as_the_outcome_is_there(tmp_path):
-    journal = Journal(tmp_path, segment_bytes=200)
-    for seq_id in (1, 2):
+    journal = Journal(tmp_path, segment_bytes=1000)
+    for seq_id, length in ((1, 100), (2, 2000), (3, 2000)):
         journal.accept(entry(seq_id))
-        journal.resolve(f"r{seq_id}", "o" * 80)
-    for seq_id in (3, 4):
-        journal.accept(entry(seq_id))
-        journal.resolve(f"r{seq_id}", "o" * 300)
-    journal.forget(["r1"])  # r1's outcome is kept by r2's, in the same file
-    journal.forget(["r3"])
-    journal.accept(entry(5))
-    journal.resolve("r5", "o" * 300)
-    journal.forget(["r4"])
-    journal.commit_snapshot(journal.begin_snapshot(6))
-    assert restore(tmp_path).outcomes.keys() == {"r2", "r5"}
-    journal.close()
-    Journal(tmp_path).close()
-    assert restore(tmp_path).outcomes.keys() == {"r2", "r5"}
+        journal.resolve(f"r{seq_id}", "o" * length)
+    journal.forget(["r1"])  # its outcome will stay, because r2's is in the same file
+    journal.accept(entry(4))
+    journal.resolve("r4", "o" * 2000)
+    journal.forget(["r3", "r4"])
+    assert files(tmp_path, "results-*") == [f"results-00000{n}.log" for n in (1, 2, 3, 4)]
+    journal.commit_snapshot(journal.begin_snapshot(5))
+    assert files(tmp_path, "results-*") == [f"results-00000{n}.log" for n in (1, 3, 4)]
+    assert restore(tmp_path).outcomes.keys() == {"r2"}
+
+
+def test_the_newest_snapshot_counts_if_an_older_one_could_not_be_deleted(tmp_path):
+    journal = Journal(tmp_path)
+    for next_seq in (5, 10, 20):
+        journal.commit_snapshot(journal.begin_snapshot(next_seq))
+    (tmp_path / "snapshot-000001-5").mkdir()
+    assert restore(tmp_path).next_seq == 20
 
 
 def test_older_snapshots_and_those_never_committed_go(tmp_path):

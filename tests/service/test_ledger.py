@@ -392,16 +392,16 @@ def test_search_finds_what_plain_python_finds_page_by_page(rows, query, scope):
             ledger.add_session(SessionRow(f"s{n}", last_seen_at=0.0, **fields))
         kept = [row for row in ledger.sessions(EVERYBODY, limit=99).rows if matches(row, query, scope)]
         expected = sorted(kept, key=lambda row: (row.created_at, row.session_id), reverse=True)
-        found, more = [], True
-        while more:
+        found: list[SessionRow] = []
+        for _ in range(len(rows) + 1):
             page, more = ledger.search_sessions(query, scope)
             assert len(page) == query.limit or not more
             found += [item.session for item in page]
-            if more:
-                # Through a datetime, as a cursor travels.
-                at = datetime.fromtimestamp(found[-1].created_at, UTC)
-                cursor = SessionSearchCursor(last_created_at=at, last_session_id=found[-1].session_id)
-                query = query.model_copy(update={"cursor": cursor})
+            if not more:
+                break
+            at = datetime.fromtimestamp(found[-1].created_at, UTC)  # as a cursor travels
+            cursor = SessionSearchCursor(last_created_at=at, last_session_id=found[-1].session_id)
+            query = query.model_copy(update={"cursor": cursor})
         assert found == expected
 
 

@@ -84,9 +84,7 @@ def serve(
     settings = Settings.read()
     _log_to_stderr(log_level)
     try:
-        places = dict(
-            read_model(spec, offline=settings.offline, any_place=engine == "fake") for spec in models
-        )
+        places = dict(read_model(spec, any_place=engine == "fake") for spec in models)
         config = ServerConfig(
             ServiceConfig(
                 home=(home or settings.home).expanduser().resolve(),
@@ -105,7 +103,7 @@ def serve(
         raise click.ClickException(str(error)) from None
 
 
-def read_model(spec: str, *, offline: bool = False, any_place: bool = False) -> tuple[str, str]:
+def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     """The name of a base model and the directory or file it is in.
 
     >>> read_model("tiny=.")[0]
@@ -120,22 +118,7 @@ def read_model(spec: str, *, offline: bool = False, any_place: bool = False) -> 
         return name, str(path.resolve()) if path.exists() else place
     if not _HUB_ID.fullmatch(place) or place.endswith(".gguf"):
         raise InvalidInputError(f"--model {spec!r}: there is no directory or file {place}")
-    return name, _from_hub(place, offline)
-
-
-def _from_hub(name: str, offline: bool) -> str:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise InvalidInputError(
-            f"{name} is not on this disk, and hub ids need: pip install 'tinkex[engine]'"
-        ) from None
-    files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return snapshot_download(name, local_files_only=offline, allow_patterns=files)
-    except Exception as error:  # the library raises whatever its own libraries raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidInputError(f"{name} is not on this disk, and the hub did not give it: {first}") from None
+    return name, place  # a hub id: the service fetches it, or finds it in the hub's cache
 
 
 def _log_to_stderr(level: str) -> None:

@@ -105,6 +105,10 @@ def connect(
     else:
         credential = auth.resolve(settings, api_key, url)
     transport = HttpTransport(
-        url, credential, headers={**dict(settings.extra_headers), **(headers or {})}, timeouts=timeouts
+        url,
+        credential,
+        headers={**dict(settings.extra_headers), **(headers or {})},
+        timeouts=timeouts,
+        direct=not settings.http_proxy,
     )
     return Connection(transport, settings, timeouts)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
@@ -61,24 +63,20 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     async def result_async(self, timeout: float | None = None) -> T:
         """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
         self._check_fork()
-        waiter = asyncio.wrap_future(_Shield(self))
-        try:
-            await asyncio.wait([waiter], timeout=timeout)
-            if not waiter.done():
+        if not self.done():
+            # A waiter of its own: cancelling one task that awaits must not take the result from the others.
+            waiter = _waiter(self)
+            if timeout is None:
+                await waiter
+            elif not (await asyncio.wait([waiter], timeout=timeout))[0]:
+                waiter.cancel()
                 raise self._timed_out(timeout)
-            return waiter.result()
-        finally:
-            waiter.cancel()  # nothing, if it is done
+        if self.cancelled():
+            raise asyncio.CancelledError
+        return super().result(0)
 
     def __await__(self) -> Generator[Any, None, T]:
-        self._check_fork()
-        if self.done() and not self.cancelled():
-            return self._ready().__await__()
-        # Shielded: cancelling one task that awaits must not take the result from the others.
-        return asyncio.wrap_future(_Shield(self)).__await__()
-
-    async def _ready(self) -> T:
-        return super().result(0)
+        return self.result_async().__await__()
 
     def future(self) -> concurrent.futures.Future[T]:
         """Itself: it already is a concurrent future."""
@@ -102,22 +100,42 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         )
 
 
-class _Shield(concurrent.futures.Future[T]):
-    """A stand-in that follows `inner`: cancelling the stand-in leaves `inner` alone."""
+class _Wakeups:
+    """Futures that are done, on their way to another event loop: many for the price of one wake-up."""
 
-    def __init__(self, inner: concurrent.futures.Future[T]) -> None:
-        super().__init__()
-        inner.add_done_callback(self._follow)
+    def __init__(self) -> None:
+        self._done: deque[asyncio.Future[None]] = deque()
+        self._under_way = False
 
-    def _follow(self, inner: concurrent.futures.Future[T]) -> None:
-        if inner.cancelled():
-            self.cancel()
-        if not self.set_running_or_notify_cancel():
-            return
-        if error := inner.exception():
-            self.set_exception(error)
-        else:
-            self.set_result(inner.result())
+    def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+        self._done.append(waiter)
+        if not self._under_way:
+            self._under_way = True
+            try:
+                loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # that loop is closed: nobody is waiting
+                self._done.clear()
+
+    def _deliver(self) -> None:
+        self._under_way = False  # before the first: one that is added from now on wakes the loop again
+        while self._done:
+            waiter = self._done.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+_wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = weakref.WeakKeyDictionary()
+
+
+def _waiter(future: APIFuture[Any]) -> asyncio.Future[None]:
+    """Something to await in the running event loop until `future` is done."""
+    loop = asyncio.get_running_loop()
+    wakeups = _wakeups.get(loop)
+    if wakeups is None:
+        wakeups = _wakeups[loop] = _Wakeups()
+    waiter = loop.create_future()
+    future.add_done_callback(lambda _: wakeups.add(loop, waiter))
+    return waiter
 
 
 def resolve(future: concurrent.futures.Future[T], value: T) -> None:

@@ -2,7 +2,7 @@
 
 Promises: one call, one answer or one typed error; retries by the one policy; connections kept apart by
 traffic kind with hard caps; big bodies built and parsed off the event loop. The only module that knows
-the HTTP library. Knows nothing of sessions, runs or futures.
+the HTTP library, which does TLS; plain HTTP is http1.py's. Knows nothing of sessions, runs or futures.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import pyqwest
 
 from tinkex._version import __version__
 from tinkex.client.auth import Credential, JwtCredential
+from tinkex.client.http1 import Body, Http1
 from tinkex.client.limits import Gate, shared_rate_limit
 from tinkex.client.loop import off_loop
 from tinkex.client.retry import Attempt, RetryPolicy, retryable
-from tinkex.config import Timeouts
+from tinkex.config import Timeouts, is_loopback
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -71,6 +72,16 @@ class Transport(Protocol):
         result is known to be there. `method` is the public method behind the call, for servers that count.
         """
         ...
+
+    async def aclose(self) -> None: ...
+
+
+class Http(Protocol):
+    """Something that sends requests: Http1 for plain HTTP, the HTTP library for all else."""
+
+    async def execute(
+        self, method: str, url: str, headers: dict[str, str], content: Body | None
+    ) -> tuple[int, Mapping[str, str], bytes]: ...
 
     async def aclose(self) -> None: ...
 
@@ -128,6 +139,7 @@ class HttpTransport:
         headers: Mapping[str, str] | None = None,
         policy: RetryPolicy | None = None,
         timeouts: Timeouts | None = None,
+        direct: bool = True,
     ) -> None:
         self.base_url = base_url
         self.credential = credential
@@ -135,9 +147,11 @@ class HttpTransport:
         self.policy = policy or RetryPolicy(
             connect_budget=self.timeouts.unreachable, lost_budget=self.timeouts.lost
         )
-        self._https = base_url.startswith("https")
-        self._gates = {pool: Gate(cap) for pool, cap in _caps(self._https).items()}
-        self._clients: dict[Pool, tuple[pyqwest.Client, pyqwest.HTTPTransport]] = {}
+        https = base_url.startswith("https")
+        # Without TLS or a proxy in between, a request costs a third.
+        self._plain = not https and (direct or is_loopback(base_url))
+        self._gates = {pool: Gate(cap) for pool, cap in _caps(https).items()}
+        self._clients: dict[tuple[Pool, bool], Http] = {}
         self._rate = shared_rate_limit(base_url, credential.identity)
         self._headers = {"user-agent": f"tinkex/{__version__}", **(headers or {})}
         process = uuid.uuid4().hex  # a counter behind one uuid is cheaper than a uuid for each request
@@ -163,7 +177,7 @@ class HttpTransport:
             if task is not None:
                 task.cancel()
         clients, self._clients = self._clients, {}
-        for _, http in clients.values():
+        for http in clients.values():
             await http.aclose()
 
     # -- the call ----------------------------------------------------------------------------------------
@@ -233,7 +247,9 @@ class HttpTransport:
                 encoded = await self._encode(op, call.request, proto=proto)
                 url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
                 began = time.monotonic()
-                answer = await self._send(call, url, self._headers_of(call, encoded, api_key), encoded.body)
+                answer = await self._send(
+                    call, url, self._headers_of(call, encoded, api_key), encoded.content
+                )
         except (OSError, pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError) as cause:
             attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
             raise _Failed(attempt, _connection_error(op, url, cause)) from None
@@ -284,9 +300,9 @@ class HttpTransport:
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    async def _send(self, call: _Call, url: str, headers: dict[str, str], body: bytes | None) -> Answer:
-        client, method = self._client(call.pool), call.op.method
-        answer = await _execute(client, method, url, headers, body)
+    async def _send(self, call: _Call, url: str, headers: dict[str, str], content: Body | None) -> Answer:
+        method = call.op.method
+        answer = Answer(*await self._http(call.pool, url).execute(method, url, headers, content))
         for _ in range(MAX_REDIRECTS):
             if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(call.op.name, ()):
                 break
@@ -294,8 +310,8 @@ class HttpTransport:
             if not _same_place(url, self.base_url):
                 headers = {}  # a signed URL elsewhere: never show it our key
             if answer.status not in (307, 308):
-                method, body = "GET", None
-            answer = await _execute(client, method, url, headers, body)
+                method, content = "GET", None
+            answer = Answer(*await self._http(call.pool, url).execute(method, url, headers, content))
         if note := answer.headers.get("x-deprecation-note"):
             severe = answer.headers.get("x-deprecation-level") == "error"
             log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self.base_url, note)
@@ -307,19 +323,19 @@ class HttpTransport:
             credential = credential.inner  # a JWT is asked for with the key itself
         return credential.current() or await credential.token()
 
-    def _client(self, pool: Pool) -> pyqwest.Client:
-        if pool not in self._clients:
+    def _http(self, pool: Pool, url: str) -> Http:
+        """What sends requests of this kind of traffic to `url`."""
+        plain = self._plain and url.startswith(self.base_url + "/")
+        if (http := self._clients.get((pool, plain))) is None:
             polls = pool in (Pool.RETRIEVE, Pool.POLL)
-            http = pyqwest.HTTPTransport(
-                timeout=self.timeouts.long_poll if polls else self.timeouts.request,
-                connect_timeout=self.timeouts.connect,
-                pool_max_idle_per_host=self._gates[pool].capacity,
-                tls_include_system_certs=self._https,
-                follow_redirects=False,
-                enable_otel=False,
-            )
-            self._clients[pool] = (pyqwest.Client(http), http)
-        return self._clients[pool][0]
+            timeout = self.timeouts.long_poll if polls else self.timeouts.request
+            keep = self._gates[pool].capacity
+            if plain:
+                http = Http1(self.base_url, timeout=timeout, connect_timeout=self.timeouts.connect, keep=keep)
+            else:
+                http = _Library(timeout, self.timeouts.connect, keep)
+            self._clients[pool, plain] = http
+        return http
 
     def _headers_of(self, call: _Call, encoded: codec.Encoded, api_key: str) -> dict[str, str]:
         headers = {**self._headers, **encoded.headers, "x-api-key": api_key}
@@ -360,11 +376,29 @@ class HttpTransport:
             ) from error
 
 
-async def _execute(
-    client: pyqwest.Client, method: str, url: str, headers: dict[str, str], body: bytes | None
-) -> Answer:
-    response = await client.execute(method, url, headers, body)
-    return Answer(response.status, response.headers, response.content)  # type: ignore[arg-type]
+class _Library:
+    """The HTTP library: TLS, HTTP/2, proxies."""
+
+    def __init__(self, timeout: float, connect_timeout: float, keep: int) -> None:
+        self._transport = pyqwest.HTTPTransport(
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            pool_max_idle_per_host=keep,
+            tls_include_system_certs=True,
+            follow_redirects=False,
+            enable_otel=False,
+        )
+        self._client = pyqwest.Client(self._transport)
+
+    async def execute(
+        self, method: str, url: str, headers: dict[str, str], content: Body | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        body = b"".join(content) if isinstance(content, list) else content
+        response = await self._client.execute(method, url, headers, body)  # type: ignore[arg-type]
+        return response.status, response.headers, response.content  # type: ignore[return-value]
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
 
 
 def _same_place(url: str, base_url: str) -> bool:

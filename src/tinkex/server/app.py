@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC
 from email.utils import format_datetime
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import orjson
@@ -24,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.config import is_loopback
 from tinkex.engine.protocol import EngineError
@@ -37,7 +38,7 @@ from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
 from tinkex.types.config import HealthResponse
 from tinkex.types.futures import Pending, RequestFailedResponse, UntypedAPIFuture
 from tinkex.wire import codec, ops
-from tinkex.wire.ops import Op, Pool
+from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex.server")
 
@@ -46,9 +47,33 @@ LONG_POLLS = (ops.RETRIEVE_FUTURE, ops.RETRIEVE_FUTURES)
 STARTING = "the server is starting, or stopping: ask again in a moment"
 _GONE = 499  # for the log and the metrics: nobody is there to read it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_HOT = (Pool.SAMPLE, Pool.RETRIEVE, Pool.POLL, Pool.TRAIN)  # matched first: routes are tried in order
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[["Http"], Awaitable[Response]]
+
+
+class Http(Request):
+    """Starlette's request with its headers as a dict: they are looked up many times in a request's life."""
+
+    @cached_property
+    def headers(self) -> dict[str, str]:  # type: ignore[override]
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]}
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(self.query_params) if self.scope["query_string"] else {}
+
+
+class Answer(Response):
+    """A 200 with a body, made without the care that Response takes: there are two for every sample."""
+
+    def __init__(self, body: bytes, content_type: str, encoding: str = "") -> None:
+        self.status_code, self.body, self.background = 200, body, None
+        self.raw_headers = [
+            (b"content-type", content_type.encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        if encoding:
+            self.raw_headers += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
 
 
 class Backend(Protocol):
@@ -94,7 +119,7 @@ class Door:
         process = uuid.uuid4().hex[:12]
         self._ids = (f"{process}-{n}" for n in itertools.count())
 
-    def admit(self, http: Request) -> Caller:
+    def admit(self, http: Http) -> Caller:
         """Who is asking; Refusal if that is nobody, or nobody can be served now."""
         if self.auth is None or not self.service.ready:
             raise Refusal(503, STARTING)
@@ -102,13 +127,13 @@ class Door:
         url = self._public_url or f"{http.scope['scheme']}://{headers.get('host', '')}"
         return self.auth.caller(headers, url, self._is_same_machine(http))
 
-    def _is_same_machine(self, http: Request) -> bool:
+    def _is_same_machine(self, http: Http) -> bool:
         # A proxy on this machine connects from loopback too, and says whom it speaks for.
         proxied = "x-forwarded-for" in http.headers or "forwarded" in http.headers
         peer = http.scope.get("client")
-        return not proxied and not self._public_url and peer is not None and is_loopback(f"//{peer[0]}")
+        return not proxied and not self._public_url and peer is not None and _is_this_machine(peer[0])
 
-    def request_id(self, http: Request) -> str:
+    def request_id(self, http: Http) -> str:
         given = http.headers.get("x-request-id", "")
         return given if _REQUEST_ID.fullmatch(given) else next(self._ids)
 
@@ -138,6 +163,11 @@ class Door:
             task.cancel()
 
 
+@lru_cache(maxsize=1024)
+def _is_this_machine(host: str) -> bool:
+    return is_loopback(f"//[{host}]" if ":" in host else f"//{host}")
+
+
 class Endpoint:
     """A handler with everything around it, as an ASGI application (Starlette's own wrapping costs more)."""
 
@@ -151,7 +181,7 @@ class Endpoint:
         self._door, self._name, self._answer, self._refuse = door, name, answer, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, http = time.perf_counter(), Request(scope, receive, send)
+        began, http = time.perf_counter(), Http(scope, receive, send)
         request_id = self._door.request_id(http)
         response = await self._respond(http, request_id)
         response.raw_headers.append((b"x-request-id", request_id.encode()))
@@ -162,7 +192,7 @@ class Endpoint:
         if response.status_code != _GONE:
             await response(scope, receive, send)
 
-    async def _respond(self, http: Request, request_id: str) -> Response:
+    async def _respond(self, http: Http, request_id: str) -> Response:
         try:
             return await self._answer(http)
         except Refusal as refusal:
@@ -182,16 +212,20 @@ class Endpoint:
 # -- operations ------------------------------------------------------------------------------------------
 
 
-def build_app(door: Door, more: Iterable[BaseRoute] = ()) -> Starlette:
+def build_app(door: Door, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     """The ASGI application: every operation of the table, and `more`."""
-    # Fixed paths stand first, and those asked for most often before them; the order of the others matters.
-    table = sorted(ops.OPS.values(), key=lambda op: (bool(op.placeholders), op.pool not in _HOT))
-    routes = [
-        Route(op.path, Endpoint(door, op.name, _handler(op, door)), methods=[op.method]) for op in table
-    ]
+    endpoints = {op: Endpoint(door, op.name, _handler(op, door)) for op in ops.OPS.values()}
+    routes = [Route(op.path, endpoint, methods=[op.method]) for op, endpoint in endpoints.items()]
     app = Starlette(routes=[*routes, *more], exception_handlers={HTTPException: _no_such_route})
     app.router.redirect_slashes = False
-    return app
+    # Routes are tried one after another: most operations have one fixed path, and are found by it at once.
+    fixed = {(op.method, op.path): endpoint for op, endpoint in endpoints.items() if not op.placeholders}
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = fixed.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (endpoint or app)(scope, receive, send)
+
+    return dispatch
 
 
 async def _no_such_route(http: Request, error: Exception) -> Response:
@@ -208,7 +242,7 @@ def _handler(op: Op[Any, Any], door: Door) -> Handler:
     if op.name in _ABOUT_THE_KEY:
         return _about_the_key(door, _ABOUT_THE_KEY[op.name])
 
-    async def answer(http: Request) -> Response:
+    async def answer(http: Http) -> Response:
         caller = door.admit(http)
         request = await _read(op, door, http, caller)
         if isinstance(request, UntypedAPIFuture):
@@ -222,12 +256,12 @@ def _handler(op: Op[Any, Any], door: Door) -> Handler:
     return answer
 
 
-async def _read(op: Op[Any, Any], door: Door, http: Request, caller: Caller) -> Any:
+async def _read(op: Op[Any, Any], door: Door, http: Http, caller: Caller) -> Any:
     """The request; or, of a run's request whose content cannot be read, the promise that will fail."""
     headers, limit = http.headers, door.bodies.limit
     body = b"" if op.method in ("GET", "DELETE") else await read_body(http.receive, headers, limit)
     try:
-        return await door.bodies.decode(op, http.path_params, dict(http.query_params), headers, body)
+        return await door.bodies.decode(op, http.path_params, http.query, headers, body)
     except InvalidInputError as error:
         turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.is_promise else None
         if turn is None:
@@ -235,7 +269,7 @@ async def _read(op: Op[Any, Any], door: Door, http: Request, caller: Caller) -> 
         return await door.service.fail(op, *turn, str(error), caller)
 
 
-async def _reply(op: Op[Any, Any], door: Door, http: Request, request: Any, value: Any) -> Response:
+async def _reply(op: Op[Any, Any], door: Door, http: Http, request: Any, value: Any) -> Response:
     if op is ops.RETRIEVE_FUTURE:
         if isinstance(value, Pending):
             return Response(codec.encode_result(value)[1], 408, JSON)
@@ -249,11 +283,8 @@ async def _reply(op: Op[Any, Any], door: Door, http: Request, request: Any, valu
     else:
         encoded = codec.encode_reply(value)
     content_type, body = encoded
-    headers = {"content-type": content_type}
     encoding, body = await door.bodies.packed(body, http.headers.get("accept-encoding", ""))
-    if encoding:
-        headers |= {"content-encoding": encoding, "vary": "accept-encoding"}
-    return Response(body, 200, headers)
+    return Answer(body, content_type, encoding)
 
 
 def _elsewhere(value: CheckpointArchiveUrlResponse) -> Response:
@@ -267,7 +298,7 @@ def _elsewhere(value: CheckpointArchiveUrlResponse) -> Response:
 
 
 def _health(door: Door) -> Handler:
-    async def answer(http: Request) -> Response:
+    async def answer(http: Http) -> Response:
         if not door.service.ready or door.draining:
             raise Refusal(503, STARTING)
         return Response(codec.encode_reply(HealthResponse())[1], 200, JSON)
@@ -283,7 +314,7 @@ _ABOUT_THE_KEY: dict[str, Callable[[Auth, Identity], Any]] = {
 
 
 def _about_the_key(door: Door, say: Callable[[Auth, Identity], Any]) -> Handler:
-    async def answer(http: Request) -> Response:
+    async def answer(http: Http) -> Response:
         door.admit(http)
         assert door.auth is not None
         value = say(door.auth, door.auth.identify(credential(http.headers)))

@@ -11,11 +11,10 @@ import asyncio
 import gzip
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from tinkex.service.refusal import Refusal
@@ -31,7 +30,7 @@ else:
 BIG = 64 * 1024  # bytes from which work leaves the loop, and an answer is worth compressing
 MAX_BODY = 256 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of big results, encoded, for those who fetch them again
-_THREADS = 4  # so no more than this many bodies are ever being unpacked at once
+_THREADS = 2  # most of this work holds the interpreter: more would not be faster, only in the loop's way
 
 T = TypeVar("T")
 Encoded = tuple[str, bytes]  # content type, body
@@ -41,7 +40,7 @@ class Disconnected(Exception):
     """The client has gone; nobody waits for an answer."""
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
+async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
     """The whole body; one that is too large is refused by what it says, or as soon as it shows."""
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
@@ -108,7 +107,7 @@ class Bodies:
         op: Op[Any, Any],
         path_params: dict[str, Any],
         query: dict[str, str],
-        headers: Headers,
+        headers: Mapping[str, str],
         body: bytes,
     ) -> Any:
         def decode() -> Any:

@@ -1,20 +1,22 @@
 """Files to fetch: checkpoints by signed links, and the tokenizers of the base models.
 
-Promises: nothing outside the home, or that nobody signed, can be reached; of a tokenizer's directory only
-the files of a tokenizer. Knows no checkpoints: a path that was signed is all there is.
+Promises: nothing outside the home, or that nobody signed, can be reached; a directory comes as a tar; of a
+tokenizer's directory only a tokenizer's files. Knows no checkpoints: a path that was signed is all there is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from urllib.parse import quote
 
-from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinkex.server.app import Door, Endpoint
+from tinkex.server.app import Door, Endpoint, Http
+from tinkex.server.archive import Archive
 from tinkex.server.signing import DOWNLOADS, Signer
 from tinkex.service.refusal import Caller, Refusal
 
@@ -35,16 +37,18 @@ def link_maker(signer: Signer, home: Path) -> Callable[[Caller, Path, float], st
 
 
 def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
-    async def download(http: Request) -> Response:
+    async def download(http: Http) -> Response:
         path, query = http.path_params["path"], http.query_params
         if not signer.allows(path, query.get("expires", ""), query.get("signature", ""), time.time()):
             raise Refusal(403, _NO_LINK)
         place = _below(home, path)
+        if place.is_dir():
+            return await asyncio.to_thread(_tar, place)
         if not place.is_file():
             raise Refusal(404, "this file was deleted, or has expired")
         return FileResponse(place, media_type="application/octet-stream", filename=place.name)
 
-    async def tokenizer_file(http: Request) -> Response:
+    async def tokenizer_file(http: Http) -> Response:
         door.admit(http)
         model, name = http.path_params["name"], http.path_params["file"]
         directory = door.service.core.engines.find(model).tokenizer_dir()
@@ -60,6 +64,15 @@ def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
         "/api/v1/models/{name:path}/tokenizer/{file}": Endpoint(door, "get_tokenizer_file", tokenizer_file),
     }
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
+
+
+def _tar(directory: Path) -> Response:
+    archive = Archive(directory)
+    headers = {
+        "content-length": str(archive.length),
+        "content-disposition": f"attachment; filename*=utf-8''{quote(directory.name)}.tar",
+    }
+    return StreamingResponse(archive, media_type="application/x-tar", headers=headers)
 
 
 def _below(home: Path, path: str) -> Path:

@@ -75,7 +75,7 @@ class Metrics(Collector):
         """The samplers' observer; a failed sample has no response."""
         self._samples.observe(seconds)
         if response is None:
-            self._failures.labels("sample").inc()
+            self._failures.labels("unknown").inc()
             return
         drawn = sum(0 if s.tokens_np is None else len(s.tokens_np) for s in response.sequences)
         self._tokens.labels("sampled").inc(drawn)

@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tinkex._version import __version__
 from tinkex.errors import InvalidInputError, RequestErrorCategory, TokenizerError
-from tinkex.server.app import JSON, Backend, Door, Endpoint
+from tinkex.server.app import JSON, Backend, Door, Endpoint, Http
 from tinkex.server.bodies import read_body
 from tinkex.server.openai_replies import Reply, Shape, chat_shape, completion_shape, usage
 from tinkex.server.openai_requests import Asked, model_of, read_chat, read_completion
@@ -120,11 +119,11 @@ def openai_routes(door: Door) -> list[Route]:
     """The routes under /v1."""
     samplers = _Samplers(door.service)
 
-    async def models(http: Request) -> Response:
+    async def models(http: Http) -> Response:
         listed = await _models(door.service, door.admit(http))
         return Response(orjson.dumps({"object": "list", "data": listed}), 200, JSON)
 
-    async def model(http: Request) -> Response:
+    async def model(http: Http) -> Response:
         caller, name = door.admit(http), http.path_params["model"]
         about = next((m for m in await _models(door.service, caller) if m["id"] == name), None)
         if about is None:
@@ -134,10 +133,10 @@ def openai_routes(door: Door) -> list[Route]:
             about = _model(name)
         return Response(orjson.dumps(about), 200, JSON)
 
-    async def completions(http: Request) -> Response:
+    async def completions(http: Http) -> Response:
         return await _complete(door, samplers, http, chat=False)
 
-    async def chat(http: Request) -> Response:
+    async def chat(http: Http) -> Response:
         return await _complete(door, samplers, http, chat=True)
 
     table = [
@@ -161,7 +160,7 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "tinkex"}
 
 
-async def _complete(door: Door, samplers: _Samplers, http: Request, *, chat: bool) -> Response:
+async def _complete(door: Door, samplers: _Samplers, http: Http, *, chat: bool) -> Response:
     caller = door.admit(http)
     fields = await _fields(door, http)
     name = model_of(fields)
@@ -193,7 +192,7 @@ async def _complete(door: Door, samplers: _Samplers, http: Request, *, chat: boo
     return Response(orjson.dumps(shape.whole(reply)), 200, JSON)
 
 
-async def _fields(door: Door, http: Request) -> dict[str, Any]:
+async def _fields(door: Door, http: Http) -> dict[str, Any]:
     body = await read_body(http.receive, http.headers, door.bodies.limit)
     try:
         fields = orjson.loads(body)

@@ -99,20 +99,19 @@ class Reply:
             text = choice.stream.add(sequence.tokens) + choice.stream.finish()
         else:
             text = choice.stream.finish()
-        told = [] if asked.alternatives is None else _infos(sequence)[: self._visible(sequence, choice)]
+        told = [] if asked.alternatives is None else _infos(sequence)[: self._visible(sequence)]
         return [*pieces, Piece(index, text, told, sequence.stop_reason)]
 
-    def _visible(self, sequence: SampledSequence, choice: _Choice) -> int:
+    def _visible(self, sequence: SampledSequence) -> int:
         """How many tokens made the text: those of a stop string, or the end-of-sequence token, did not."""
         if sequence.stop_reason == "length":
             return len(sequence.tokens)
-        size, wanted = 0, len(choice.stream.text.encode())
-        special = set(getattr(self._tokenizer, "all_special_ids", ()))
-        for count, token in enumerate(sequence.tokens):
-            if size >= wanted:
-                return count
-            size += 0 if token in special else len(self.bytes_of(token))
-        return len(sequence.tokens)
+        raw, starts = b"", []
+        for token in sequence.tokens:
+            starts.append(len(raw))
+            raw += self.bytes_of(token)
+        found = [at for stop in self.asked.stop if (at := raw.find(stop.encode())) >= 0]
+        return sum(start < min(found) for start in starts) if found else len(starts) - 1
 
     def _said(self, index: int, pieces: list[Piece]) -> list[Piece]:
         choice, placed = self._choices[index], []

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex._version import __version__
 from tinkex.errors import TinkerError
 from tinkex.server import metrics as numbers
-from tinkex.server.app import Door, Endpoint, build_app
+from tinkex.server.app import Door, Endpoint, Http, build_app
 from tinkex.server.auth import Auth
 from tinkex.server.bodies import MAX_BODY, Bodies
 from tinkex.server.downloads import download_routes, link_maker
@@ -122,7 +121,7 @@ class Server:
             backlog=4096,
         )
 
-    async def _metrics(self, http: Request) -> Response:
+    async def _metrics(self, http: Http) -> Response:
         if self.door.auth is not None and not self.door.auth.is_open:
             self.door.admit(http)
         return Response(self.door.metrics.text(), 200, {"content-type": numbers.CONTENT_TYPE})
@@ -253,7 +252,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Said in full: asyncio turns Nagle's algorithm off only for sockets that say they are TCP.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise StartError(f"--host {host!r} is no address of this machine: {error}") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinkex.server.app import Backend, Door, Endpoint, Handler
+from tinkex.server.app import Backend, Door, Endpoint, Handler, Http
 from tinkex.server.bodies import read_body
 from tinkex.service.refusal import Caller
 from tinkex.types.futures import CancelFutureRequest, FutureRetrieveRequest, Pending, RequestFailedResponse
@@ -131,7 +130,7 @@ def stream_endpoint(door: Door) -> Endpoint:
 
 
 def _handler(door: Door) -> Handler:
-    async def answer(http: Request) -> Response:
+    async def answer(http: Http) -> Response:
         caller = door.admit(http)
         body = await read_body(http.receive, http.headers, door.bodies.limit)
         request = await door.bodies.decode(ops.SAMPLE, {}, {}, http.headers, body)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import defaultdict, deque
+from collections import deque
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from tinkex.service.core import Core
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import UsageRow
+from tinkex.service.rows import RunRow, SamplerRow, Scope, UsageRow
+from tinkex.service.scheduler import Work
 from tinkex.types import billing, config, sessions, telemetry
+from tinkex.types.outputs import SampleResponse
 
 TRACE_LENGTH = 20_000  # events remembered of one session
+Event = tuple[str, str, float, float, int | None, bool]  # name, of what, begun, seconds, seq id, failed?
 
 
 class Accounts:
@@ -22,9 +26,8 @@ class Accounts:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._traces: defaultdict[str, deque[dict[str, Any]]] = defaultdict(
-            lambda: deque(maxlen=TRACE_LENGTH)
-        )
+        self._traces: dict[str, deque[Event]] = {}
+        self._stored_at = time.time()
 
     # -- settings ----------------------------------------------------------------------------------------
 
@@ -127,36 +130,45 @@ class Accounts:
             ]
         )
 
+    def count_storage(self) -> None:
+        """Add what checkpoints have taken up since the last time."""
+        now = time.time()
+        hours, self._stored_at = (now - self._stored_at) / 3600, now
+        self._core.ledger.add_usage(
+            UsageRow(now, item.owner, "storage", item.size_bytes / 1e9 * hours, item.project_id)
+            for item in self._core.ledger.storage(Scope(None))
+        )
+
     # -- traces ------------------------------------------------------------------------------------------
 
-    def trace(
-        self, session_id: str, name: str, lane: str, started: float, seconds: float, **args: Any
-    ) -> None:
-        """Remember that something was done, for whoever looks at the session in a trace viewer."""
-        self._traces[session_id].append(
-            {
-                "name": name,
-                "ph": "X",
-                "ts": started * 1e6,
-                "dur": seconds * 1e6,
-                "pid": session_id,
-                "tid": lane,
-                "args": args,
-            }
-        )
+    def worked(self, row: RunRow, work: Work, op: str, seconds: float) -> None:
+        """A piece of training work was done."""
+        failed = work.what.future.failed
+        if work.is_pass and not failed:
+            self._core.count("training", work.tokens, row)
+        self._trace(row.session_id, (op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
+
+    def sampled(self, row: SamplerRow, seconds: float, response: SampleResponse | None) -> None:
+        """A sample was done."""
+        event = ("sample", row.sampler_id, time.time() - seconds, seconds, None, response is None)
+        self._trace(row.session_id, event)
+
+    def _trace(self, session_id: str, event: Event) -> None:
+        if session_id:
+            self._traces.setdefault(session_id, deque(maxlen=TRACE_LENGTH)).append(event)
+
+    def forget(self, session_id: str) -> None:
+        """The session is over for long."""
+        self._traces.pop(session_id, None)
 
     async def export_session_trace(
         self, request: sessions.ExportSessionTraceRequest, caller: Caller
     ) -> sessions.SessionTraceExportResponse:
+        """What was done for a session since this process began, as a trace viewer (Perfetto) reads it."""
         self._core.session(request.session_id, caller)
-        events = list(self._traces[request.session_id])
+        events = list(self._traces.get(request.session_id, ()))
         path = self._core.home / "traces" / f"{request.session_id}.json"
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-        await asyncio.to_thread(write)
+        await asyncio.to_thread(_write_trace, path, request.session_id, events)
         link = self._core.link(caller, path, time.time() + 3600)
         return sessions.SessionTraceExportResponse(status="ready", url=link)
 
@@ -201,3 +213,19 @@ def _usage_event(row: UsageRow) -> billing.BillingUsageEvent:
         project_id=row.project_id,
         event_info=info,
     )
+
+
+def _write_trace(path: Path, session_id: str, events: list[Event]) -> None:
+    """Chrome's trace format: one process, a row for each run and sampler."""
+    rows = {of: n for n, of in enumerate(dict.fromkeys(event[1] for event in events), 1)}
+    names: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": n, "args": {"name": of}} for of, n in rows.items()
+    ]
+    spans = [
+        {"name": name, "cat": "failed" if failed else "ok", "ph": "X", "pid": 1, "tid": rows[of],
+         "ts": begun * 1e6, "dur": seconds * 1e6, "args": {} if seq_id is None else {"seq_id": seq_id}}
+        for name, of, begun, seconds, seq_id, failed in events
+    ]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"traceEvents": names + spans, "displayTimeUnit": "ms", "otherData": {"session": session_id}}
+    path.write_text(json.dumps(content))

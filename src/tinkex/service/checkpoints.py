@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tarfile
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,10 +11,12 @@ from pathlib import Path
 
 from tinkex.service.barriers import Barriers, shown
 from tinkex.service.core import Core
-from tinkex.service.refusal import Caller, Refusal, not_found
+from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow
+from tinkex.service.sessions import Sessions
 from tinkex.types import checkpoints as types
 from tinkex.types.checkpoints import Cursor
+from tinkex.types.sessions import CreateSessionRequest
 
 LINK_LIFE = 3600.0  # seconds for which a download link works
 
@@ -23,18 +24,16 @@ LINK_LIFE = 3600.0  # seconds for which a download link works
 class Checkpoints:
     """The upkeep of saved weights, one method per operation."""
 
-    def __init__(self, core: Core, barriers: Barriers) -> None:
+    def __init__(self, core: Core, barriers: Barriers, sessions: Sessions) -> None:
         self._core = core
         self._barriers = barriers
+        self._sessions = sessions
 
     def _find(
         self, request: types.CheckpointRequest, caller: Caller, *, to_change: bool = True
     ) -> CheckpointRow:
         path = f"tinker://{request.training_run_id}/{request.checkpoint_id}"
-        row = self._core.checkpoint(path, caller, to_change=to_change)
-        if to_change:
-            caller.must_own(row.owner, f"checkpoint {path}")
-        return row
+        return self._core.checkpoint(path, caller, to_change=to_change)
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -123,42 +122,53 @@ class Checkpoints:
     ) -> types.CheckpointArchiveUrlResponse:
         row = self._find(request, caller, to_change=False)
         expires = time.time() + LINK_LIFE
-        archive = self._core.home / "archives" / f"{row.directory.replace('/', '-')}-{row.created_at}.tar"
-        await asyncio.to_thread(_pack, self._core.home / row.directory, archive)
-        return types.CheckpointArchiveUrlResponse(
-            url=self._core.link(caller, archive, expires), expires=datetime.fromtimestamp(expires, UTC)
-        )
+        link = self._core.link(caller, self._core.home / row.directory, expires)  # a directory comes as a tar
+        return types.CheckpointArchiveUrlResponse(url=link, expires=datetime.fromtimestamp(expires, UTC))
 
     async def copy_weights(
         self, request: types.CopyWeightsRequest, caller: Caller
     ) -> types.CopyWeightsResponse:
         """A copy of one's own: of a checkpoint that may be read, under a run made to hold it."""
-        source = self._core.checkpoint(request.source_path, caller)
+        source = self._core.checkpoint(request.source_path, caller, token=request.weights_access_token)
         self._barriers.check_ttl(request.ttl_seconds)
         self._core.check_disk(source.size_bytes)
+        if why := self._core.over_quota(source.size_bytes):
+            raise Refusal(422, why)
+        run = self._holder(request, source, caller)
+        target = self._core.run_dir(run.run_id) / source.kind / source.name
+        await asyncio.to_thread(_copy, self._core.home / source.directory, target)
+        now = time.time()
+        row = replace(
+            source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=now,
+            public=False, directory=self._core.relative(target),
+            expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+        )  # fmt: skip
+        self._core.ledger.add_checkpoint(row, overwrite=True)
+        self._core.audit(caller, "checkpoints.copy", run_id=run.run_id, tinker_path=row.tinker_path)
+        return types.CopyWeightsResponse(tinker_path=row.tinker_path)
+
+    def _holder(self, request: types.CopyWeightsRequest, source: CheckpointRow, caller: Caller) -> RunRow:
+        """The run that holds a copy: in the session named, or in one made for it."""
         session_id, number = request.session_id, request.model_seq_id
-        if session_id is None or number is None:
-            raise Refusal(422, "copy_weights needs a session_id and a model_seq_id to copy into")
-        self._core.session(session_id, caller)
+        if session_id is not None and number is not None:
+            project = self._core.active_session(session_id, caller).project_id
+        elif request.destination_project_id is not None:
+            project = self._core.project(request.destination_project_id, caller)
+            opening = CreateSessionRequest(display_name=f"copy of {request.source_path}")
+            session_id, number = self._sessions.open(opening, caller, project), 0
+        else:
+            raise Refusal(
+                422, "copy_weights needs a session_id and a model_seq_id, or a destination_project_id"
+            )
         now, run_id = time.time(), f"{session_id}:train:{number}"
-        project = request.destination_project_id or caller.project
         run = RunRow(
             run_id, session_id, number, caller.user, source.base_model, source.lora, now, now, project,
             state="closed",
         )  # fmt: skip
-        run, _ = self._core.ledger.add_run(run)
-        if run.owner != caller.user:
-            raise not_found(f"run {run_id}")
-        target = self._core.run_dir(run_id) / source.kind / source.name
-        await asyncio.to_thread(_copy, self._core.home / source.directory, target)
-        row = replace(
-            source, run_id=run_id, owner=caller.user, project_id=project, created_at=now, public=False,
-            directory=self._core.relative(target),
-            expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
-        )  # fmt: skip
-        self._core.ledger.add_checkpoint(row, overwrite=True)
-        self._core.audit(caller, "checkpoints.copy", run_id=run_id, tinker_path=row.tinker_path)
-        return types.CopyWeightsResponse(tinker_path=row.tinker_path)
+        kept, new = self._core.ledger.add_run(run)
+        if not new and kept.state != "closed":
+            raise Refusal(422, f"model_seq_id {number} of session {session_id} is a run already")
+        return kept
 
 
 def _only_name(request: types.SetCheckpointTTLRequest) -> types.CheckpointRequest:
@@ -174,20 +184,7 @@ def _expired(row: CheckpointRow) -> bool:
 def _copy(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
+    part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
     part.rename(target)
-
-
-def _pack(directory: Path, archive: Path) -> None:
-    """All plain files of a checkpoint in one tar, flat; made once."""
-    if archive.exists():
-        return
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    part = archive.with_name(archive.name + ".part")
-    with tarfile.open(part, "w") as tar:
-        for path in sorted(directory.iterdir()):
-            if path.is_file() and not path.is_symlink():
-                tar.add(path, path.name)
-    part.rename(archive)

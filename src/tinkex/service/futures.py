@@ -41,7 +41,7 @@ class Future:
     done: bool = False
     finished: float = 0.0
     delivered: float | None = None  # when it was fetched for the first time
-    cancel: Callable[[], None] | None = None  # stops the work, if that is still possible
+    cancel: Callable[[], object] | None = None  # stops the work, if that is still possible
     on_done: Callable[[Future], None] | None = None  # called before anybody is told
     why: Callable[[], QueueState] = lambda: ACTIVE
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)

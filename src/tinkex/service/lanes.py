@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ class Lanes:
         self._lost = set(lost)  # accepted by an earlier process
         self._lost_since = time.monotonic()
         self._open.update(lost)
+        self._counts = Counter(lost.values())  # how many are open in each lane
         for request_id, lane in lost.items():
             self._add(lane, request_id, failed=False)
         self._rewrite()
@@ -49,6 +50,7 @@ class Lanes:
     def begin(self, lane: str, request_id: str) -> None:
         """A sample was accepted."""
         self._open[request_id] = lane
+        self._counts[lane] += 1
         self._write(f"+{request_id} {lane}\n")
 
     def end(self, lane: str, request_id: str, *, failed: bool) -> None:
@@ -66,9 +68,16 @@ class Lanes:
             if lane is not None:
                 self._write(f"-{request_id}\n")
                 self._stale += 2
+                self._counts[lane] -= 1
+                if not self._counts[lane]:
+                    del self._counts[lane]
                 self._tidy(lane)
         if self._stale > REWRITE + 2 * len(self._open):
             self._rewrite()
+
+    def is_open(self, lane: str) -> bool:
+        """Is there anything that a poll could wait for?"""
+        return lane in self._counts
 
     def _add(self, lane: str, request_id: str, failed: bool) -> None:
         self._lanes.setdefault(lane, _Lane()).events.append((next(self._cursors), request_id, failed))

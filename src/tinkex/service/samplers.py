@@ -8,86 +8,46 @@ a restart one whose result was not fetched answers 410, on which clients ask ane
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
 
 from tinkex.engine.protocol import Engine, EngineError, OnTokens, SampleWork
 from tinkex.errors import InvalidInputError
 from tinkex.service.core import Core
 from tinkex.service.engines import BaseModel
-from tinkex.service.futures import Future
+from tinkex.service.fairness import FairGate
+from tinkex.service.futures import ACTIVE, Future
+from tinkex.service.lanes import Lanes
+from tinkex.service.published import Published, name_of
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import SamplerRow
 from tinkex.types import sampling as types
-from tinkex.types.futures import UntypedAPIFuture
+from tinkex.types.futures import FuturesRetrieveRequest, FuturesRetrieveResponse, UntypedAPIFuture
 from tinkex.types.outputs import SampleResponse
 
 CLONE_STRIDE = 1_000_000_000
 REMEMBERED = 100_000  # seq ids, for recognising repeats
-PUBLISHED = 64  # adapters that an engine keeps; more are loaded from disk again when needed
-
-
-class FairGate:
-    """At most `capacity` sequences under way; whoever has the fewest goes next."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._used: dict[str, int] = {}
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-
-    @property
-    def used(self) -> int:
-        return sum(self._used.values())
-
-    def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    async def enter(self, owner: str, units: int) -> None:
-        if not self._waiting and (self.used == 0 or self.used + units <= self.capacity):
-            self._used[owner] = self._used.get(owner, 0) + units
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append((units, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave(owner, units)
-            raise
-
-    def leave(self, owner: str, units: int) -> None:
-        self._used[owner] -= units
-        if not self._used[owner]:
-            del self._used[owner]
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            owner = min(self._waiting, key=lambda o: self._used.get(o, 0))
-            units, turn = self._waiting[owner][0]
-            if not turn.done() and self.used and self.used + units > self.capacity:
-                return
-            self._waiting[owner].popleft()
-            if not self._waiting[owner]:
-                del self._waiting[owner]
-            if not turn.done():
-                self._used[owner] = self._used.get(owner, 0) + units
-                turn.set_result(None)
 
 
 class Samplers:
     """Sampling, one method per operation."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, lanes: Lanes) -> None:
         self._core = core
+        self._lanes = lanes
         self._gates: dict[str, FairGate] = {}
         self._repeats: OrderedDict[tuple[str, int], UntypedAPIFuture] = OrderedDict()
-        self._published: dict[str, OrderedDict[str, None]] = {}  # base model -> adapters, least used first
-        self._publishing: dict[str, asyncio.Lock] = {}
+        self._published: dict[str, Published] = {}  # by base model
+        self._used_at: dict[str, float] = {}  # unnamed samplers
+        self._started = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
         # Told of every finished sample: its sampler, how long it took, its outcome (None if it failed).
+        self.observers: list[Callable[[SamplerRow, float, SampleResponse | None], None]] = []
         self.observe: Callable[[SamplerRow, float, SampleResponse | None], None] = lambda *_: None
 
     # -- sampling sessions -------------------------------------------------------------------------------
@@ -95,7 +55,7 @@ class Samplers:
     async def create_sampling_session(
         self, request: types.CreateSamplingSessionRequest, caller: Caller
     ) -> types.CreateSamplingSessionResponse:
-        self._core.session(request.session_id, caller)
+        self._core.active_session(request.session_id, caller)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         row = self._describe(sampler_id, request.session_id, request.base_model, request.model_path, caller)
         row, _ = self._core.ledger.add_sampler(row)
@@ -114,9 +74,12 @@ class Samplers:
         checkpoint = self._core.checkpoint(path, caller)
         if checkpoint.kind == "external_weights":
             raise Refusal(400, f"{path} was exported, not saved for sampling; use a sampler_weights path")
-        self._core.engines.find(checkpoint.base_model)
+        model = self._core.engines.find(checkpoint.base_model)
+        if base_model is not None and self._core.engines.find(base_model) is not model:
+            raise Refusal(400, f"{path} is for {model.name}, not for {base_model}")
+        adapter = name_of(path, checkpoint.created_at)
         return SamplerRow(
-            sampler_id, session_id, caller.user, checkpoint.base_model, now, path, path, checkpoint.directory
+            sampler_id, session_id, caller.user, model.name, now, path, adapter, checkpoint.directory
         )
 
     async def join_sampling_session(
@@ -132,6 +95,21 @@ class Samplers:
             sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path
         )
 
+    async def retrieve_futures(
+        self, request: FuturesRetrieveRequest, caller: Caller
+    ) -> FuturesRetrieveResponse:
+        """What ended since the last poll of a sampler, or of one of its clones."""
+        target, futures = request.target, self._core.futures
+        self._core.sampler(target.sampling_session_id, caller)
+        fetched = [futures.get(i) for i in request.retrieved_request_ids]
+        futures.drop(f.request_id for f in fetched if f is not None and f.owner == caller.user)
+        lane = f"{target.sampling_session_id}#{target.cloned_sampler_id}"
+        wait = futures.long_poll if request.timeout is None else min(request.timeout, futures.long_poll)
+        if request.retrieved_request_ids and not self._lanes.is_open(lane):
+            wait = 0.0  # a client's last word: it waits for nothing
+        completions, cursor = await self._lanes.poll(lane, request.prev_cursor, max(0.0, wait))
+        return FuturesRetrieveResponse(completions=completions, cursor=cursor)
+
     # -- samples -----------------------------------------------------------------------------------------
 
     async def sample(
@@ -140,32 +118,47 @@ class Samplers:
         """Accept a sample; it runs as a task of its own."""
         row = self._row(request, caller)
         key = (row.sampler_id, -1 if request.seq_id is None else request.seq_id)
-        promised = self._repeats.get(key)
+        is_numbered = row.sampler_id != "" and request.seq_id is not None
+        promised = self._repeats.get(key) if is_numbered else None
         if promised is not None and self._core.futures.get(promised.request_id) is not None:
             return promised
         model = self._core.engines.find(row.base_model)
-        if model.engine is not None:
-            self._check(request, model.engine)
-        clone = (request.seq_id or 0) // CLONE_STRIDE
-        future = self._core.futures.create(caller.user, lane=f"{row.sampler_id}#{clone}")
-        task = asyncio.get_running_loop().create_task(self._run(future, row, model, request, on_tokens))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        future.cancel = task.cancel
+        self._check(request, model.max_context())
+        future = self._promise(row, request, caller)
+        future.cancel = self._spawn(self._run(future, row, model, request, on_tokens)).cancel
         ids = [f"{future.request_id}.{n}" for n in range(request.num_samples)]
         promise = UntypedAPIFuture(future.request_id, None, ids)
-        if request.seq_id is not None:
+        if is_numbered:
             self._repeats[key] = promise
             if len(self._repeats) > REMEMBERED:
                 self._repeats.popitem(last=False)
         return promise
 
-    def _row(self, request: types.SampleRequest, caller: Caller) -> SamplerRow:
-        if request.sampling_session_id is not None:
-            return self._core.sampler(request.sampling_session_id, caller)
-        return self._describe("", "", request.base_model, request.model_path, caller)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _check(self, request: types.SampleRequest, engine: Engine) -> None:
+    def _row(self, request: types.SampleRequest, caller: Caller) -> SamplerRow:
+        if request.sampling_session_id is None:
+            return self._describe("", "", request.base_model, request.model_path, caller)
+        row = self._core.sampler(request.sampling_session_id, caller)
+        self._core.heard_of(row.session_id)
+        if row.adapter is not None and row.model_path is None:
+            self._used_at[row.sampler_id] = time.time()
+        return row
+
+    def _promise(self, row: SamplerRow, request: types.SampleRequest, caller: Caller) -> Future:
+        if not row.sampler_id:
+            return self._core.futures.create(caller.user)
+        lane = f"{row.sampler_id}#{(request.seq_id or 0) // CLONE_STRIDE}"
+        future = self._core.futures.create(caller.user, lane=lane)
+        self._lanes.begin(lane, future.request_id)
+        future.on_done = lambda done: self._lanes.end(lane, done.request_id, failed=done.failed)
+        return future
+
+    def _check(self, request: types.SampleRequest, limit: int | None) -> None:
         """What must be a 400, because clients act on it: the prompt is too long, or is not text."""
         if request.num_samples > (most := self._core.config.max_samples):
             raise Refusal(400, f"num_samples must be at most {most}, got {request.num_samples}")
@@ -173,13 +166,19 @@ class Samplers:
             length = len(request.prompt.to_numpy())
         except InvalidInputError as error:
             raise Refusal(400, f"this model reads text alone: {error}") from None
-        limit, tokens = engine.info.max_context, request.sampling_params.max_tokens
-        scoring = request.prompt_logprobs and tokens == 1  # needs no room for the token that nobody reads
-        if length + (tokens or 1) > limit + scoring:
+        tokens = request.sampling_params.max_tokens or 1
+        # A prompt that is scored needs no room for the token that nobody reads.
+        scoring = tokens == 1 and bool(
+            request.prompt_logprobs
+            or request.topk_prompt_logprobs
+            or request.prompt_alt_tokens_k
+            or request.target_prompt_logprobs is not None
+        )
+        if limit is not None and length + tokens > limit + scoring:
             raise Refusal(
                 400,
                 "Prompt length plus max_tokens exceeds the model's context window: "
-                f"{length} + {tokens or 1} > {limit}",
+                f"{length} + {tokens} > {limit}",
             )
 
     async def _run(
@@ -193,13 +192,16 @@ class Samplers:
         started, response = time.monotonic(), None
         gate = self._gates.setdefault(model.name, FairGate(self._core.config.samples_in_flight))
         try:
+            if model.engine is None:
+                future.why = lambda: ("paused_capacity", f"the base model {model.name} is being loaded")
             engine = await model.load()
-            self._check(request, engine)
+            self._check(request, engine.info.max_context)
+            future.why = lambda: ("paused_capacity", f"{gate.waiting()} requests wait for room to be sampled")
             await gate.enter(row.owner, request.num_samples)
+            future.why = lambda: ACTIVE
             try:
-                await self._ensure_published(engine, row)
-                work = await self._work(request, row, model, on_tokens)
-                response = await engine.sampler.sample(work)
+                async with self._published_of(model).hold(engine, row):
+                    response = await engine.sampler.sample(await self._work(request, row, model, on_tokens))
             finally:
                 gate.leave(row.owner, request.num_samples)
             future.resolve(response)
@@ -207,13 +209,15 @@ class Samplers:
             future.fail("cancelled", "user")
             raise
         except (EngineError, Refusal) as error:
-            category = error.category if isinstance(error, EngineError) else "user"
+            is_ours = isinstance(error, Refusal) and error.status >= 500
+            category = error.category if isinstance(error, EngineError) else "server" if is_ours else "user"
             future.fail(str(error), category)
         except Exception as error:
             future.fail(f"{type(error).__name__}: {error}")
         finally:
             self._account(row, request, response)
-            self.observe(row, time.monotonic() - started, response)
+            for observer in (*self.observers, self.observe):
+                observer(row, time.monotonic() - started, response)
 
     async def _work(
         self, request: types.SampleRequest, row: SamplerRow, model: BaseModel, on_tokens: OnTokens | None
@@ -239,24 +243,6 @@ class Samplers:
             on_tokens,
         )
 
-    async def _ensure_published(self, engine: Engine, row: SamplerRow) -> None:
-        """The engine has this sampler's adapter; those used least make room for it."""
-        if row.adapter is None or row.adapter_dir is None:
-            return
-        kept = self._published.setdefault(row.base_model, OrderedDict())
-        if row.adapter in kept:
-            kept.move_to_end(row.adapter)
-            return
-        lock = self._publishing.setdefault(row.adapter, asyncio.Lock())
-        async with lock:
-            if row.adapter not in kept:
-                await engine.sampler.publish(self._core.home / row.adapter_dir, row.adapter)
-                kept[row.adapter] = None
-        self._publishing.pop(row.adapter, None)
-        while len(kept) > PUBLISHED:
-            oldest, _ = kept.popitem(last=False)
-            await engine.sampler.retire(oldest)
-
     def _account(
         self, row: SamplerRow, request: types.SampleRequest, response: SampleResponse | None
     ) -> None:
@@ -267,6 +253,39 @@ class Samplers:
         self._core.count("sampling_prefill", max(0, request.prompt.length - cached), row)
         sampled = sum(0 if s.tokens_np is None else s.tokens_np.size for s in response.sequences)
         self._core.count("sampling_sample", sampled, row)
+
+    # -- published adapters ------------------------------------------------------------------------------
+
+    def _published_of(self, model: BaseModel) -> Published:
+        return self._published.setdefault(model.name, Published(self._core))
+
+    async def publish(self, engine: Engine, row: SamplerRow, run: str) -> None:
+        """Make a run's adapter sampleable as it is now, under an unnamed sampler."""
+        await self._published_of(self._core.engines.find(row.base_model)).add(engine, row, run)
+
+    async def clean(self, session_id: str, *, ended: bool) -> None:
+        """Remove unnamed adapters: all of a session that is over, else those unused for long."""
+        rows = [
+            row
+            for row in self._core.ledger.samplers_of_session(session_id)
+            if row.adapter_dir is not None and row.model_path is None
+        ]
+        config, now = self._core.config, time.time()
+        newest = {PurePosixPath(row.adapter_dir or "").parent: row.sampler_id for row in rows}  # of each run
+        for row in rows:
+            unused = now - max(row.created_at, self._used_at.get(row.sampler_id, self._started))
+            is_newest = newest[PurePosixPath(row.adapter_dir or "").parent] == row.sampler_id
+            if ended or unused > (config.keep_unused if is_newest else config.keep_superseded):
+                await self._remove(row)
+
+    async def _remove(self, row: SamplerRow) -> None:
+        self._core.forget_sampler(row.sampler_id)
+        self._used_at.pop(row.sampler_id, None)
+        model = self._core.engines.find(row.base_model)
+        if model.engine is not None and row.adapter is not None:
+            self._spawn(self._published_of(model).remove(model.engine, row.adapter))  # once nobody uses it
+        if row.adapter_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self._core.home / row.adapter_dir, True)
 
     async def stop(self) -> None:
         for task in list(self._tasks):

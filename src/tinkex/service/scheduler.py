@@ -108,6 +108,11 @@ class Scheduler:
         queue = self._runs[run]
         return not queue.running and not queue.waiting
 
+    def missing(self, run: str) -> int | None:
+        """The seq id that this run waits for, while others wait behind it."""
+        queue = self._runs[run]
+        return None if queue.gap_since is None else queue.next_seq
+
     # -- submitting --------------------------------------------------------------------------------------
 
     def judge(self, run: str, seq_id: int, digest: bytes) -> tuple[Verdict, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import logging
 import os
 import time
@@ -25,7 +26,10 @@ from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.core import Core
 from tinkex.service.engines import Engines
+from tinkex.service.lanes import Lanes
 from tinkex.service.ledger import Ledger, LedgerError
+from tinkex.service.live import Live
+from tinkex.service.records import JournalError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.runs import Runs
 from tinkex.service.samplers import Samplers
@@ -35,6 +39,7 @@ from tinkex.wire.ops import OPS, Op
 
 log = logging.getLogger("tinkex.service")
 TICK = 5.0  # seconds between two rounds of upkeep
+THOROUGH = 12  # every so many rounds, what takes longer is done too
 
 
 class Service:
@@ -46,6 +51,7 @@ class Service:
         self._methods: dict[str, Callable[[Any, Caller], Awaitable[Any]]] = {}
         self._lock: int | None = None
         self._upkeep: asyncio.Task[None] | None = None
+        self.core: Core = None  # type: ignore[assignment]  # with the parts below it, from `start` on
         self.ready = False
 
     # -- life --------------------------------------------------------------------------------------------
@@ -53,26 +59,45 @@ class Service:
     async def start(self) -> None:
         """Take the home, open the ledger, and take up what an earlier process left."""
         self._take_home()
-        ledger = Ledger(self.config.home / "ledger.sqlite")
-        self.core = Core(self.config, ledger, Engines(self.config, self._build))
-        barriers = Barriers(self.core)
-        self.sessions = Sessions(self.core)
-        self.runs = Runs(self.core, barriers)
-        self.samplers = Samplers(self.core)
-        self.checkpoints = Checkpoints(self.core, barriers)
-        self.accounts = Accounts(self.core)
-        parts = (self.sessions, self.runs, self.samplers, self.checkpoints, self.accounts, self.core.futures)
+        try:
+            await self._open()
+        except BaseException:
+            if self.core is not None:
+                self.core.ledger.close()
+            self._leave_home()
+            raise
+        self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
+        self.ready = True
+
+    async def _open(self) -> None:
+        config = self.config
+        self.core = core = Core(config, Ledger(config.home / "ledger.sqlite"), Engines(config, self._build))
+        barriers = Barriers(core)
+        lanes = self._lanes = Lanes(config.home / "samples" if config.resume else None)
+        self.live = Live(core, barriers)
+        self.sessions = Sessions(core)
+        self.runs = Runs(core, barriers, self.live)
+        self.samplers = Samplers(core, lanes)
+        self.checkpoints = Checkpoints(core, barriers, self.sessions)
+        self.accounts = Accounts(core)
+        barriers.publish = self.samplers.publish
+        core.futures.elsewhere = self.runs.find_future
+        core.futures.on_drop = self._dropped
+        self.live.observers.append(self.accounts.worked)
+        self.samplers.observers.append(self.accounts.sampled)
+        parts = (self.sessions, self.runs, self.samplers, self.checkpoints, self.accounts, core.futures)
         self._methods = {
             name: method
             for name in OPS
             if (method := next((m for part in parts if (m := getattr(part, name, None))), None)) is not None
         }
-        if self.config.journal:
-            self._take_up_runs()
-        if self.config.preload:
-            await self.core.engines.load_all()
-        self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
-        self.ready = True
+        await self._take_up_runs()
+        if config.preload:
+            await core.engines.load_all()
+
+    def _dropped(self, request_ids: list[str]) -> None:
+        self._lanes.fetched(request_ids)
+        self.live.forget_results(request_ids)
 
     def _take_home(self) -> None:
         self.config.home.mkdir(parents=True, exist_ok=True)
@@ -86,13 +111,22 @@ class Service:
             ) from None
         self._lock = lock
 
-    def _take_up_runs(self) -> None:
-        for row in self.core.ledger.runs_in_state("live"):
-            try:
-                self.runs.revive(row)
-            except Exception as error:
-                log.exception("run %s could not be restored", row.run_id, exc_info=error)
-                self.core.ledger.update_run(row.run_id, corrupted=True, state="closed")
+    def _leave_home(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _take_up_runs(self) -> None:
+        """Go on with what was accepted and not answered, and clean up after those who will not come back."""
+        ledger = self.core.ledger
+        if not self.config.resume:
+            self.sessions.end_all()
+        for row in ledger.runs_in_state("live", "evicted"):
+            session = ledger.session(row.session_id)
+            if session is None or session.status["type"] != "active":
+                self.sessions.ended.add(row.session_id)
+            elif row.state == "live" and not row.corrupted:
+                await self.live.take_up(row)
 
     async def stop(self) -> None:
         """Finish what is being executed, put runs on disk, and let go of the home."""
@@ -101,13 +135,12 @@ class Service:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)
         await self.samplers.stop()
-        await self.runs.stop()
+        await self.live.stop()
         self.core.flush()
+        self._lanes.close()
         await self.core.engines.close()
         self.core.ledger.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._leave_home()
 
     # -- calls -------------------------------------------------------------------------------------------
 
@@ -120,31 +153,47 @@ class Service:
             return await method(request, caller)
         except InvalidInputError as error:
             raise Refusal(422, str(error)) from None
-        except LedgerError as error:
+        except (LedgerError, JournalError) as error:
             raise Refusal(503, str(error)) from error
 
     async def fail(
         self, op: Op[Any, Any], run_id: str, seq_id: int, message: str, caller: Caller
     ) -> UntypedAPIFuture:
-        """Accept a run's request that could not be read, and fail its future: see Runs.fail."""
+        """Accept a run's request that cannot be read, and fail its future: a 4xx leaves clients stuck."""
         return await self.runs.fail(op.name, run_id, seq_id, message, caller)
 
     # -- upkeep ------------------------------------------------------------------------------------------
 
     async def _keep_up(self) -> None:
-        while True:
+        for round in itertools.count(1):
             await asyncio.sleep(TICK)
             try:
-                await self.tick()
+                await self.tick(thorough=round % THOROUGH == 0)
             except Exception:
                 log.exception("upkeep failed; trying again")
 
-    async def tick(self) -> None:
-        """One round: forget what expired, put on disk what lapsed, write down what was counted."""
+    async def tick(self, *, thorough: bool = True) -> None:
+        """One round: forget what expired, put on disk what lapsed, clean up after what ended."""
+        now = time.monotonic()
         self.core.flush()
-        self.runs.acknowledged(self.core.futures.expire(time.monotonic()))
+        self.core.futures.expire(now)
+        self._lanes.expire(now, self.config.keep_results)
         await self.checkpoints.expire()
-        lapsed = set(self.sessions.lapsed())
-        for run in self.runs.idle_runs(lapsed):
-            if await self.runs.evict(run):
+        for run in self.live.idle_runs(self.sessions.lapsed()):
+            if await self.live.put_away(run):
                 log.info("run %s was put on disk: its session has not been heard of", run.id)
+        if thorough:
+            self.accounts.count_storage()
+            self.sessions.expire()
+            for session_id in list(self.core.seen):
+                await self.samplers.clean(session_id, ended=False)
+        for session_id in list(self.sessions.ended):
+            await self._clean_up(session_id)
+
+    async def _clean_up(self, session_id: str) -> None:
+        """After a session: its runs once they are done, its unnamed samplers, its trace."""
+        open_runs = [r for r in self.core.ledger.runs_of_session(session_id) if r.state != "closed"]
+        if all([await self.live.close(row) for row in open_runs]):
+            await self.samplers.clean(session_id, ended=True)
+            self.accounts.forget(session_id)
+            self.sessions.ended.discard(session_id)

@@ -42,7 +42,11 @@ def as_tokens(tokens: Any) -> np.ndarray:
         array = tokens.detach().cpu().numpy()
     else:
         try:
-            array = np.frombuffer(_array("i", tokens), np.int32)  # twice as fast as np.array, and as strict
+            # Twice as fast as numpy, as strict, and without letting go of the interpreter for so little.
+            array = np.frombuffer(_array("i", tokens), np.int32)
+            if min(tokens, default=0) >= 0:
+                array.flags.writeable = False
+                return array
         except (TypeError, ValueError, OverflowError):
             array = _slow_array(tokens)
     if array.ndim != 1:

@@ -66,9 +66,9 @@ class TelemetryBatch(ReplyModel):
 
 
 class TelemetrySendRequest(RequestModel):
-    """Events of one process; clients before 0.24.0 send no process_uuid."""
+    """Events of one process, of whatever kind; clients before 0.24.0 send no process_uuid."""
 
-    events: list[TelemetryEvent]
+    events: list[Annotated[TelemetryEvent | dict[str, Any], Field(union_mode="left_to_right")]]
     platform: str
     sdk_version: str
     session_id: str

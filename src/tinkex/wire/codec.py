@@ -54,7 +54,11 @@ class Encoded:
     path: str
     query: str = ""
     headers: dict[str, str] = field(default_factory=dict)
-    body: bytes | None = None
+    content: bytes | list[bytes | memoryview] | None = None  # a big body comes in pieces, its arrays uncopied
+
+    @property
+    def body(self) -> bytes | None:
+        return b"".join(self.content) if isinstance(self.content, list) else self.content
 
 
 # -- requests, as a client writes them -------------------------------------------------------------------
@@ -91,9 +95,9 @@ def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compre
             encoded = _encode_model(op, request)
     except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _refusal(op, error) from None
-    if compress and encoded.body:
+    if compress and encoded.content:
         headers = {**encoded.headers, "content-encoding": "zstd"}
-        return Encoded(encoded.path, encoded.query, headers, zstd.compress(encoded.body))
+        return Encoded(encoded.path, encoded.query, headers, zstd.compress(encoded.body or b""))
     return encoded
 
 
@@ -148,7 +152,7 @@ def decode_request(
     """The request that a client of any age sent to `op`."""
     headers = headers or {}
     try:
-        body = _unpack(body, headers.get("content-encoding", ""), max_body)
+        body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
         fields = {**(query or {}), **_load_object(body or b"{}"), **(path_params or {})}
@@ -168,7 +172,7 @@ def peek_turn(
 ) -> tuple[str, int] | None:
     """The run and seq id of a request that `decode_request` refused for its content, if it says them."""
     try:
-        body = _unpack(body, headers.get("content-encoding", ""), max_body)
+        body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_turn(body)
         fields = _load_object(body)
@@ -194,7 +198,7 @@ def _load_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _unpack(body: bytes, encoding: str, limit: int) -> bytes:
+def unpack(body: bytes, encoding: str, limit: int) -> bytes:
     """`body` without its content encoding; one that grows past `limit` is refused before it does."""
     if encoding in ("", "identity"):
         return body

@@ -210,7 +210,8 @@ def _write_datum(datum: Datum) -> Pieces:
     return pieces + _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
 
 
-def write_pass(request: ForwardBackwardRequest) -> bytes:
+def write_pass(request: ForwardBackwardRequest) -> Pieces:
+    """The request as pieces to be joined: small ones, and views of the arrays."""
     work = request.forward_backward_input
     if not 0 <= request.seq_id < 2**31:
         raise InvalidInputError(f"seq_id must be from 0 to {2**31 - 1}, got {request.seq_id}")
@@ -226,7 +227,7 @@ def write_pass(request: ForwardBackwardRequest) -> bytes:
     for key, value in config.items():
         held: Pieces = _message(2, [value.encode()]) if isinstance(value, str) else [_double(1, value)]
         pieces += _entry(7, key, _message(2, held))
-    return b"".join(pieces)
+    return pieces
 
 
 # -- reading a pass --------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""Where the clients of other people live: one environment for each, made by `make compat-env`.
+
+The test suite never makes them: whoever has none skips what needs one, and is told how to get it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIRECTORIES = {
+    "tinker-0.36.0": ".venv-official",
+    "tinker-0.26.0": ".venv-tinker-0.26.0",
+    "tinker-0.13.1": ".venv-tinker-0.13.1",
+    "tinker-0.4.1": ".venv-tinker-0.4.1",
+    "openai": ".venv-openai",
+}
+
+
+def interpreter(client: str) -> Path:
+    """The Python that has `client` installed; the test is skipped where there is none."""
+    directory = ROOT / DIRECTORIES[client]
+    if not (directory / ".ready").exists():
+        pytest.skip(f"no environment with {client} here: `make compat-env` creates {directory.name}")
+    return directory / "bin" / "python"

@@ -1,0 +1,183 @@
+"""`tinkex …` as a person uses it: through a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkex.cli.serve import read_model
+from tinkex.errors import InvalidInputError
+
+TINKEX = [sys.executable, "-m", "tinkex.cli"]
+SERVE = [*TINKEX, "serve", "--model", "m/base=anything", "--engine", "fake", "--port", "0"]
+
+
+def clean_env(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("TINKEX_", "TINKER_"))} | more
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TINKEX, *args], capture_output=True, text=True, timeout=60, env=clean_env(**env))
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def serve(processes: list[Any], home: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
+    """A running server, and its URL as it says it."""
+    process = subprocess.Popen(
+        [*SERVE, "--home", str(home), *more],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env(),
+    )  # fmt: skip
+    processes.append(process)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"export TINKER_BASE_URL=(\S+)", line):
+            return process, found[1]
+    raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+def get(url: str, path: str, key: str) -> int:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection.request("GET", path, headers={"x-api-key": key})
+    try:
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, click\nfrom tinkex.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = ('starlette', 'uvicorn', 'numpy', 'pydantic', 'torch', 'sqlite3')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "serve" in done.stdout
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_help_of_every_command() -> None:
+    for command in (["serve"], ["server"], ["server", "keys"], ["server", "keys", "add"]):
+        assert "--help" in run(*command, "--help").stdout
+    assert "No such command" in run("serv").stderr
+
+
+def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
+    home = ["--home", str(tmp_path)]
+    assert "no keys yet" in run("server", "keys", "list", *home).stdout
+    made = run("server", "keys", "add", "laptop", "--owner", "ada", "--note", "for tests", *home)
+    key = made.stdout.strip()
+    assert re.fullmatch(r"tml-[\w-]{40,}", key)
+    assert key not in made.stderr
+    listed = run("server", "keys", "list", *home).stdout
+    assert "laptop" in listed
+    assert "ada" in listed
+    assert key not in listed
+    again = run("server", "keys", "add", "laptop", *home)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "is revoked" in run("server", "keys", "revoke", "laptop", *home).stdout
+    missing = run("server", "keys", "revoke", "laptop", *home)
+    assert missing.returncode == 1
+    assert "no key has the id or name 'laptop'" in missing.stderr
+
+
+def test_serving_with_keys_that_change_meanwhile(tmp_path: Path, processes: list[Any]) -> None:
+    home = ["--home", str(tmp_path)]
+    key = run("server", "keys", "add", "laptop", *home).stdout.strip()
+    process, url = serve(processes, tmp_path)
+    assert get(url, "/api/v1/sessions", key) == 200
+    assert get(url, "/api/v1/sessions", "tml-other") == 401
+    run("server", "keys", "revoke", "laptop", *home)
+    deadline = time.monotonic() + 10
+    while (status := get(url, "/api/v1/sessions", key)) == 200 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert status == 401
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c_ends_it_with_success_and_frees_the_home(tmp_path: Path, processes: list[Any]) -> None:
+    first, _ = serve(processes, tmp_path)
+    locked = subprocess.run([*SERVE, "--home", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert locked.returncode == 1
+    assert "in use by another process" in locked.stderr
+    assert len(locked.stderr.strip().splitlines()) == 1
+    first.send_signal(signal.SIGINT)
+    assert first.wait(20) == 0
+    _, url = serve(processes, tmp_path)
+    assert get(url, "/api/v1/healthz", "tml-x") == 200
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "Missing option '--model'"),
+        (["--model", "m=/no/such/place"], "there is no directory or file /no/such/place"),
+        (["--model", "m=./none.gguf"], "there is no directory or file ./none.gguf"),
+        (["--model", "a:b=."], "must have no colon"),
+        (["--model", "m=.", "--engine", "fake", "--host", "0.0.0.0"], "tinkex server keys add"),
+        (["--model", "m=.", "--engine", "fake", "--host", "nohost.invalid"], "only this machine may connect"),
+        (["--model", "m=.", "--engine", "fake", "--public-url", "nowhere"], "must look like"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, args: list[str], says: str) -> None:
+    done = run("serve", "--home", str(tmp_path), "--port", "0", *args)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("Error: ")
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run("serve", "--model", "m=.", "--engine", "fake", "--home", str(tmp_path), "--port", port)
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip()
+        == f"Error: port {port} of 127.0.0.1 is in use: stop what uses it, or give another --port"
+    )
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    done = run("serve", "--home", str(tmp_path / "home"), "--port", "0", "--model", f"m={tmp_path / 'model'}")
+    assert done.returncode == 1
+    assert "the base model m could not be loaded" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_options_come_from_the_environment_too(tmp_path: Path) -> None:
+    done = run("serve", TINKEX_MODELS="m=/none/here", TINKEX_HOME=str(tmp_path), TINKEX_PORT="0")
+    assert "/none/here" in done.stderr
+
+
+def test_models_are_named(tmp_path: Path) -> None:
+    assert read_model(f"org/name={tmp_path}") == ("org/name", str(tmp_path.resolve()))
+    assert read_model(str(tmp_path)) == (str(tmp_path), str(tmp_path.resolve()))
+    assert read_model("m=org/on-the-hub") == ("m", "org/on-the-hub")
+    assert read_model("org/on-the-hub") == ("org/on-the-hub", "org/on-the-hub")
+    with pytest.raises(InvalidInputError, match="there is no directory or file"):
+        read_model("m=neither/here/nor/there")

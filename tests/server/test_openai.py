@@ -1,0 +1,250 @@
+"""OpenAI's shapes over a real socket: with plain HTTP, and with OpenAI's own client if it is installed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tests.server.conftest import MODEL, Running
+from tinkex.server.openai_text import TextStream
+
+BEARER = {"authorization": "Bearer tml-alice"}
+
+
+def ask(server: Running, path: str, body: Any) -> Any:
+    return server.ask("POST", f"/v1/{path}", body, BEARER, key=None)
+
+
+def complete(server: Running, **more: Any) -> Any:
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "seed": 1, **more}
+    answer = ask(server, "completions", body)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def chunks(raw: bytes) -> list[Any]:
+    lines = [line for line in raw.decode().split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+# -- whole answers ---------------------------------------------------------------------------------------
+
+
+def test_models(server: Running) -> None:
+    listed = server.ask("GET", "/v1/models", headers=BEARER, key=None).json
+    assert [m["id"] for m in listed["data"]] == [MODEL]
+    assert server.ask("GET", f"/v1/models/{MODEL}", headers=BEARER, key=None).json["id"] == MODEL
+    missing = server.ask("GET", "/v1/models/none", headers=BEARER, key=None)
+    assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_completion(server: Running, tokenizer_dir: Any) -> None:
+    got = complete(server, logprobs=2, n=2)
+    assert got["object"] == "text_completion"
+    assert [c["index"] for c in got["choices"]] == [0, 1]
+    assert got["usage"]["prompt_tokens"] == len(AutoTokenizer.from_pretrained(tokenizer_dir).encode("hello"))
+    assert 2 <= got["usage"]["completion_tokens"] <= 16
+    for choice in got["choices"]:
+        logprobs = choice["logprobs"]
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"])
+        assert all(lp <= 0 for lp in logprobs["token_logprobs"])
+        assert choice["finish_reason"] in ("stop", "length")
+
+
+def test_prompts_may_be_texts_or_tokens_and_several(server: Running, tokenizer_dir: Any) -> None:
+    tokens = AutoTokenizer.from_pretrained(tokenizer_dir).encode("hello")
+    text = complete(server)["choices"][0]["text"]
+    assert complete(server, prompt=tokens)["choices"][0]["text"] == text
+    several = complete(server, prompt=["hello", "other", "hello"])["choices"]
+    assert [c["index"] for c in several] == [0, 1, 2]
+    assert several[0]["text"] == several[2]["text"] == text
+
+
+def test_an_echo_scores_the_prompt(server: Running) -> None:
+    got = complete(server, echo=True, logprobs=0, max_tokens=0)
+    (choice,) = got["choices"]
+    assert choice["text"] == "hello"
+    assert choice["logprobs"]["tokens"] == list("hello")
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert all(lp < 0 for lp in choice["logprobs"]["token_logprobs"][1:])
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert got["usage"]["completion_tokens"] == 0
+
+
+def test_a_stop_string_is_not_in_the_text(server: Running) -> None:
+    text = complete(server, max_tokens=64, temperature=0.7)["choices"][0]["text"]
+    stop = next(c for c in text[3:] if c.isascii() and c.isprintable())
+    (cut,) = complete(server, max_tokens=64, temperature=0.7, stop=stop, logprobs=0)["choices"]
+    assert cut["text"] == text[: text.index(stop)]
+    assert cut["finish_reason"] == "stop"
+    assert "".join(cut["logprobs"]["tokens"]).count(stop) == 0
+
+
+def test_chat(server: Running) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "max_completion_tokens": 5,
+        "seed": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "user": "ignored",
+        "tools": [],
+    }
+    got = ask(server, "chat/completions", body).json
+    assert got["object"] == "chat.completion"
+    (choice,) = got["choices"]
+    assert choice["message"]["role"] == "assistant"
+    content = choice["logprobs"]["content"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    # "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n": 3 special tokens, the rest bytes
+    assert got["usage"]["prompt_tokens"] == 3 + len("user\nhi\nassistant\n")
+
+
+# -- streams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": 1}, {"prompt": ["a", "b"], "echo": True}])
+def test_the_pieces_of_a_stream_are_the_whole_answer(server: Running, more: dict[str, Any]) -> None:
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 24, "seed": 5, "temperature": 0.8, **more}
+    whole = ask(server, "completions", body).json
+    answer = ask(server, "completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *pieces, last = chunks(answer.body)
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == choice["index"]]
+        assert "".join(p["text"] for p in mine) == choice["text"]
+        assert [p["finish_reason"] for p in mine if p["finish_reason"]] == [choice["finish_reason"]]
+        if choice["logprobs"]:
+            told = [token for p in mine if p["logprobs"] for token in p["logprobs"]["tokens"]]
+            assert told == choice["logprobs"]["tokens"]
+
+
+def test_a_chat_stream(server: Running) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
+    whole = ask(server, "chat/completions", body).json["choices"][0]
+    first, *rest = chunks(ask(server, "chat/completions", {**body, "stream": True}).body)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in rest)
+    assert text == whole["message"]["content"]
+    assert rest[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": "none"}, "none"),
+        ({"model": 3}, "model"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"n": 0}, "n must"),
+        ({"n": 10_000}, "n must"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1_000_000}, "context window"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"logprobs": 100}, "logprobs"),
+        ({"suffix": "x"}, "suffix"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"best_of": 3}, "best_of"),
+        ({"tempurature": 1}, "tempurature"),
+        ({"stream_options": 1}, "stream_options"),
+    ],
+)
+def test_refusals_name_the_field(server: Running, change: dict[str, Any], named: str) -> None:
+    answer = ask(server, "completions", {"model": MODEL, "prompt": "x", **change})
+    assert answer.status in (400, 404)
+    error = answer.json["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert named in error["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": []},
+        {"messages": [{"content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"top_logprobs": 2},
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+    ],
+)
+def test_chat_refusals(server: Running, change: dict[str, Any]) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **change}
+    assert ask(server, "chat/completions", body).status == 400
+
+
+def test_a_key_is_needed(server: Running) -> None:
+    answer = server.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "x"}, key=None)
+    assert answer.status == 401
+    assert answer.json["error"]["code"] == "invalid_api_key"
+
+
+# -- OpenAI's own client ---------------------------------------------------------------------------------
+
+
+def test_the_real_client(server: Running) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-alice", max_retries=0)
+    assert [m.id for m in client.models.list()] == [MODEL]
+    messages = [{"role": "user", "content": "hi"}]
+    settings = {"model": MODEL, "messages": messages, "max_tokens": 9, "seed": 4}
+    whole = client.chat.completions.create(**settings, logprobs=True, top_logprobs=3)
+    assert whole.choices[0].logprobs.content[0].top_logprobs
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    pieces = list(
+        client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].usage == whole.usage
+    done = client.completions.create(model=MODEL, prompt="hi", max_tokens=3, echo=True, logprobs=1)
+    assert done.choices[0].text.startswith("hi")
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="none", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="context window"):
+        client.completions.create(model=MODEL, prompt="x", max_tokens=1_000_000)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="sk-x").models.list()
+
+
+# -- text ------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@given(
+    st.text(max_size=40), st.lists(st.integers(1, 9)), st.lists(st.text(min_size=1, max_size=3), max_size=2)
+)
+def test_pieces_joined_are_the_text_up_to_the_stop(text: str, cuts: list[int], stop: list[str]) -> None:
+    tokens, stream, said = list(text.encode()), TextStream(Bytes(), stop), []
+    rest = tokens
+    for cut in cuts:
+        said.append(stream.add(rest[:cut]))
+        rest = rest[cut:]
+    said += [stream.add(rest), stream.finish()]
+    ends = [at for s in stop if (at := text.find(s)) >= 0]
+    assert "".join(said) == text[: min(ends, default=len(text))]
+    assert stream.text == "".join(said)

@@ -1,0 +1,102 @@
+"""Samples as server-sent events, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import KEY, Running
+from tinkex.server import streams
+
+
+def body(sampler: str, **more: Any) -> dict[str, Any]:
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        "sampling_params": {"max_tokens": 6, "seed": 3, "stop": []},
+        **more,
+    }
+
+
+def events(raw: bytes) -> list[tuple[str, Any]]:
+    found = []
+    for block in raw.decode().strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        if fields:
+            found.append((fields.get("event", ""), json.loads(fields["data"])))
+    return found
+
+
+def test_tokens_come_first_and_then_the_whole(server: Running) -> None:
+    answer = server.ask("POST", "/api/v1/stream_sample", body(server.open_sampler()))
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *tokens, (last, whole) = events(answer.body)
+    assert last == "done"
+    assert {name for name, _ in tokens} == {"tokens"}
+    for index, sequence in enumerate(whole["sequences"]):
+        parts = [event for _, event in tokens if event["sequence"] == index]
+        assert [token for event in parts for token in event["tokens"]] == sequence["tokens"]
+        told = [logprob for event in parts for logprob in event["logprobs"]]
+        assert told == pytest.approx(sequence["logprobs"])
+        assert len(parts) > 1
+    assert len(whole["sample_sequence_ids"]) == 2
+
+
+def test_the_stream_says_what_asample_says(server: Running) -> None:
+    sampler = server.open_sampler()
+    whole = events(server.ask("POST", "/api/v1/stream_sample", body(sampler)).body)[-1][1]
+    plain = server.result(server.post("asample", **body(sampler, seq_id=1)), accept="application/json").json
+    assert [s["tokens"] for s in whole["sequences"]] == [s["tokens"] for s in plain["sequences"]]
+
+
+def test_what_is_wrong_with_the_request_is_a_status(server: Running) -> None:
+    assert server.ask("POST", "/api/v1/stream_sample", body("none")).status == 404
+    assert server.ask("POST", "/api/v1/stream_sample", body("none"), key=None).status == 401
+    assert server.ask("POST", "/api/v1/stream_sample", b"[]").status == 422
+    long = {"max_tokens": 100_000}
+    answer = server.ask("POST", "/api/v1/stream_sample", body(server.open_sampler(), sampling_params=long))
+    assert answer.status == 400
+    assert "exceeds the model's context window" in answer.json["detail"]
+
+
+def test_a_client_that_leaves_stops_the_work(server: Running) -> None:
+    engine = next(iter(server.server.service.core.engines)).engine
+    assert engine is not None
+    sampler = server.open_sampler()
+    connection = server.connect()
+    forever = json.dumps(body(sampler, sampling_params={"max_tokens": 2000, "stop": []}))
+    connection.request("POST", "/api/v1/stream_sample", forever, KEY)
+    response = connection.getresponse()
+    assert response.read(20)
+    response.close()
+    connection.close()
+    deadline = time.monotonic() + 10
+    while engine.stats()["sequences_running"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats()["sequences_running"] == 0
+    assert server.ask("GET", "/api/v1/healthz").status == 200
+
+
+@pytest.mark.anyio
+async def test_silence_is_filled_with_comments() -> None:
+    import asyncio
+
+    async def slow():
+        yield b"first"
+        await asyncio.sleep(0.15)
+        yield b"last"
+
+    chunks = [chunk async for chunk in streams.kept_alive(slow(), every=0.04)]
+    assert (chunks[0], chunks[-1]) == (b"first", b"last")
+    assert chunks.count(b": still here\n\n") >= 2
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

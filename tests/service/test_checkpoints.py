@@ -1,0 +1,283 @@
+"""Saved weights: names, lifetimes, copies, exports, quota, and a disk that is full."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from tests.service.harness import Failed, User, found, serving
+from tinkex.engine.fake import FakeEngine
+from tinkex.service import core as core_module
+from tinkex.service.refusal import Refusal
+from tinkex.service.service import Service
+from tinkex.types import checkpoints, sessions
+from tinkex.wire import ops
+
+pytestmark = pytest.mark.anyio
+
+
+def name_of(path: str) -> dict[str, str]:
+    run, _, rest = path.removeprefix("tinker://").partition("/")
+    return {"training_run_id": run, "checkpoint_id": rest}
+
+
+def _size(url: str) -> int:
+    return Path(unquote(urlparse(url).path)).stat().st_size
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "", "a/b", "../x", "/etc", "a\\b", "nul\0", "x" * 300, " a", "a.", "a:b", ".hidden", "a\n"],
+)
+async def test_names_cannot_leave_their_directory(user: User, home: Path, name: str):
+    run = await user.run()
+    for op, kind in (
+        (ops.SAVE_WEIGHTS, checkpoints.SaveWeightsRequest),
+        (ops.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints.SaveWeightsForSamplerRequest),
+        (ops.SAVE_WEIGHTS_EXTERNAL, checkpoints.SaveWeightsExternalRequest),
+    ):
+        before = sorted(home.parent.rglob("*safetensors"))
+        assert await user.status_of(op, kind(model_id=run, path=name, seq_id=1)) == 400
+        assert sorted(home.parent.rglob("*safetensors")) == before
+
+
+async def test_names_that_people_use_are_fine(user: User, home: Path):
+    run = await user.run()
+    for seq_id, name in enumerate(["000080", "step-10", "final_v2.1", "lr=1e-4,bs=8", "état"], 1):
+        path = await user.save(run, seq_id, name)
+        assert path == f"tinker://{run}/weights/{name}"
+        session, number = run.split(":train:")
+        assert (home / "runs" / session / f"train-{number}" / "weights" / name).is_dir()
+
+
+async def test_a_name_that_exists_is_a_failed_future_unless_overwritten(user: User):
+    run = await user.run()
+    await user.save(run, 1, "c")
+    with pytest.raises(Failed, match="exists already") as failed:
+        await user.save(run, 2, "c")
+    assert failed.value.category == "user"
+    await user.train(run, 3, 1)
+    path = await user.save(run, 5, "c", overwrite=True)
+    other = await user.run()
+    await user.load(other, 1, path)
+    assert await user.loss(other, 2) == await user.loss(run, 6)
+
+
+@pytest.mark.parametrize("seconds", [0, 3599, 10 * 366 * 24 * 3600])
+async def test_lifetimes_have_bounds(user: User, seconds: int):
+    run = await user.run()
+    request = checkpoints.SaveWeightsRequest(model_id=run, path="c", seq_id=1, ttl_seconds=seconds)
+    assert await user.status_of(ops.SAVE_WEIGHTS, request) == 422
+    path = await user.save(run, 2, "d", ttl_seconds=3600)
+    bad = checkpoints.SetCheckpointTTLRequest(**name_of(path), ttl_seconds=seconds)
+    assert await user.status_of(ops.SET_CHECKPOINT_TTL, bad) == 422
+
+
+async def test_what_has_expired_is_gone_with_its_files(user: User, home: Path):
+    run = await user.run()
+    path = await user.save(run, 1, "c", ttl_seconds=3600)
+    kept = await user.save(run, 2, "d", ttl_seconds=3600)
+    await user.call(
+        ops.SET_CHECKPOINT_TTL, checkpoints.SetCheckpointTTLRequest(**name_of(kept), ttl_seconds=None)
+    )
+    ledger = user.service.core.ledger
+    ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)
+    info = checkpoints.WeightsInfoRequest(tinker_path=path)
+    assert await user.status_of(ops.GET_WEIGHTS_INFO, info) == 404  # before any upkeep
+    await user.service.tick()
+    assert ledger.checkpoint(run, "weights", "c") is None
+    assert [p.name for p in found(home, "weights/*")] == ["d"]
+
+
+async def test_deleting_removes_the_files_and_frees_the_name(user: User, home: Path):
+    run = await user.run()
+    path = await user.save_for_sampler(run, 1, "s")
+    sampler = await user.sampler(run.split(":")[0], 0, path)
+    first = await user.result(await user.sample(sampler, 0))
+    await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+    assert found(home, "sampler_weights/*") == []
+    await user.train(run, 2, 3)
+    assert await user.save_for_sampler(run, 8, "s") == path
+    # The old sampler keeps its weights; a new one has the new ones.
+    assert (await user.result(await user.sample(sampler, 1))).sequences[0].logprobs == first.sequences[
+        0
+    ].logprobs
+    fresh = await user.sampler(run.split(":")[0], 1, path)
+    assert (await user.result(await user.sample(fresh))).sequences[0].logprobs != first.sequences[0].logprobs
+
+
+async def test_a_sampler_never_gets_other_weights_than_it_was_made_from(home: Path, user: User):
+    run = await user.run()
+    path = await user.save_for_sampler(run, 1, "s")
+    sampler = await user.sampler(run.split(":")[0], 0, path)
+    await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+    await user.save_for_sampler(run, 2, "s")
+    with pytest.raises(Failed, match="deleted or replaced"):
+        await user.result(await user.sample(sampler))
+
+
+async def test_a_copy_is_ones_own(service: Service, home: Path):
+    ann, bob = User(service, "ann"), User(service, "bob")
+    run = await ann.run()
+    await ann.train(run, 1, 2)
+    path = await ann.save(run, 5, "c")
+    await ann.call(ops.PUBLISH_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+    session = await bob.session()
+    into_session = checkpoints.CopyWeightsRequest(
+        source_path=path, session_id=session, model_seq_id=0, ttl_seconds=7200
+    )
+    copied = (await bob.call(ops.COPY_WEIGHTS, into_session)).tinker_path
+    assert copied == f"tinker://{session}:train:0/weights/c"
+    assert (await bob.call(ops.COPY_WEIGHTS, into_session)).tinker_path == copied  # repeated
+    into_project = checkpoints.CopyWeightsRequest(source_path=path, destination_project_id="p")
+    assert (await bob.call(ops.COPY_WEIGHTS, into_project)).tinker_path.endswith("/weights/c")
+    await ann.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+    theirs = await bob.run(session, 1)
+    await bob.load(theirs, 1, copied)
+    assert await bob.loss(theirs, 2) == await ann.loss(run, 6)
+    nowhere = checkpoints.CopyWeightsRequest(source_path=copied)
+    assert await bob.status_of(ops.COPY_WEIGHTS, nowhere) == 422
+
+
+async def test_an_export_has_links_to_its_files(user: User):
+    run = await user.run()
+    request = checkpoints.SaveWeightsExternalRequest(model_id=run, path="e", seq_id=1)
+    saved = await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, request))
+    urls = await user.call(
+        ops.GET_EXTERNAL_WEIGHTS_URLS, checkpoints.CheckpointRequest(**name_of(saved.path))
+    )
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls.urls)
+    assert sum(map(_size, urls.urls.values())) == saved.size_bytes
+    weights = await user.save(run, 2, "w")
+    not_exported = checkpoints.CheckpointRequest(**name_of(weights))
+    assert await user.status_of(ops.GET_EXTERNAL_WEIGHTS_URLS, not_exported) == 400
+    assert "file://" in (await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, not_exported)).url
+
+
+async def test_an_encrypted_export_can_be_read_by_its_recipients_alone(user: User, home: Path):
+    pyrage = pytest.importorskip("pyrage")
+    mine, other = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
+    run = await user.run()
+    request = checkpoints.SaveWeightsExternalRequest(
+        model_id=run, path="e", seq_id=1, age_encryption_recipients=[str(mine.to_public())]
+    )
+    saved = await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, request))
+    files = {p.name: p for p in found(home, "external_weights/e/*")}
+    assert files
+    assert all(name.endswith(".age") for name in files)
+    assert b'"peft_type"' in pyrage.decrypt(files["adapter_config.json.age"].read_bytes(), [mine])
+    with pytest.raises(pyrage.DecryptError):
+        pyrage.decrypt(files["adapter_config.json.age"].read_bytes(), [other])
+    assert found(home, ".*plain*") == []
+    with pytest.raises(Failed, match="is encrypted"):
+        await user.load(run, 2, saved.path, optimizer=False)
+    bad = checkpoints.SaveWeightsExternalRequest(
+        model_id=run, path="f", seq_id=3, age_encryption_recipients=["age1nonsense"]
+    )
+    with pytest.raises(Failed, match="'age1nonsense' is not an age recipient"):
+        await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, bad))
+    many = bad.model_copy(update={"seq_id": 4, "age_encryption_recipients": ["x"] * 11})
+    assert await user.status_of(ops.SAVE_WEIGHTS_EXTERNAL, many) == 422
+
+
+async def test_the_quota_is_honoured_and_deleting_makes_room(home: Path):
+    async with serving(home, disk_quota=5000) as service:
+        user = User(service)
+        run = await user.run()
+        first = await user.save(run, 1, "a")
+        await user.save(run, 2, "b")
+        with pytest.raises(Failed, match="of the 5000 bytes allowed") as failed:
+            await user.save(run, 3, "c")
+        assert failed.value.category == "user"
+        assert [p.name for p in found(home, "weights/*")] == ["a", "b"]
+        await user.save(run, 4, "b", overwrite=True)  # takes no more than before
+        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(first)))
+        await user.save(run, 5, "c")
+
+
+async def test_the_first_checkpoint_of_a_run_is_measured_too(home: Path):
+    async with serving(home, disk_quota=100) as service:
+        user = User(service)
+        with pytest.raises(Failed, match="of the 100 bytes allowed"):
+            await user.save(await user.run(), 1, "a")
+        assert found(home, "weights/*") == []
+
+
+async def test_a_full_disk_refuses_new_work_and_loses_nothing(
+    service: Service, user: User, monkeypatch: pytest.MonkeyPatch
+):
+    run, twin = await user.run(), await user.run()
+    losses = await user.train(run, 1, 2)
+    monkeypatch.setattr(core_module, "DISK_RESERVE", 1 << 60)
+    service.core._disk = (0.0, 0)
+    with pytest.raises(Refusal, match="disk is full") as refused:
+        await user.forward_backward(run, 5)
+    assert refused.value.status == 503
+    monkeypatch.undo()
+    assert losses + await user.train(run, 5, 2) == (await user.train(twin, 1, 2)) + (
+        await user.train(twin, 5, 2)
+    )
+
+
+async def test_a_save_that_the_engine_cannot_write_fails_and_the_run_goes_on(home: Path):
+    class Full(FakeEngine):
+        fails = False
+
+    engines: list[Full] = []
+
+    def build(config):
+        engine = Full(config)
+        run = engine.trainer.run
+
+        def maybe(command, progress=None):
+            if engine.fails and type(command).__name__ == "SaveAdapter":
+                raise OSError(28, "No space left on device")
+            return run(command, progress)
+
+        engine.trainer.run = maybe  # type: ignore[method-assign]
+        engines.append(engine)
+        return engine
+
+    async with serving(home, build, snapshot_steps=1) as service:
+        user = User(service)
+        run = await user.run()
+        engines[0].fails = True
+        with pytest.raises(Failed, match="No space left") as failed:
+            await user.save(run, 1, "a")
+        assert failed.value.category == "server"
+        await user.train(run, 2, 3)  # its snapshots fail, and it does not
+        engines[0].fails = False
+        await user.train(run, 8, 1)
+        await user.save(run, 10, "a")
+
+
+async def test_what_was_done_is_in_the_audit_log(user: User):
+    from tinkex.types.billing import AuditLogRequest
+
+    run = await user.run()
+    path = await user.save(run, 1, "c")
+    one = checkpoints.CheckpointRequest(**name_of(path))
+    for op in (ops.PUBLISH_CHECKPOINT, ops.UNPUBLISH_CHECKPOINT, ops.DELETE_CHECKPOINT):
+        await user.call(op, one)
+    log = await user.call(ops.GET_AUDIT_LOG, AuditLogRequest(event_type="checkpoints"))
+    assert [e.event.split(".")[1] for e in log.entries] == ["save", "publish", "unpublish", "delete"]
+    assert {entry.tinker_path for entry in log.entries} == {path}
+
+
+async def test_a_run_shows_its_last_checkpoints(user: User):
+    run = await user.run()
+    await user.save(run, 1, "a")
+    await user.save(run, 2, "b")
+    await user.save_for_sampler(run, 3, "s")
+    from tinkex.types.training import GetTrainingRunRequest
+
+    shown = await user.call(ops.GET_TRAINING_RUN, GetTrainingRunRequest(training_run_id=run))
+    assert shown.last_checkpoint.checkpoint_id == "weights/b"
+    assert shown.last_sampler_checkpoint.checkpoint_id == "sampler_weights/s"
+    listed = await user.call(ops.LIST_CHECKPOINTS, checkpoints.ListCheckpointsRequest(training_run_id=run))
+    assert len(listed.checkpoints) == 3
+    of_session = sessions.GetSessionRequest(session_id=run.split(":")[0])
+    assert (await user.call(ops.GET_SESSION, of_session)).training_run_ids == [run]

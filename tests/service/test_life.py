@@ -1,0 +1,304 @@
+"""How sessions, runs and what they leave come and go while a service lives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.service.harness import MODEL, Failed, User, datum, found, serving, until
+from tinkex.engine.fake import FakeEngine
+from tinkex.errors import TinkerError
+from tinkex.service.refusal import Refusal
+from tinkex.service.service import Service
+from tinkex.types import futures, sessions, training
+from tinkex.wire import ops
+
+pytestmark = pytest.mark.anyio
+
+
+def live(service: Service) -> int:
+    engine = service.core.engines.find(MODEL).engine
+    return 0 if engine is None else int(engine.stats()["adapters_live"])
+
+
+def silence(service: Service, session: str, seconds: float) -> None:
+    """As if the session had not been heard of for that long."""
+    service.core.flush()
+    service.core.seen[session] = time.time() - seconds
+    service.core.ledger.update_session(session, last_seen_at=time.time() - seconds)
+
+
+async def test_a_home_has_one_owner(home: Path):
+    async with serving(home):
+        with pytest.raises(TinkerError, match="in use by another process"):
+            async with serving(home):
+                pass
+    async with serving(home):
+        pass
+
+
+async def test_a_service_that_cannot_start_lets_go_of_its_home(tmp_path: Path):
+    home = tmp_path
+    (home / "ledger.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(TinkerError, match=r"ledger\.sqlite"):
+        async with serving(home):
+            pass
+    (home / "ledger.sqlite").unlink()
+    async with serving(home):
+        pass
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+async def test_a_lapsed_sessions_runs_go_to_disk_and_come_back(
+    user: User, service: Service, with_gradients: bool
+):
+    run, twin = await user.run(), await user.run()
+    promises = []
+    for name in (run, twin):
+        await user.train(name, 1, 3)
+        if with_gradients:
+            promises.append(await user.forward_backward(name, 7, datum(9)))
+            await user.result(promises[-1])
+    silence(service, run.split(":")[0], 1000)
+    await service.tick()
+    assert live(service) == 1
+    assert service.core.ledger.run(run).state == "evicted"  # type: ignore[union-attr]
+    first = 8 if with_gradients else 7
+    outcomes = []
+    for name in (run, twin):
+        outcomes.append((await user.result(await user.step(name, first))).metrics)
+        outcomes.append(await user.train(name, first + 1, 2))
+    assert outcomes[:2] == outcomes[2:]
+    assert live(service) == 2
+    if with_gradients:  # and its older results are where they were
+        assert (await user.forward_backward(run, 7, datum(9))).request_id == promises[0].request_id
+
+
+async def test_results_of_a_run_on_disk_can_be_fetched(user: User, service: Service):
+    run = await user.run()
+    promise = await user.forward_backward(run, 1)
+    loss = (await user.result(promise)).metrics
+    silence(service, run.split(":")[0], 1000)
+    await service.tick()
+    service.core.futures.discard(service.core.futures.get(promise.request_id))  # type: ignore[arg-type]
+    assert (await user.result(promise)).metrics == loss
+
+
+async def test_a_heartbeat_keeps_a_session(user: User, service: Service):
+    run = await user.run()
+    session = run.split(":")[0]
+    silence(service, session, 1000)
+    await user.call(ops.SESSION_HEARTBEAT, sessions.SessionHeartbeatRequest(session_id=session))
+    await service.tick()
+    assert live(service) == 1
+
+
+async def test_when_a_session_ends_its_runs_and_unnamed_samplers_are_cleaned_away(
+    user: User, service: Service, home: Path
+):
+    run = await user.run()
+    session = run.split(":")[0]
+    await user.train(run, 1, 2)
+    sampler = await user.unnamed_sampler(run, 5, 0)
+    path = await user.save(run, 6, "kept")
+    assert found(home, "ephemeral/*")
+    await user.finish(session)
+    heartbeat = sessions.SessionHeartbeatRequest(session_id=session)
+    assert await user.status_of(ops.SESSION_HEARTBEAT, heartbeat) == 410
+    await service.tick()
+    assert live(service) == 0
+    assert found(home, "ephemeral/*") == []
+    assert found(home, "journal") == []
+    with pytest.raises(Refusal, match="ended with its session") as refused:
+        await user.forward_backward(run, 7)
+    assert refused.value.status == 410
+    with pytest.raises(Refusal):
+        await user.sample(sampler)
+    fresh = await user.run()
+    await user.load(fresh, 1, path)
+
+
+async def test_what_was_asked_before_the_end_is_still_done(home: Path):
+    async with serving(home, Slow) as service:
+        user = User(service)
+        run = await user.run()
+        promise = await user.forward_backward(run, 1)
+        saving = asyncio.ensure_future(user.save(run, 2, "last"))
+        await asyncio.sleep(0.01)
+        await user.finish(run.split(":")[0])
+        await service.tick()  # too early to clean up
+        await user.result(promise)
+        assert await saving == f"tinker://{run}/weights/last"
+        await service.tick()
+        assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
+
+
+async def test_a_session_not_heard_of_for_days_ends(home: Path):
+    async with serving(home, session_lapse=0.0, session_expiry=3600.0) as service:
+        user = User(service)
+        run = await user.run()
+        silence(service, run.split(":")[0], 4000)
+        await service.tick()
+        found = await user.call(
+            ops.SEARCH_SESSIONS, sessions.SessionSearchRequest(session_id=run.split(":")[0])
+        )
+        assert found.sessions[0].status.type == "cancelled"
+        assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
+
+
+async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
+    async with serving(home, keep_superseded=100.0, keep_unused=1000.0) as service:
+        user = User(service)
+        run = await user.run()
+        samplers = [await user.unnamed_sampler(run, n + 1, n) for n in range(3)]
+        await user.result(await user.sample(samplers[0]))
+        ago = time.time() - 500
+        for sampler in samplers:
+            service.core.ledger.update_sampler(sampler, created_at=ago)
+        service.samplers._started = ago
+        await service.tick()
+        left = [row.sampler_id for row in service.core.ledger.samplers_of_session(run.split(":")[0])]
+        assert left == [samplers[0], samplers[2]]  # used just now; the newest
+        assert len(found(home, "ephemeral/*")) == 2
+
+
+class Slow(FakeEngine):
+    """Takes its time."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        run = self.trainer.run
+
+        def slowly(command, progress=None):
+            time.sleep(0.05)
+            return run(command, progress)
+
+        self.trainer.run = slowly  # type: ignore[method-assign]
+
+
+class Small(FakeEngine):
+    """Has room for two adapters."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.memory = {"adapters": 2000}
+
+    def stats(self):
+        stats = super().stats()
+        return {**stats, "adapter_bytes": 1000 * stats["adapters_live"]}
+
+
+async def test_adapters_beyond_the_plan_go_to_disk_least_used_first(home: Path):
+    async with serving(home, Small) as service:
+        user = User(service)
+        runs = []
+        for _ in range(4):
+            runs.append(await user.run())
+            await user.train(runs[-1], 1, 1)
+            assert live(service) <= 2
+        states = [service.core.ledger.run(run).state for run in runs]  # type: ignore[union-attr]
+        assert states == ["evicted", "evicted", "live", "live"]
+        # All go on as if nothing had been, in whatever order.
+        losses = [await user.train(run, 3, 2) for run in (runs[1], runs[3], runs[0], runs[2])]
+        assert all(loss == losses[0] for loss in losses)
+        assert live(service) <= 2
+
+
+async def test_many_runs_at_once_on_a_small_device(home: Path):
+    async with serving(home, Small) as service:
+        users = [User(service, f"user {n}") for n in range(5)]
+        runs = [await user.run() for user in users]
+        losses = await asyncio.gather(*(user.train(run, 1, 6) for user, run in zip(users, runs, strict=True)))
+        assert all(loss == losses[0] for loss in losses)
+
+
+async def test_requests_and_evictions_may_cross(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run, twin = await user.run(), await user.run()
+        at_hand = service.live.at_hand
+        stop = False
+
+        async def keep_evicting() -> None:
+            while not stop:
+                if (found := at_hand(run)) is not None:
+                    await service.live.put_away(found)
+                await asyncio.sleep(0)
+
+        evicting = asyncio.ensure_future(keep_evicting())
+        losses = []
+        for n in range(12):
+            losses += await user.train(run, 1 + 4 * n, 2)
+        stop = True
+        await evicting
+        expected = []
+        for n in range(12):
+            expected += await user.train(twin, 1 + 4 * n, 2)
+        assert losses == expected
+
+
+async def test_unloading_frees_the_device_and_loses_nothing(user: User, service: Service):
+    run = await user.run()
+    losses = await user.train(run, 1, 2)
+    await user.result(await user.step(run, 4))  # the last one, which was sent before
+    request = training.UnloadModelRequest(model_id=run)
+    assert (await user.result(await user.call(ops.UNLOAD_MODEL, request))).model_id == run
+    assert live(service) == 0
+    assert (await user.train(run, 5, 1))[0] < losses[0]
+
+
+async def test_results_are_kept_until_they_expire(home: Path):
+    async with serving(home, keep_results=1000.0, keep_delivered=10.0) as service:
+        user = User(service)
+        run = await user.run()
+        fetched, unfetched = await user.forward_backward(run, 1), await user.forward_backward(run, 2)
+        await user.result(fetched)
+        await until(lambda: service.core.futures.get(unfetched.request_id).done)  # type: ignore[union-attr]
+        await user.step(run, 3)
+        now = time.monotonic()
+        service.core.futures.expire(now + 5)
+        await user.result(fetched)  # the first answer may have been lost
+        service.core.futures.expire(now + 100)
+        assert (
+            await user.status_of(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(fetched.request_id))
+            == 410
+        )
+        await user.result(unfetched)
+        service.core.futures.expire(now + 2000)
+        gone = futures.FutureRetrieveRequest(unfetched.request_id)
+        assert await user.status_of(ops.RETRIEVE_FUTURE, gone) == 410
+
+
+async def test_a_model_that_cannot_be_loaded_says_why(home: Path):
+    def broken(config):
+        raise OSError("no such weights")
+
+    async with serving(home, broken) as service:
+        user = User(service)
+        session = await user.session()
+        request = training.CreateModelRequest(session_id=session, model_seq_id=0, base_model=MODEL)
+        with pytest.raises(Failed, match="m/base could not be loaded: no such weights") as failed:
+            await user.result(await user.call(ops.CREATE_MODEL, request))
+        assert failed.value.category == "server"
+        sampler = await user.sampler(session)
+        with pytest.raises(Failed, match="could not be loaded"):
+            await user.result(await user.sample(sampler))
+
+
+async def test_while_a_model_loads_its_futures_say_so(home: Path):
+    def slow(config):
+        time.sleep(0.3)
+        return FakeEngine(config)
+
+    async with serving(home, slow, long_poll=0.05) as service:
+        user = User(service)
+        request = training.CreateModelRequest(
+            session_id=await user.session(), model_seq_id=0, base_model=MODEL
+        )
+        promise = await user.call(ops.CREATE_MODEL, request)
+        pending = await user.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(promise.request_id))
+        assert pending.queue_state == "paused_capacity"
+        assert pending.queue_state_reason == "the base model m/base is being loaded"

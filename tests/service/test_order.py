@@ -1,0 +1,229 @@
+"""A run's requests: in order whatever order they come in, once however often, and nothing half applied."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.service.harness import MODEL, Failed, User, datum, serving
+from tinkex.service.refusal import Refusal
+from tinkex.service.service import Service
+from tinkex.types import training
+from tinkex.types.checkpoints import LoadWeightsRequest
+from tinkex.types.futures import FutureRetrieveRequest, Pending
+from tinkex.types.params import LoraConfig
+from tinkex.wire import ops
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_chunks_that_come_backwards_are_executed_forwards(user: User):
+    run = await user.run()
+    promises = {}
+    for seq_id in (3, 2, 4, 1):  # two chunks of a pass last one first, then a step, then the first chunk
+        if seq_id == 4:
+            await user.step(run, 4)
+        else:
+            promises[seq_id] = await user.forward_backward(run, seq_id, datum(seq_id))
+    after = await user.loss(run, 5, datum(1))
+    before = (await user.result(promises[1])).metrics["loss:sum"]
+    assert after < before  # the step came after all three
+
+    other = await user.run(seed=1)
+    for seq_id in (1, 2, 3):
+        await user.forward_backward(other, seq_id, datum(seq_id))
+    await user.step(other, 4)
+    assert await user.loss(other, 5, datum(1)) == after
+
+
+async def test_a_repeated_request_is_the_same_promise_and_is_executed_once(user: User):
+    run = await user.run()
+    first = await user.forward_backward(run, 1)
+    again = await user.forward_backward(run, 1)
+    assert first.request_id == again.request_id
+    step = await user.step(run, 2)
+    assert (await user.step(run, 2)).request_id == step.request_id
+    assert (await user.result(step)).metrics["step"] == 1
+    assert (await user.forward_backward(run, 1)).request_id == first.request_id  # long after it was done
+
+
+async def test_a_seq_id_with_another_body_is_a_422(user: User):
+    run = await user.run()
+    await user.forward_backward(run, 1, datum(1))
+    with pytest.raises(Refusal) as refused:
+        await user.forward_backward(run, 1, datum(2))
+    assert refused.value.status == 422
+
+
+async def test_creating_the_same_run_twice_is_one_run(user: User):
+    session = await user.session()
+    assert await user.run(session) == await user.run(session) == f"{session}:train:0"
+    with pytest.raises(Refusal) as refused:
+        await user.run(session, rank=8)
+    assert refused.value.status == 422
+
+
+async def test_a_gap_is_waited_for_then_given_up_and_what_comes_late_fails(home: Path):
+    async with serving(home, gap_patience=0.2) as service:
+        user = User(service)
+        run = await user.run()
+        waiting = await user.forward_backward(run, 2)
+        service.core.futures.long_poll = 0.05
+        pending = await user.call(ops.RETRIEVE_FUTURE, FutureRetrieveRequest(waiting.request_id))
+        assert isinstance(pending, Pending)
+        assert pending.queue_state == "paused_capacity"
+        assert "request 1" in (pending.queue_state_reason or "")
+        service.core.futures.long_poll = 5.0
+        await user.result(waiting)
+        late = await user.forward_backward(run, 1)
+        with pytest.raises(Failed, match="came after its place was given up") as failed:
+            await user.result(late)
+        assert failed.value.category == "user"
+        await user.result(await user.step(run, 3))
+
+
+async def test_a_missing_request_that_comes_in_time_goes_first(user: User):
+    run = await user.run()
+    step = await user.step(run, 2)
+    await asyncio.sleep(0.02)
+    await user.forward_backward(run, 1)
+    assert (await user.result(step)).metrics["skipped"] == 0
+
+
+async def test_a_failed_pass_fails_its_step_and_clears_the_gradients(user: User):
+    run, twin = await user.run(), await user.run()
+    good = await user.forward_backward(run, 1, datum(1))
+    bad = await user.forward_backward(run, 2, datum(2, weights=np.array([np.nan] * 6, np.float32)))
+    step = await user.step(run, 3)
+    await user.result(good)
+    with pytest.raises(Failed) as failed:
+        await user.result(bad)
+    assert failed.value.category == "user"
+    with pytest.raises(Failed, match="no step was taken: a pass before it failed"):
+        await user.result(step)
+    # As if none of it had happened:
+    assert await user.train(run, 4, 3) == await user.train(twin, 1, 3)
+
+
+async def test_a_failed_forward_only_pass_costs_no_step(user: User):
+    run = await user.run()
+    await user.forward_backward(run, 1)
+    bad = await user.forward_backward(run, 2, loss_fn="no such loss", forward_only=True)
+    with pytest.raises(Failed, match="no such loss"):
+        await user.result(bad)
+    assert (await user.result(await user.step(run, 3))).metrics["step"] == 1
+
+
+async def test_a_request_that_cannot_be_read_fails_in_its_turn(user: User):
+    run = await user.run()
+    await user.forward_backward(run, 1)
+    promise = await user.service.fail(ops.FORWARD_BACKWARD, run, 2, "datum 3: tokens …", user.caller)
+    step = await user.step(run, 3)
+    with pytest.raises(Failed, match="datum 3: tokens"):
+        await user.result(promise)
+    with pytest.raises(Failed, match="no step was taken"):
+        await user.result(step)
+    again = await user.service.fail(ops.FORWARD_BACKWARD, run, 2, "datum 3: tokens …", user.caller)
+    assert again.request_id == promise.request_id
+
+
+async def test_too_many_datums_are_accepted_and_fail(home: Path):
+    async with serving(home, max_datums=2) as service:
+        user = User(service)
+        run = await user.run()
+        promise = await user.forward_backward(run, 1, datum(1), datum(2), datum(3))
+        with pytest.raises(Failed, match="3 datums; at most 2"):
+            await user.result(promise)
+
+
+async def test_a_refused_request_is_not_waited_for(home: Path):
+    async with serving(home, gap_patience=1000.0) as service:
+        user = User(service)
+        run = await user.run()
+        with pytest.raises(Refusal, match="stable_reinforce") as refused:
+            await user.forward_backward(run, 1, loss_fn="stable_reinforce")
+        assert refused.value.status == 422
+        await user.result(await user.forward_backward(run, 2))
+
+
+async def test_a_step_with_nothing_to_do_says_so(user: User):
+    run = await user.run()
+    before = await user.loss(run, 1)
+    assert (await user.result(await user.step(run, 2))).metrics["skipped"] == 1
+    assert await user.loss(run, 3) == before
+
+
+async def test_a_save_sees_exactly_what_was_before_it(user: User):
+    run = await user.run()
+    promises = [await user.forward_backward(run, 1), await user.step(run, 2)]
+    saving = asyncio.ensure_future(user.save(run, 3, "one"))
+    await asyncio.sleep(0)
+    promises += [await user.forward_backward(run, 4), await user.step(run, 5)]
+    for promise in promises:
+        await user.result(promise)
+    path, after_two = await saving, await user.loss(run, 6)
+    await user.load(run, 7, path)
+    after_one = await user.loss(run, 8)
+    assert after_one != after_two
+    await user.forward_backward(run, 9, datum(4))
+    await user.step(run, 10)  # the optimizer came back too: so this is the second step again
+    assert await user.loss(run, 11) == after_two
+
+
+async def test_a_run_that_could_not_be_made_fails_everything_after(home: Path):
+    async with serving(home, max_rank=10**9) as service:
+        user = User(service)
+        session = await user.session()
+        run = await user.run(session)
+        path = await user.save_for_sampler(run, 1, "s")
+        request = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+        promise = await user.call(ops.LOAD_WEIGHTS, LoadWeightsRequest(**request))
+        with pytest.raises(Failed, match="without optimizer state"):
+            await user.result(promise)
+        with pytest.raises(Failed, match="could not be made"):
+            await user.result(await user.forward_backward(f"{session}:train:1", 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lora_config": LoraConfig(rank=5000)}, "rank must be at most 1024"),
+        ({"base_model": "no/such"}, "no base model is called 'no/such'; there are: m/base"),
+        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "no optimizer 'dimuon'"),
+    ],
+)
+async def test_what_is_not_offered_is_refused_by_name(user: User, change: dict, says: str):
+    fields = {"session_id": await user.session(), "model_seq_id": 0, "base_model": MODEL, **change}
+    with pytest.raises(Refusal, match=says):
+        await user.call(ops.CREATE_MODEL, training.CreateModelRequest(**fields))
+
+
+async def test_a_suffix_of_a_base_models_name_is_understood(user: User):
+    fields = {"session_id": await user.session(), "model_seq_id": 0, "base_model": f"{MODEL}:peft:131072"}
+    promise = await user.call(ops.CREATE_MODEL, training.CreateModelRequest(**fields))
+    run = (await user.result(promise)).model_id
+    info = await user.call(ops.GET_INFO, training.GetInfoRequest(model_id=run))
+    assert info.model_data.model_name == MODEL
+
+
+async def test_runs_of_different_users_share_a_batch(service: Service):
+    users = [User(service, name) for name in ("ann", "bob", "cy")]
+    runs = [await user.run() for user in users]
+    seen: list[int] = []
+    engine = service.core.engines.find(MODEL).engine
+    assert engine is not None
+    execute = engine.trainer.run
+
+    def watched(command, progress=None):
+        seen.append(len(getattr(command, "passes", ())))
+        return execute(command, progress)
+
+    engine.trainer.run = watched  # type: ignore[method-assign]
+    promises = [await user.forward_backward(run, 1) for user, run in zip(users, runs, strict=True)]
+    for user, promise in zip(users, promises, strict=True):
+        await user.result(promise)
+    assert sum(seen) == 3
+    assert max(seen) >= 2  # the first may have gone alone

@@ -1,0 +1,310 @@
+"""What a killed process leaves is enough: runs, results and samplers are as if nothing had happened.
+
+A home that is copied while a service works is what a `kill -9` at that moment would leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, serving, until
+from tests.service.test_life import Slow
+from tinkex.engine.fake import FakeEngine
+from tinkex.service.refusal import Refusal
+from tinkex.types import checkpoints, futures, training
+from tinkex.wire import ops
+
+pytestmark = pytest.mark.anyio
+
+
+async def undisturbed(tmp_path: Path, steps: int) -> list[float]:
+    async with serving(tmp_path / "undisturbed") as service:
+        user = User(service)
+        return await user.train(await user.run(), 1, steps)
+
+
+async def test_pipelined_work_goes_on_where_it_was_and_keeps_its_ids(home: Path, tmp_path: Path):
+    expected = await undisturbed(tmp_path, 12)
+    async with serving(home, Slow, snapshot_steps=3) as service:
+        user = User(service)
+        run = await user.run()
+        promises = []
+        for n in range(12):
+            promises.append(await user.forward_backward(run, 1 + 2 * n, datum(n)))
+            await user.step(run, 2 + 2 * n)
+        for n, moment in enumerate((0, 0.3, 0.45, 0.7)):
+            await asyncio.sleep(moment)
+            copy = killed_copy(home, str(n))
+            async with serving(copy, snapshot_steps=3) as second:
+                again = User(second)
+                losses = [(await again.result(promise)).metrics["loss:sum"] for promise in promises]
+                assert losses == expected
+                assert (await again.forward_backward(run, 1, datum(0))).request_id == promises[0].request_id
+
+
+async def test_a_clean_stop_keeps_results_and_what_was_not_begun(home: Path, tmp_path: Path):
+    expected = await undisturbed(tmp_path, 8)
+    async with serving(home, Slow) as service:
+        user = User(service)
+        run = await user.run()
+        promises = []
+        for n in range(8):
+            promises.append(await user.forward_backward(run, 1 + 2 * n, datum(n)))
+            await user.step(run, 2 + 2 * n)
+        await user.result(promises[2])
+    async with serving(home) as service:
+        user = User(service)
+        assert [(await user.result(p)).metrics["loss:sum"] for p in promises] == expected
+
+
+async def test_snapshots_are_taken_and_journals_trimmed(home: Path):
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 9)
+        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        await until(lambda: journal.next_seq == 17)
+        assert journal.snapshot is not None
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        await user.loss(run, 19)
+        engine = service.core.engines.find(MODEL).engine
+        assert isinstance(engine, FakeEngine)
+        assert engine.trainer.adapters[run].step == 9
+
+
+async def test_a_failed_window_stays_failed(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.result(await user.forward_backward(run, 1))
+        bad = await user.forward_backward(run, 2, datum(2, weights=np.array([np.nan] * 6, np.float32)))
+        with pytest.raises(Failed):
+            await user.result(bad)
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            with pytest.raises(Failed, match="no step was taken"):
+                await again.result(await again.step(run, 3))
+
+
+class Flaky(FakeEngine):
+    """Fails once, for no reason that a replay would see again."""
+
+    armed = True
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        run = self.trainer.run
+
+        def maybe(command, progress=None):
+            if Flaky.armed and type(command).__name__ == "ForwardBackward":
+                Flaky.armed = False
+                raise RuntimeError("out of memory")
+            return run(command, progress)
+
+        self.trainer.run = maybe  # type: ignore[method-assign]
+
+
+async def test_what_was_answered_is_never_answered_differently(home: Path):
+    Flaky.armed = True
+    async with serving(home, Flaky) as service:
+        user = User(service)
+        run, twin = await user.run(), await user.run()
+        failed, step = await user.forward_backward(run, 1), await user.step(run, 2)
+        for promise in (failed, step):
+            with pytest.raises(Failed):
+                await user.result(promise)
+        async with serving(killed_copy(home)) as second:  # whose engine would not fail
+            again = User(second)
+            assert await again.train(run, 3, 2) == await again.train(twin, 1, 2)
+            with pytest.raises(Failed, match="out of memory"):
+                await again.result(failed)
+
+
+async def test_saves_are_not_done_twice_and_deleted_ones_stay_deleted(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        kept, deleted = await user.save(run, 1, "kept"), await user.save(run, 2, "deleted")
+        one = {"training_run_id": run, "checkpoint_id": "weights/deleted"}
+        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**one))
+        await user.train(run, 3, 2)
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            await again.train(run, 7, 1)
+            other = await again.run()
+            await again.load(other, 1, kept)
+            with pytest.raises(Refusal) as refused:
+                await again.load(other, 2, deleted)
+            assert refused.value.status == 404
+            with pytest.raises(Failed, match="exists already"):
+                await again.save(run, 9, "kept")
+
+
+async def test_a_save_that_was_written_and_not_answered_is_answered(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        live = service.live.at_hand(run)
+        assert live is not None
+        live.journal.resolve = lambda *_: None  # type: ignore[method-assign]  # killed before each answer
+        request = checkpoints.SaveWeightsRequest(model_id=run, path="c", seq_id=1)
+        promise = await user.call(ops.SAVE_WEIGHTS, request)
+        await user.result(promise)
+        async with serving(killed_copy(home)) as second:
+            assert (await User(second).result(promise)).path == f"tinker://{run}/weights/c"
+
+
+async def test_a_load_survives_the_deletion_of_what_was_loaded(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 3)
+        path = await user.save(run, 7, "c")
+        other = await user.run(seed=99)
+        await user.load(other, 1, path)
+        await until(lambda: service.live.at_hand(other).journal.next_seq == 2)  # type: ignore[union-attr]
+        one = {"training_run_id": run, "checkpoint_id": "weights/c"}
+        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**one))
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            assert await again.loss(other, 2) == await again.loss(run, 8)
+
+
+async def test_unnamed_samplers_survive(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 3)
+        sampler = await user.unnamed_sampler(run, 7, 0)
+        first = (await user.result(await user.sample(sampler))).sequences[0]
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            assert (await again.result(await again.sample(sampler))).sequences[0].logprobs == first.logprobs
+
+
+async def test_gaps_that_were_given_up_stay_given_up(home: Path):
+    async with serving(home, gap_patience=0.05) as service:
+        user = User(service)
+        run = await user.run()
+        await user.result(await user.forward_backward(run, 2))
+        async with serving(killed_copy(home), gap_patience=1000.0) as second:
+            again = User(second)
+            await again.result(await again.step(run, 3))
+            with pytest.raises(Failed, match="given up"):
+                await again.result(await again.forward_backward(run, 1))
+
+
+async def test_runs_that_owe_nothing_wait_on_disk(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        promise = await user.forward_backward(run, 1)
+        await user.result(promise)
+    async with serving(home) as service:
+        assert service.core.engines.find(MODEL).engine is None  # nothing was loaded for it
+        assert (await User(service).result(promise)).metrics
+
+
+async def test_a_damaged_journal_marks_its_run_and_no_other(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        good, bad = await user.run(), await user.run()
+        promise = await user.forward_backward(bad, 1)
+        await user.result(promise)
+        path = await user.save(bad, 2, "c")
+        copy = killed_copy(home)
+    session = bad.split(":")[0]
+    (segment,) = (copy / "runs" / session / "train-0" / "journal").glob("requests-*")
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    segment.write_bytes(content)
+    async with serving(copy) as service:
+        user = User(service)
+        with pytest.raises(Refusal, match="could not be restored") as refused:
+            await user.forward_backward(bad, 3)
+        assert refused.value.status == 422
+        with pytest.raises(Failed, match="could not be restored"):
+            await user.result(promise)
+        shown = await user.call(ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=bad))
+        assert shown.corrupted
+        await user.train(good, 1, 1)
+        await user.load(good, 3, path)
+
+
+async def test_a_damaged_snapshot_is_reported(home: Path):
+    async with serving(home, snapshot_steps=1) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 2)
+        await until(lambda: service.live.at_hand(run).journal.next_seq == 5)  # type: ignore[union-attr]
+    for file in found(home, "snapshot-*/adapter/adapter_model.safetensors"):
+        file.unlink()
+    async with serving(home) as service:
+        user = User(service)
+        with pytest.raises(Failed, match="could not be restored"):
+            await user.result(await user.forward_backward(run, 5))
+        shown = await user.call(ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=run))
+        assert shown.corrupted
+
+
+async def test_usage_is_not_counted_twice(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 3)
+        service.core.flush()
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            await again.loss(run, 7)
+            second.core.flush()
+            assert second.core.ledger.usage_of_run(run)["training"] == 6 * 4
+
+
+async def test_a_service_whose_clients_died_with_it_cleans_up(home: Path):
+    async with serving(home, Slow) as service:
+        user = User(service)
+        run = await user.run()
+        await user.forward_backward(run, 1)
+        copy = killed_copy(home)
+    async with serving(copy, resume=False) as service:
+        await service.tick()
+        assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
+        assert found(copy, "journal") == []
+        assert service.core.engines.find(MODEL).engine is None
+
+
+async def test_killed_again_and_again_at_any_moment(home: Path, tmp_path: Path):
+    """Twenty lives of a pipelined loop, each ended at a random moment by copying the home away."""
+    expected, random_ = await undisturbed(tmp_path, 30), random.Random(5)
+    sent: dict[int, futures.UntypedAPIFuture] = {}
+    run = ""
+    for life in range(20):
+        async with serving(home, snapshot_steps=random_.randint(1, 6)) as service:
+            user = User(service)
+            run = run or await user.run()
+            for seq_id in range(1, 61):
+                if seq_id not in sent:
+                    n = (seq_id - 1) // 2
+                    send = (
+                        user.forward_backward(run, seq_id, datum(n)) if seq_id % 2 else user.step(run, seq_id)
+                    )
+                    sent[seq_id] = await send
+                    if random_.random() < 0.25:
+                        break
+            await asyncio.sleep(random_.random() * 0.01)
+            home = killed_copy(home, f"{life}")
+    async with serving(home) as service:
+        user = User(service)
+        for seq_id in range(1, 61):
+            if seq_id not in sent:
+                n = (seq_id - 1) // 2
+                send = user.forward_backward(run, seq_id, datum(n)) if seq_id % 2 else user.step(run, seq_id)
+                sent[seq_id] = await send
+        losses = [(await user.result(sent[seq_id])).metrics["loss:sum"] for seq_id in range(1, 61, 2)]
+        assert losses == expected

@@ -1,0 +1,290 @@
+"""Sampling beside training: repeats, batch polls, cancelling, stops, limits, and fairness between owners."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.tiny import tiny_tokenizer
+from tests.service.harness import MODEL, Failed, User, killed_copy, serving, until
+from tinkex.engine.fake import FakeEngine
+from tinkex.service.fairness import FairGate
+from tinkex.service.lanes import Lanes
+from tinkex.service.refusal import Refusal
+from tinkex.service.service import Service
+from tinkex.types import futures, sampling
+from tinkex.types.data import ModelInput
+from tinkex.types.params import SamplingParams
+from tinkex.wire import ops
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_repeated_sample_is_the_same_promise(user: User):
+    sampler = await user.sampler(await user.session())
+    first, again, other = [await user.sample(sampler, seq_id) for seq_id in (5, 5, 6)]
+    assert first == again
+    assert other.request_id != first.request_id
+    assert len(first.sample_sequence_ids or []) == 1
+
+
+async def test_an_adapter_samples_as_it_was_trained(user: User):
+    run = await user.run()
+    session = run.split(":")[0]
+    unnamed = await user.unnamed_sampler(run, 1, 7)
+    assert unnamed == f"{session}:sample:7"
+    await user.train(run, 2, 5)
+    path = await user.save_for_sampler(run, 12, "s")
+    named = await user.sampler(session, 8, path)
+    base = await user.sampler(session, 9)
+    texts = {
+        s: (await user.result(await user.sample(s))).sequences[0].logprobs for s in (unnamed, named, base)
+    }
+    assert texts[unnamed] == texts[base]  # B is zero until the first step
+    assert texts[named] != texts[base]
+    about = await user.call(ops.GET_SAMPLER, sampling.GetSamplerRequest(sampler_id=named))
+    assert (about.base_model, about.model_path) == (MODEL, path)
+
+
+async def test_clones_get_numbers_of_their_own(user: User):
+    sampler = await user.sampler(await user.session())
+    join = sampling.JoinSamplingSessionRequest(sampling_session_id=sampler)
+    assert [(await user.call(ops.JOIN_SAMPLING_SESSION, join)).client_counter for _ in range(3)] == [1, 2, 3]
+
+
+async def test_a_prompt_may_fill_the_context_only_to_be_scored(user: User):
+    sampler = await user.sampler(await user.session())
+    full = tuple(range(2, 66))  # the fake model's 64
+    for loaded in (False, True):
+        with pytest.raises(
+            Refusal, match=r"^Prompt length plus max_tokens exceeds the model's context window: 60 \+ 5 > 64"
+        ):
+            await user.sample(sampler, 0, prompt=full[:60], max_tokens=5)
+        with pytest.raises(Refusal) as refused:
+            await user.sample(sampler, 1, prompt=full, max_tokens=1)
+        assert refused.value.status == 400
+        request = sampling.SampleRequest(
+            ModelInput.from_ints(list(full)), SamplingParams(max_tokens=1), 1, sampler, 10 + loaded,
+            prompt_logprobs=True,
+        )  # fmt: skip
+        response = await user.result(await user.call(ops.SAMPLE, request))
+        assert len(response.prompt_logprobs) == 64
+
+
+async def test_bad_content_is_a_failed_future(user: User):
+    sampler = await user.sampler(await user.session())
+    with pytest.raises(Failed, match="token ids must be") as failed:
+        await user.result(await user.sample(sampler, prompt=(10**6,)))
+    assert failed.value.category == "user"
+
+
+async def test_stop_strings_stop_over_token_bytes(home: Path, tmp_path: Path):
+    model = tiny_tokenizer(tmp_path)  # ids 0..255 are bytes, in the alphabet's order
+    async with serving(home, models={MODEL: str(model)}) as service:
+        user = User(service)
+        sampler = await user.sampler(await user.session())
+        free = (await user.result(await user.sample(sampler, 0, max_tokens=40, stop=[]))).sequences[0]
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        at = next(i for i, token in enumerate(free.tokens) if i and 33 < token < 90)  # a plain character
+        text = tokenizer.decode([free.tokens[at]])
+        stopped = (await user.result(await user.sample(sampler, 1, max_tokens=40, stop=[text]))).sequences[0]
+        assert stopped.stop_reason == "stop"
+        assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+        assert text in tokenizer.decode([stopped.tokens[-1]])
+
+
+async def test_a_model_without_a_tokenizer_says_so(user: User):
+    sampler = await user.sampler(await user.session())
+    with pytest.raises(Failed, match="cannot stop at strings"):
+        await user.result(await user.sample(sampler, stop="\n"))
+
+
+async def test_a_cancelled_sample_ends(home: Path):
+    async with serving(home, SlowSampling) as service:
+        user = User(service)
+        sampler = await user.sampler(await user.session())
+        promise = await user.sample(sampler)
+        await until(lambda: service.core.engines.find(MODEL).engine is not None)
+        await user.call(ops.CANCEL_FUTURE, futures.CancelFutureRequest(request_id=promise.request_id))
+        with pytest.raises(Failed, match="cancelled"):
+            await user.result(promise)
+
+
+class SlowSampling(FakeEngine):
+    """Samples only when it is told to; remembers who was sampled, in order."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.turn = asyncio.Semaphore(0)
+        self.order: list[int] = []
+        sample = self.sampler.sample
+
+        async def one_by_one(work):
+            self.order.append(int(work.prompt[0]))
+            await self.turn.acquire()
+            return await sample(work)
+
+        self.sampler.sample = one_by_one  # type: ignore[method-assign]
+
+
+async def test_a_flood_does_not_starve_the_others(home: Path):
+    async with serving(home, SlowSampling, samples_in_flight=4) as service:
+        ann, bob = User(service, "ann"), User(service, "bob")
+        flooding = await ann.sampler(await ann.session())
+        floods = [await ann.sample(flooding, n, prompt=(10,)) for n in range(100)]
+        model = service.core.engines.find(MODEL)
+        await until(lambda: model.engine is not None and len(model.engine.order) == 4)  # type: ignore[union-attr]
+        few = [await bob.sample(await bob.sampler(await bob.session()), n, prompt=(20,)) for n in range(3)]
+        service.core.futures.long_poll = 0.01
+        state = await bob.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(few[0].request_id))
+        assert state.queue_state == "paused_capacity"
+        service.core.futures.long_poll = 5.0
+        engine = model.engine
+        assert isinstance(engine, SlowSampling)
+        for _ in range(103):
+            engine.turn.release()
+        for promise in few:
+            await bob.result(promise)
+        await ann.result(floods[-1])
+        first_of_bob = engine.order.index(20)
+        assert first_of_bob <= 5  # four were inside already
+        assert engine.order[:20].count(20) == 3
+
+
+async def test_the_gate_lets_whoever_has_least_go_next():
+    gate, entered = FairGate(2), []
+
+    async def visit(owner: str, units: int = 1) -> None:
+        await gate.enter(owner, units)
+        entered.append(owner)
+
+    tasks = [asyncio.create_task(visit(owner)) for owner in "aaaabc"]
+    await asyncio.sleep(0)
+    assert entered == ["a", "a"]
+    gate.leave("a", 1)  # "a" still has one inside
+    await asyncio.sleep(0)
+    assert entered == ["a", "a", "b"]
+    gate.leave("b", 1)
+    await asyncio.sleep(0)
+    assert entered == ["a", "a", "b", "c"]
+    for owner in ("a", "c"):
+        gate.leave(owner, 1)
+        await asyncio.sleep(0)
+    assert entered == ["a", "a", "b", "c", "a", "a"]
+    tasks[-1].cancel()
+    big, small = asyncio.create_task(visit("d", 5)), asyncio.create_task(visit("e"))
+    await asyncio.sleep(0)
+    big.cancel()  # what all waited behind has gone
+    gate.leave("a", 1)
+    await asyncio.sleep(0.01)
+    assert entered[-1] == "e"
+    await asyncio.gather(*tasks, big, small, return_exceptions=True)
+
+
+# -- batch polls -----------------------------------------------------------------------------------------
+
+
+async def poll(user: User, sampler: str, cursor: int = 0, fetched: tuple[str, ...] = (), clone: int = 0):
+    target = futures.SamplingSessionFuturesTarget(sampling_session_id=sampler, cloned_sampler_id=clone)
+    request = futures.FuturesRetrieveRequest(
+        target=target, prev_cursor=cursor, retrieved_request_ids=list(fetched), timeout=2.0
+    )
+    reply = await user.call(ops.RETRIEVE_FUTURES, request)
+    return {c.request_id: c.state for c in reply.completions}, reply.cursor
+
+
+async def test_a_batch_poll_reports_each_end_until_it_is_acknowledged(user: User):
+    sampler = await user.sampler(await user.session())
+    good, bad = await user.sample(sampler, 0), await user.sample(sampler, 1, prompt=(10**6,))
+    clone = await user.sample(sampler, 3 * 10**9)
+    await user.result(good)
+    with pytest.raises(Failed):
+        await user.result(bad)
+    expected = {good.request_id: "finished", bad.request_id: "failed"}
+    seen, cursor = await poll(user, sampler)
+    assert seen == expected
+    assert (await poll(user, sampler))[0] == expected  # the answer may have been lost
+    waiting = asyncio.ensure_future(poll(user, sampler, cursor, fetched=(good.request_id,)))
+    await asyncio.sleep(0.02)
+    third = await user.sample(sampler, 2)
+    assert (await waiting)[0] == {third.request_id: "finished"}
+    gone = futures.FutureRetrieveRequest(good.request_id)
+    assert await user.status_of(ops.RETRIEVE_FUTURE, gone) == 410
+    assert set((await poll(user, sampler, clone=3))[0]) == {clone.request_id}
+
+
+async def test_a_clients_last_word_is_answered_at_once(user: User):
+    sampler = await user.sampler(await user.session())
+    promise = await user.sample(sampler, 0)
+    await user.result(promise)
+    _, cursor = await poll(user, sampler)
+    user.service.core.futures.long_poll = 1000.0
+    last = asyncio.ensure_future(poll(user, sampler, cursor, fetched=(promise.request_id,)))
+    assert (await asyncio.wait_for(last, 1.0))[0] == {}
+
+
+async def test_after_a_restart_lost_samples_are_reported_and_answer_410(home: Path):
+    async with serving(home, SlowSampling) as service:
+        user = User(service)
+        sampler = await user.sampler(await user.session())
+        promise, other = await user.sample(sampler, 0), await user.sample(sampler, 1)
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            seen, cursor = await poll(again, sampler, cursor=17)
+            assert set(seen) == {promise.request_id, other.request_id}
+            ask = futures.FutureRetrieveRequest(promise.request_id)
+            assert await again.status_of(ops.RETRIEVE_FUTURE, ask) == 410
+            anew = await again.sample(sampler, 2)
+            await again.result(anew)
+            assert set((await poll(again, sampler, cursor))[0]) == {anew.request_id}
+
+
+def test_the_file_of_samples_is_rewritten_and_survives_being_cut_off(tmp_path: Path):
+    path = tmp_path / "samples"
+    lanes = Lanes(path)
+    for n in range(12_000):
+        lanes.begin("s#0", f"r{n}")
+        lanes.fetched([f"r{n}"])
+    lanes.begin("s#0", "open")
+    assert path.stat().st_size < 200_000
+    with path.open("ab") as file:
+        file.write(b"+cut s")
+    assert set(Lanes(path)._open) == {"open"}
+
+
+# -- published adapters ----------------------------------------------------------------------------------
+
+
+async def test_adapters_that_make_room_come_back(home: Path, monkeypatch: pytest.MonkeyPatch):
+    from tinkex.service import published
+
+    monkeypatch.setattr(published, "MOST", 2)
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        samplers = []
+        for n in range(4):
+            await user.train(run, 1 + 3 * n, 1)
+            samplers.append(await user.unnamed_sampler(run, 3 + 3 * n, n))
+        engine = service.core.engines.find(MODEL).engine
+        assert isinstance(engine, FakeEngine)
+        assert len(engine.sampler.published) <= 3
+        first = [(await user.result(await user.sample(s, 0))).sequences[0].logprobs for s in samplers]
+        again = [(await user.result(await user.sample(s, 1))).sequences[0].logprobs for s in samplers]
+        assert first == again
+        assert len({tuple(np.round(logprobs, 6)) for logprobs in first}) == 4
+        assert len(engine.sampler.published) <= 3
+
+
+async def test_sampling_on_an_exported_or_unknown_checkpoint_is_refused(user: User, service: Service):
+    session = await user.session()
+    for path in ("tinker://x:train:0/sampler_weights/s", "tinker://nonsense"):
+        request = sampling.CreateSamplingSessionRequest(
+            session_id=session, sampling_session_seq_id=0, model_path=path
+        )
+        assert await user.status_of(ops.CREATE_SAMPLING_SESSION, request) in (400, 404)

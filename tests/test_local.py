@@ -1,0 +1,157 @@
+"""Embedded mode: with no key and no server, models run in this very process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tinkex import local
+from tinkex.config import Settings
+from tinkex.engine.protocol import EngineConfig
+from tinkex.service.config import ServiceConfig
+from tinkex.service.engines import Engines
+from tinkex.service.refusal import Refusal
+
+
+def python(code: str, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, as a user has it."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
+    env = {**clean, "TINKEX_HOME": str(home), "HOME": str(home), **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+
+
+TRAIN = """
+import sys, tinkex
+service = tinkex.ServiceClient()
+run = service.create_lora_training_client(sys.argv[1] if len(sys.argv) > 1 else NAME, rank=4, seed=1)
+data = [tinkex.Datum(tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
+for _ in range(3):
+    passed = run.forward_backward(data, "cross_entropy")
+    run.optim_step(tinkex.AdamParams(learning_rate=1e-2)).result(30)
+    print(passed.result(30).metrics["loss:sum"])
+sampler = run.save_weights_and_get_sampling_client()
+params = tinkex.SamplingParams(max_tokens=3, stop=[])
+response = sampler.sample(tinkex.ModelInput.from_ints([5]), 1, params).result(30)
+print(len(response.sequences[0].tokens))
+print(run.get_tokenizer().decode([72]))
+path = run.save_state("c").result(30).path
+print(path)
+"""
+
+
+def test_a_script_trains_and_samples_with_no_server(tmp_path: Path):
+    model = tiny_model(tmp_path, "llama3")
+    tiny_tokenizer(model)
+    home = tmp_path / "home"
+    done = python(f"NAME = {str(model)!r}\n{TRAIN}", home)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert float(lines[0]) > float(lines[1]) > float(lines[2])
+    assert lines[3] == "3"
+    says = [line for line in done.stderr.splitlines() if line.startswith("tinkex:")]
+    assert says == [
+        f"tinkex: no API key and no server are set, so models run in this process (state: {home})"
+    ]
+    # State lives in the home: another process goes on from it.
+    resumed = python(
+        f"""
+import tinkex
+run = tinkex.ServiceClient().create_training_client_from_state_with_optimizer({lines[5]!r})
+data = [tinkex.Datum(tinkex.ModelInput.from_ints([5, 6, 7]), {{"target_tokens": [6, 7, 8]}})]
+print(run.forward(data, "cross_entropy").result(30).metrics["loss:sum"])
+""",
+        home,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert float(resumed.stdout) < float(lines[2])
+
+
+def test_without_the_engine_the_two_ways_out_are_named(tmp_path: Path):
+    hide_torch = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+import tinkex
+try:
+    tinkex.ServiceClient()
+except tinkex.TinkerError as error:
+    print(error)
+"""
+    done = python(hide_torch, tmp_path)
+    assert "pip install 'tinkex[engine]'" in done.stdout, done.stderr
+    assert "TINKER_API_KEY" in done.stdout
+
+
+def test_a_home_in_use_says_so(tmp_path: Path):
+    code = """
+import tinkex, subprocess, sys, os
+service = tinkex.ServiceClient()
+service.get_server_capabilities()
+if len(sys.argv) == 1:
+    command = [sys.executable, "-c", os.environ["CODE"], "child"]
+    child = subprocess.run(command, capture_output=True, text=True)
+    print(child.stderr.splitlines()[-1])
+"""
+    done = python(code, tmp_path, CODE=code)
+    assert "is in use by another process; end it, or use another home (TINKEX_HOME)" in done.stdout, (
+        done.stderr
+    )
+
+
+def test_clients_of_one_home_share_one_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = Settings(home=tmp_path / "home")
+    first, second = local.connection(settings), local.connection(settings)
+    assert first.transport is second.transport
+    assert capsys.readouterr().err.count("tinkex:") == 1
+
+
+# -- which models there are ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Engines:
+    shelf = tmp_path / "models"
+    for place in ("org--name", "org/other", "plain"):
+        (shelf / place).mkdir(parents=True)
+        (shelf / place / "config.json").write_text("{}")
+    (shelf / "org" / "small.gguf").write_bytes(b"GGUF")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "config.json").write_text("{}")
+    config = ServiceConfig(tmp_path, model_shelf=shelf, engine=EngineConfig(model="", kind="fake"))
+    return Engines(config)
+
+
+def test_models_on_the_shelf_are_found_by_name(engines: Engines, tmp_path: Path):
+    for name, place in (
+        ("org/name", "org--name"), ("org/other", "org/other"), ("plain", "plain"),
+        ("org/small", "org/small.gguf"), ("org/name:variant", "org--name"),
+    ):  # fmt: skip
+        assert engines.find(name).source == str(tmp_path / "models" / place)
+    assert {"org/name", "org/other", "plain"} <= {model.name for model in engines}
+
+
+@pytest.mark.parametrize("name", ["../secret", "org/../../secret", "", "none", "org"])
+def test_no_name_leads_out_of_the_shelf(engines: Engines, name: str):
+    with pytest.raises(Refusal) as refused:
+        engines.find(name)
+    assert refused.value.status == 404
+
+
+def test_paths_are_names_in_ones_own_process_only(engines: Engines, tmp_path: Path):
+    with pytest.raises(Refusal):
+        engines.find(str(tmp_path / "secret"))
+    own = Engines(local.service_config(Settings(home=tmp_path)))
+    assert own.find(str(tmp_path / "secret")).source == str(tmp_path / "secret")
+    with pytest.raises(Refusal, match=r"no base model is called 'none'.*can be named by its path"):
+        own.find("none")
