@@ -1,7 +1,7 @@
 """What makes official clients hang, retry for minutes or fail (wire-protocol notes, "traps"), one by one.
 
-Plain HTTP, so nothing but the server is needed. Traps about a client's own numbers, ids and shapes (1, 17, 18,
-19, 20, 23, 27, 29, 30, 32, 33) are in the scripts of the other files: the client itself would fail.
+Plain HTTP, so nothing but the server is needed. Where the client itself would fail (traps 1, 17, 18, 19, 20,
+23, 27, 29, 30, 32, 33), the other files show that it does not.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ class Caller:
             "session_id"
         ]
 
-    def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60, **headers: str) -> Answer:
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None,
+        *, timeout: float = 60,
+    ) -> Answer:  # fmt: skip
         connection = http.client.HTTPConnection(self.address, timeout=timeout)
         try:
             content = None if body is None else json.dumps(body)
-            connection.request(method, f"/api/v1/{path}", content, {**self.headers, **headers})
+            connection.request(method, f"/api/v1/{path}", content, {**self.headers, **(headers or {})})
             reply = connection.getresponse()
             return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read()
         finally:
@@ -123,7 +126,7 @@ def test_5_telemetry_is_accepted_whatever_it_says(caller: Caller) -> None:
 def test_6_a_400_is_plain_and_has_a_length(caller: Caller) -> None:
     long = SAMPLE | {"prompt": {"chunks": [{"tokens": [1] * 300}]}, "sampling_session_id": caller.sampler()}
     accept = {"Accept-Encoding": "gzip, deflate, zstd"}
-    status, headers, body = caller.ask("POST", "asample", long | {"seq_id": 0}, **accept)
+    status, headers, body = caller.ask("POST", "asample", long | {"seq_id": 0}, accept)
     assert (status, headers["content-length"]) == (400, str(len(body)))
     assert "content-encoding" not in headers
     assert "context window" in json.loads(body)["detail"]
@@ -180,9 +183,7 @@ def test_13_passes_are_executed_by_number_and_repeats_are_recognised(caller: Cal
     run = caller.run()
     second, third = _pass(run, 2, [4, 5, 6]), _step(run, 3)
     promises = [caller.post("forward_backward", **second), caller.post("optim_step", **third)]
-    status, _, body = caller.ask(
-        "POST", "forward_backward", second, **{"X-Idempotency-Key": uuid.uuid4().hex}
-    )
+    status, _, body = caller.ask("POST", "forward_backward", second, {"X-Idempotency-Key": uuid.uuid4().hex})
     assert (status, json.loads(body)["request_id"]) == (200, promises[0]["request_id"])
     first = caller.post("forward_backward", **_pass(run, 1, [1, 2, 3]))
     assert caller.result(promises[1])["metrics"]["step"] == 1
@@ -228,7 +229,7 @@ def test_22_a_failed_sample_says_whose_fault_it_was(caller: Caller) -> None:
 
 def test_24_a_key_must_look_like_one_and_the_greeting_says_how(served: Served, caller: Caller) -> None:
     for key in ("", "sk-1"):
-        assert caller.ask("GET", "get_server_capabilities", **{"X-API-Key": key})[0] == 401
+        assert caller.ask("GET", "get_server_capabilities", None, {"X-API-Key": key})[0] == 401
     greeting = "".join(served.said)
     assert f"TINKER_BASE_URL={served.url}" in greeting
     assert "TINKER_API_KEY=tml-" in greeting

@@ -18,7 +18,6 @@ from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, EncodedTextChunk, ImageAssetPointerChunk
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import LOSSES
-from tinkex.types.tensor import TensorData
 
 # What each loss reads: needed, then optional. Other keys pass through: a server may know them.
 _RATIO_LOSS = (("target_tokens", "logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold"))
@@ -49,7 +48,7 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
     for key, value in (config or {}).items():
         if not isinstance(value, int | float | str) or isinstance(value, bool):
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be a number or a string, got {value!r}")
-    with np.errstate(over="ignore", invalid="ignore"):  # of the products in _check_finite
+    with np.errstate(over="ignore", invalid="ignore"):  # of the products in _check_tensors
         for index, datum in enumerate(data):
             if not isinstance(datum, Datum):
                 raise InvalidInputError(f"data[{index}] must be a Datum, got {type(datum).__name__}")
@@ -91,35 +90,32 @@ def _check_datum(datum: Datum, loss_fn: str) -> None:
 
 
 def _check_tensors(datum: Datum, per_token: tuple[str, ...]) -> None:
-    length = _length(datum)
-    target = datum.loss_fn_inputs.get("target_tokens")
-    for key, tensor in datum.loss_fn_inputs.items():
-        where = f".loss_fn_inputs[{key!r}]"
-        shape = tensor.dense_shape
-        if key == "target_tokens" and tensor.dtype != "int64":
-            raise InvalidInputError(f"{where} must be int64 token ids, got {tensor.dtype}")
-        if key == "target_tokens" and tensor.values_np.size and tensor.values_np.min() < 0:
-            raise InvalidInputError(f"{where} has a negative token id: {int(tensor.values_np.min())}")
-        if key in per_token and length is not None and shape[:1] != (length,):
-            raise InvalidInputError(
-                f"{where} has shape {list(shape)}, but model_input has {length} positions"
-            )
-        if key == "weights" and target is not None and shape != target.dense_shape:
-            raise InvalidInputError(
-                f"{where} has shape {list(shape)}, target_tokens has {list(target.dense_shape)}"
-            )
+    length, inputs = _length(datum), datum.loss_fn_inputs
+    for key, tensor in inputs.items():
+        shape, values = tensor.dense_shape, tensor.values_np
+        if length is not None and (not shape or shape[0] != length) and key in per_token:
+            raise _wrong(key, f" has shape {list(shape)}, but model_input has {length} positions")
         if tensor.dtype == "float32":
-            _check_finite(where, tensor)
+            # Finite unless something in it is not (or it overflowed); several times cheaper than isfinite.
+            if not math.isfinite(values.dot(values)):
+                _check_finite(key, values)
+            if key == "target_tokens":
+                raise _wrong(key, " must be int64 token ids, got float32")
+        elif key == "target_tokens" and values.size and values.min() < 0:
+            raise _wrong(key, f" has a negative token id: {int(values.min())}")
+        if key == "weights" and "target_tokens" in inputs and shape != inputs["target_tokens"].dense_shape:
+            wanted = list(inputs["target_tokens"].dense_shape)
+            raise _wrong(key, f" has shape {list(shape)}, target_tokens has {wanted}")
 
 
-def _check_finite(where: str, tensor: TensorData) -> None:
-    values = tensor.values_np
-    # Finite unless something in it is not (or it overflowed), and several times cheaper than isfinite.
-    if math.isfinite(values.dot(values)):
-        return
+def _wrong(key: str, what: str) -> InvalidInputError:
+    return InvalidInputError(f".loss_fn_inputs[{key!r}]{what}")
+
+
+def _check_finite(key: str, values: np.ndarray) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size:
-        raise InvalidInputError(f"{where}[{bad[0]}] is {values[bad[0]]}; every value must be finite")
+        raise _wrong(key, f"[{bad[0]}] is {values[bad[0]]}; every value must be finite")
 
 
 def _length(datum: Datum) -> int | None:

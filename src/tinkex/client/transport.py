@@ -354,7 +354,7 @@ class HttpTransport:
 
     async def _encode(self, op: AnyOp, request: Any, *, proto: bool) -> codec.Encoded:
         compress = self._compress and op is ops.FORWARD_BACKWARD
-        if codec.request_size(request) < BIG_BODY:
+        if codec.request_size(request, BIG_BODY) < BIG_BODY:
             return codec.encode_request(op, request, proto=proto, compress=compress)
         return await off_loop(lambda: codec.encode_request(op, request, proto=proto, compress=compress))
 

@@ -85,7 +85,7 @@ class TensorData:
     [0, 1, 2]
     """
 
-    __slots__ = ("_values", "dtype", "shape", "sparse_col_np", "sparse_crow_np")
+    __slots__ = ("_values", "dense_shape", "dtype", "shape", "sparse_col_np", "sparse_crow_np")
 
     def __init__(
         self,
@@ -103,7 +103,10 @@ class TensorData:
         self.shape: list[int] | None = _as_shape(shape) if shape is not None else None
         if self.shape is None and self._values.ndim > 1:
             self.shape = list(self._values.shape)
+        if array.flags.writeable and np.may_share_memory(self._values, array):
+            self._values = self._values.copy()  # what was given may change before it is sent
         self._values = self._values.reshape(-1)
+        self.dense_shape = (self._values.size,) if self.shape is None else tuple(self.shape)
         self.sparse_crow_np = self.sparse_col_np = None
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
@@ -179,10 +182,6 @@ class TensorData:
     def values_np(self) -> np.ndarray:
         """The stored values, flat: all cells of a dense tensor, the listed ones of a sparse one."""
         return self._values
-
-    @property
-    def dense_shape(self) -> tuple[int, ...]:
-        return tuple(self.shape) if self.shape is not None else (self._values.size,)
 
     @property
     def nbytes(self) -> int:

@@ -64,17 +64,18 @@ class Encoded:
 # -- requests, as a client writes them -------------------------------------------------------------------
 
 
-def request_size(request: Any) -> int:
-    """About how many bytes `request` will take: enough to know whether it is big."""
+def request_size(request: Any, enough: int = sys.maxsize) -> int:
+    """About how many bytes `request` will take; counting stops at `enough`."""
+    size = 0
     if isinstance(request, ForwardBackwardRequest):
-        return sum(
-            sum(_chunk_size(chunk, 4) for chunk in datum.model_input.chunks)
-            + sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
-            for datum in request.forward_backward_input.data
-        )
-    if isinstance(request, SampleRequest):
-        return sum(_chunk_size(chunk, 7) for chunk in request.prompt.chunks)
-    return 0
+        for datum in request.forward_backward_input.data:
+            size += sum(_chunk_size(chunk, 4) for chunk in datum.model_input.chunks)
+            size += sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
+            if size >= enough:
+                break
+    elif isinstance(request, SampleRequest):
+        size = sum(_chunk_size(chunk, 7) for chunk in request.prompt.chunks)
+    return size
 
 
 def _chunk_size(chunk: Any, token_bytes: int) -> int:

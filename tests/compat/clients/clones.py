@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import tinker
-from report import MODEL, PROMPT, say
+from report import MODEL, PROMPT, done, say
 
 
 def draw(sampler: Any) -> list[list[int]]:
@@ -46,3 +46,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    done()

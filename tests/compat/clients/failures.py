@@ -6,7 +6,7 @@ import base64
 from typing import Any
 
 import tinker
-from report import MODEL, PROMPT, error_of, outputs, say
+from report import MODEL, PROMPT, done, error_of, outputs, say
 
 
 def datum(**inputs: Any) -> tinker.Datum:
@@ -109,3 +109,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    done()

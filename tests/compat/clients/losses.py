@@ -6,7 +6,7 @@ from typing import Any
 
 import tinker
 import torch
-from report import ADAM, MODEL, RANK, SEQUENCES, error_of, outputs, say
+from report import ADAM, MODEL, RANK, SEQUENCES, done, error_of, outputs, say
 
 OLD = [-4.0, -3.5, -6.0, -2.5, -5.0, -4.5, -3.0, -5.5]  # what a sampler is said to have given
 ADVANTAGES = [0.0, 1.0, -1.0, 0.5, -2.0, 1.5, 2.0, -0.5]
@@ -101,3 +101,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    done()

@@ -15,7 +15,7 @@ from typing import Any
 
 import tinker
 import torch
-from report import ADAM, MODEL, PROMPT, RANK, SEQUENCES, error_of, outputs, say
+from report import ADAM, MODEL, PROMPT, RANK, SEQUENCES, done, error_of, outputs, say
 from tinker import types
 
 VERSION = tuple(int(part) for part in tinker.__version__.split("."))
@@ -171,3 +171,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    done()

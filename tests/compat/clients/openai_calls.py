@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import openai
-from report import MODEL, error_of, say
+from report import MODEL, done, error_of, say
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 DRAW: Any = {"max_tokens": 12, "seed": 7, "temperature": 1.0}
@@ -40,8 +40,8 @@ def chats(client: openai.OpenAI) -> None:
     )
     say(
         "chat", texts=[c.message.content for c in chat.choices], roles=[c.message.role for c in chat.choices],
-        logprobs=[[len(t.top_logprobs) for t in c.logprobs.content] for c in chat.choices], object=chat.object,
-        usage=[chat.usage.prompt_tokens, chat.usage.completion_tokens],
+        logprobs=[[len(t.top_logprobs) for t in c.logprobs.content] for c in chat.choices],
+        usage=[chat.usage.prompt_tokens, chat.usage.completion_tokens], object=chat.object,
     )  # fmt: skip
     parts: dict[int, str] = {0: "", 1: ""}
     usage, ends = None, []
@@ -106,3 +106,4 @@ def main(path: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    done()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tinker
-from report import MODEL, PROMPT, say
+from report import MODEL, PROMPT, done, say
 
 service = tinker.ServiceClient()
 run = service.create_lora_training_client(MODEL, rank=2, seed=1)
@@ -17,3 +17,4 @@ greedy = tinker.SamplingParams(max_tokens=12, temperature=0.0)
 sampled = run.create_sampling_client(path).sample(prompt, 1, greedy).result().sequences[0]
 text = run.get_tokenizer().decode(sampled.tokens, skip_special_tokens=True)
 say("published", path=path, text=text, logprobs=sampled.logprobs)
+done()

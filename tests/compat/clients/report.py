@@ -6,9 +6,10 @@ Each script runs by itself in its client's environment, so nothing here knows a 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 MODEL = "m/base"
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [50, 40, 30, 20, 10], [9, 8, 7, 6, 5, 4, 3, 12, 11]]
@@ -20,6 +21,11 @@ ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 def say(step: str, **facts: Any) -> None:
     """One fact sheet for the test."""
     print(json.dumps({"step": step, **facts}), flush=True)
+
+
+def done() -> NoReturn:
+    """Leave at once: official clients now and then abort while the interpreter takes their threads down."""
+    os._exit(0)
 
 
 def error_of(call: Callable[[], Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tinker
-from report import MODEL, PROMPT, error_of, say
+from report import MODEL, PROMPT, done, error_of, say
 from tinker import types
 from tinker.lib._jwt_auth import jwt_claims
 
@@ -135,8 +135,10 @@ def main(out: Path, recipient: str) -> None:
     about = rest.get_sampler(sampler._sampling_session_id).result()
     say("sampler", model=about.base_model, path=about.model_path)
     seen = rest.get_session(session).result()
-    say("session", runs=seen.training_run_ids, samplers=seen.sampler_ids, metadata=seen.user_metadata,
-        name=seen.display_name, listed=rest.list_sessions().result().sessions, id=session)  # fmt: skip
+    say(
+        "session", runs=seen.training_run_ids, samplers=seen.sampler_ids, metadata=seen.user_metadata,
+        name=seen.display_name, listed=rest.list_sessions().result().sessions, id=session,
+    )  # fmt: skip
     checkpoints(rest, run_id, state)
     exports(rest, run, out, recipient)
     records(rest, session, state)
@@ -148,8 +150,10 @@ def main(out: Path, recipient: str) -> None:
         other.create_sampling_client(base_model=MODEL)
     broken = error_of(lambda: fail_inside())
     ended = rest.search_sessions(types.SessionSearchRequest(limit=10)).result().sessions
-    say("search", active=[s.status.type for s in active], counts=[s.checkpoints_count for s in active],
-        ended={s.display_name: s.status.model_dump() for s in ended if s.display_name}, error=broken)  # fmt: skip
+    say(
+        "search", active=[s.status.type for s in active], counts=[s.checkpoints_count for s in active],
+        ended={s.display_name: s.status.model_dump() for s in ended if s.display_name}, error=broken,
+    )  # fmt: skip
 
 
 def fail_inside() -> None:
@@ -160,3 +164,4 @@ def fail_inside() -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+    done()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import tinker
 import torch
-from report import MODEL, PROMPT, say
+from report import MODEL, PROMPT, done, say
 
 SCORED = torch.tensor([[7, 8], [9, -1], [-1, -1], [1, 2], [3, 4], [-1, 5], [6, -1]])  # rows of PROMPT[1:]
 
@@ -22,9 +23,7 @@ def sequences(response: Any) -> list[dict[str, Any]]:
 def printable(tokenizer: Any, tokens: list[int]) -> str:
     """Two neighbours of the text that are plain characters."""
     texts = [tokenizer.decode([t]) for t in tokens]
-    pairs = [
-        a + b for a, b in zip(texts[8:], texts[9:], strict=False) if (a + b).isascii() and len(a + b) == 2
-    ]
+    pairs = [a + b for a, b in pairwise(texts[8:]) if (a + b).isascii() and len(a + b) == 2]
     return next(pair for pair in pairs if pair.isprintable())
 
 
@@ -108,3 +107,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    done()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tinker
-from report import ADAM, MODEL, RANK, SEQUENCES, error_of, outputs, say
+from report import ADAM, MODEL, RANK, SEQUENCES, done, error_of, outputs, say
 
 DATA = [
     tinker.Datum(
@@ -101,3 +101,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    done()
