@@ -57,7 +57,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
     if name == "ServiceClient":
-        module.embedded = _embedded  # here, so that no client module knows the engine's side
+        # Here, so that no client module knows the engine's side.
+        setattr(module, "embedded", _embedded)  # noqa: B010
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -238,9 +238,14 @@ class ModelInfo:
 class Engine(Protocol):
     """One base model: its trainer, its sampler and the thread they share."""
 
-    info: ModelInfo
-    trainer: Trainer
-    sampler: Sampler
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def trainer(self) -> Trainer: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
 
     def stats(self) -> dict[str, float]:
         """Gauges for metrics: adapters live, KV pages used and free, sequences running and waiting."""

@@ -106,7 +106,7 @@ class TensorData:
         if array.flags.writeable and np.may_share_memory(self._values, array):
             self._values = self._values.copy()  # what was given may change before it is sent
         self._values = self._values.reshape(-1)
-        self.dense_shape = (self._values.size,) if self.shape is None else tuple(self.shape)
+        self.dense_shape: tuple[int, ...] = (self._values.size,) if self.shape is None else tuple(self.shape)
         self.sparse_crow_np = self.sparse_col_np = None
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
