@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.protocol import CustomLoss, EngineError
-from tinkex.engine.torch.graph_ops import ATTRIBUTES, DTYPES, FUNCTIONS, LAYOUTS, METHODS, call, product_work
+from tinkex.engine.torch.graph_ops import (
+    ATTRIBUTES,
+    DTYPES,
+    FACTORIES,
+    FUNCTIONS,
+    LAYOUTS,
+    METHODS,
+    call,
+    product_work,
+)
 
 MAX_NODES = 2000
 MAX_INPUTS = 16
@@ -99,9 +108,8 @@ class Graph:
     ) -> tuple[Tensor, dict[str, Any]]:
         values: dict[str, Any] = dict(zip(self.placeholders, given, strict=True))
         device = given[0].device
-        with device:  # what a node makes from nothing is made there too
-            for node in self.nodes:
-                values[node.name] = _call_node(node, values, device, on_result)
+        for node in self.nodes:
+            values[node.name] = _call_node(node, values, device, on_result)
         loss = values[self.loss.name]
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
             raise _user(f"the custom loss must be a scalar tensor, got {_describe(loss)}")
@@ -230,7 +238,7 @@ def _node(raw: Mapping[str, Any], op: str, name: str, target: str, seen: set[str
             raise _user(f"custom loss node {name!r}: the argument {key!r} of {target} is not allowed")
     decoded = tuple(_argument(value, name, seen) for value in args)
     named = {_text(key, name): _argument(value, name, seen) for key, value in kwargs.items()}
-    if "device" in named:
+    if "device" in named or target.removeprefix("torch.") in FACTORIES:
         named["device"] = _ANY_DEVICE
     return Node(name, target, function, decoded, named)
 

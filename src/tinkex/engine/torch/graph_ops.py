@@ -54,6 +54,8 @@ acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc exp expm1
 isfinite isinf isnan ldexp log log10 log1p log2 pow sin sinh sqrt tan tanh trunc
 """
 
+# Those that make a tensor from nothing: they are told where, or the size check would really allocate.
+FACTORIES = ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
 ATTRIBUTES = ("shape", "ndim", "dtype", "device", "T", "mT", "values", "indices")
 _DTYPES = "float16 bfloat16 float32 float64 int32 int64 bool"
 _LAYOUTS = "strided contiguous_format preserve_format"
