@@ -78,12 +78,12 @@ def load_tokenizer(
     *,
     directory: str | Path | None = None,
     offline: bool | None = None,
-    fetch: Callable[[str], Path] | None = None,
+    fetch: Callable[[str], Path | None] | None = None,
 ) -> Any:
     """The tokenizer called `name`, as `tokenizer_name` gives it; the 32 used last are kept.
 
     Looked for in `directory` alone if it is given. Otherwise in TINKEX_TOKENIZER_DIR/name; at the path
-    `name`, if it is one; where `fetch(name)` puts it, if that is given (the seam for servers that offer
+    `name`, if it is one; where `fetch(name)` puts it, if that is given and finds it (servers of ours offer
     their tokenizers' files); and in the hub's cache, then on the hub, unless `offline` (if not said: what
     HF_HUB_OFFLINE says).
     """
@@ -106,7 +106,7 @@ async def load_tokenizer_async(
     *,
     directory: str | Path | None = None,
     offline: bool | None = None,
-    fetch: Callable[[str], Path] | None = None,
+    fetch: Callable[[str], Path | None] | None = None,
 ) -> Any:
     """The same in a worker thread: the event loop goes on meanwhile."""
     return await asyncio.to_thread(load_tokenizer, name, directory=directory, offline=offline, fetch=fetch)

@@ -148,6 +148,7 @@ class Belongings:
 
 
 ABOUT_NOTHING = {
+    "get_tokenizer_file",
     "get_client_config", "get_dynamic_config", "get_health", "get_server_capabilities", "send_telemetry",
     "create_session", "search_sessions", "list_sessions", "list_training_runs", "list_user_checkpoints",
     "get_audit_log", "get_billing_usage", "get_current_checkpoint_storage_usage", "cancel_future",

@@ -20,6 +20,7 @@ GET auth/apikey/me
 DELETE auth/apikey/me
 GET healthz
 GET get_server_capabilities
+GET models/org/name/tokenizer/tokenizer.json
 POST telemetry
 POST create_session
 POST session_heartbeat

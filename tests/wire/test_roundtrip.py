@@ -150,7 +150,8 @@ def models():
 
 
 SPECIAL = {
-    "training_run_id": name, "session_id": name, "sampler_id": name,
+    "training_run_id": name, "session_id": name, "sampler_id": name, "file": name,
+    "model_name": st.builds("{}/{}".format, name, name),
     "checkpoint_id": st.builds("{}/{}".format, st.sampled_from(["weights", "sampler_weights"]), name),
 }  # fmt: skip
 OPTIMIZERS = st.sampled_from(

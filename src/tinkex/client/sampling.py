@@ -25,6 +25,7 @@ from tinkex.client.limits import Gate
 from tinkex.client.poller import BatchPoller, QueueWatch, retrieve
 from tinkex.client.retry import RetryConfig, RetryPolicy
 from tinkex.client.session import Session
+from tinkex.client.tokenizer_files import fetcher
 from tinkex.errors import APIConnectionError, ExpiredError, InvalidInputError, TinkerError
 from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, tokenizer_name
 from tinkex.types.data import ModelInput
@@ -251,10 +252,12 @@ class SamplingClient:
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (a transformers one), cached."""
-        return load_tokenizer(tokenizer_name(self.get_base_model()))
+        model = self.get_base_model()
+        return load_tokenizer(tokenizer_name(model), fetch=fetcher(self._connection, model))
 
     async def get_tokenizer_async(self) -> Any:
-        return await load_tokenizer_async(tokenizer_name(await self.get_base_model_async()))
+        model = await self.get_base_model_async()
+        return await load_tokenizer_async(tokenizer_name(model), fetch=fetcher(self._connection, model))
 
     def get_telemetry(self) -> None:
         """Telemetry is off."""

@@ -18,6 +18,7 @@ from tinkex.client.loop import in_own_thread, off_loop
 from tinkex.client.poller import QueueWatch, retrieve
 from tinkex.client.retry import RetryConfig
 from tinkex.client.session import Session
+from tinkex.client.tokenizer_files import fetcher
 from tinkex.client.turns import Turns
 from tinkex.config import console_url
 from tinkex.errors import CredentialError, InvalidInputError, PassIncompleteError, TinkerError
@@ -413,10 +414,15 @@ class TrainingClient:
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (a transformers one), cached."""
-        return load_tokenizer(_tokenizer_of(self.get_info()))
+        info = self.get_info()
+        return load_tokenizer(_tokenizer_of(info), fetch=self._fetcher(info))
 
     async def get_tokenizer_async(self) -> Any:
-        return await load_tokenizer_async(_tokenizer_of(await self.get_info_async()))
+        info = await self.get_info_async()
+        return await load_tokenizer_async(_tokenizer_of(info), fetch=self._fetcher(info))
+
+    def _fetcher(self, info: GetInfoResponse) -> Any:
+        return fetcher(self._session.connection, info.model_data.model_name or info.model_name or "")
 
     def get_console_url(self) -> str:
         return console_url(self._session.connection.base_url, f"training_runs/{self.model_id}")

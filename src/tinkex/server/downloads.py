@@ -1,7 +1,7 @@
-"""Files to fetch: checkpoints by signed links, and the tokenizers of the base models.
+"""Files to fetch by signed links.
 
-Promises: nothing outside the home, or that nobody signed, can be reached; a directory comes as a tar; of a
-tokenizer's directory only a tokenizer's files. Knows no checkpoints: a path that was signed is all there is.
+Promises: nothing outside the home, or that nobody signed, can be reached; a directory comes as a tar. Knows
+no checkpoints: a path that was signed is all there is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ from tinkex.server.archive import Archive
 from tinkex.server.signing import DOWNLOADS, Signer
 from tinkex.service.refusal import Caller, Refusal
 
-TOKENIZER_FILES = frozenset({
-    "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json", "vocab.json",
-})  # fmt: skip
 _NO_LINK = "this link is wrong or has expired: ask for a new one"
 
 
@@ -48,22 +44,7 @@ def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
             raise Refusal(404, "this file was deleted, or has expired")
         return FileResponse(place, media_type="application/octet-stream", filename=place.name)
 
-    async def tokenizer_file(http: Http) -> Response:
-        door.admit(http)
-        model, name = http.path_params["name"], http.path_params["file"]
-        directory = door.service.core.engines.find(model).tokenizer_dir()
-        if name not in TOKENIZER_FILES:
-            known = ", ".join(sorted(TOKENIZER_FILES))
-            raise Refusal(404, f"{name!r} is no file of a tokenizer; those are: {known}")
-        if directory is None or not (directory / name).is_file():
-            raise Refusal(404, f"the tokenizer of {model} has no {name}")
-        return FileResponse(directory / name)
-
-    endpoints = {
-        f"{DOWNLOADS}/{{path:path}}": Endpoint(door, "download", download),
-        "/api/v1/models/{name:path}/tokenizer/{file}": Endpoint(door, "get_tokenizer_file", tokenizer_file),
-    }
-    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
+    return [Route(f"{DOWNLOADS}/{{path:path}}", Endpoint(door, "download", download), methods=["GET"])]
 
 
 def _tar(directory: Path) -> Response:

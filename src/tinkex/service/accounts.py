@@ -64,6 +64,16 @@ class Accounts:
             ]
         )
 
+    async def get_tokenizer_file(self, request: config.TokenizerFileRequest, caller: Caller) -> bytes:
+        """A file of a base model's tokenizer, for clients that have no other way to it."""
+        directory = self._core.engines.find(request.model_name).tokenizer_dir()
+        if request.file not in config.TOKENIZER_FILES:
+            known = ", ".join(config.TOKENIZER_FILES)
+            raise Refusal(404, f"{request.file!r} is no file of a tokenizer; those are: {known}")
+        if directory is None or not (path := directory / request.file).is_file():
+            raise Refusal(404, f"the tokenizer of {request.model_name} has no {request.file}")
+        return await asyncio.to_thread(path.read_bytes)
+
     async def send_telemetry(
         self, request: telemetry.TelemetrySendRequest, caller: Caller
     ) -> telemetry.TelemetryResponse:

@@ -93,6 +93,20 @@ class WhoamiResponse(ReplyModel):
     email: str | None = None
 
 
+# Of what a model's directory holds, all that a tokenizer needs.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+
+
+class TokenizerFileRequest(RequestModel):
+    """One file of a base model's tokenizer, as it is on the server's disk. Servers of ours have it."""
+
+    model_name: str
+    file: str
+
+
 class HealthResponse(ReplyModel):
     """The server is there."""
 

@@ -222,8 +222,10 @@ def unpack(body: bytes, encoding: str, limit: int) -> bytes:
 # -- replies and results, as a server writes them --------------------------------------------------------
 
 
-def encode_reply(value: Model | None) -> tuple[str, bytes]:
+def encode_reply(value: Model | bytes | None) -> tuple[str, bytes]:
     """Content type and body of an answer; None has neither."""
+    if isinstance(value, bytes):
+        return "application/octet-stream", value
     return ("", b"") if value is None else (JSON, _dump(value.to_wire()))
 
 
@@ -259,6 +261,8 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
     """What `op` was answered."""
     if op.reply is NoneType:
         return None  # type: ignore[return-value]
+    if op.reply is bytes:
+        return body  # type: ignore[return-value]
     if op is ops.GET_CHECKPOINT_ARCHIVE_URL and 300 <= status < 400:
         return _read_redirect(headers)  # type: ignore[return-value]
     return _read_model(op.reply, _load_object(body))

@@ -114,6 +114,10 @@ GET_SERVER_CAPABILITIES = Op(
     "get_server_capabilities", "GET", f"{_V1}/get_server_capabilities",
     config.EmptyRequest, config.GetServerCapabilitiesResponse,
 )  # fmt: skip
+GET_TOKENIZER_FILE = Op(  # ours alone
+    "get_tokenizer_file", "GET", f"{_V1}/models/{{model_name:path}}/tokenizer/{{file}}",
+    config.TokenizerFileRequest, bytes,
+)  # fmt: skip
 SEND_TELEMETRY = Op(
     "send_telemetry", "POST", f"{_V1}/telemetry",
     telemetry.TelemetrySendRequest, telemetry.TelemetryResponse, pool=Pool.TELEMETRY,

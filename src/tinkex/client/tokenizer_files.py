@@ -1,0 +1,60 @@
+"""Tokenizers that a server of ours offers: their files, downloaded once and kept in the home directory.
+
+Promises: nothing half-written is ever used; a server that has no such files (the hosted one, say) is asked
+once and then the hub is. Knows the files' names, not what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tinkex.client.connection import Connection
+from tinkex.client.future import start
+from tinkex.errors import APIStatusError, NotFoundError
+from tinkex.types.config import TOKENIZER_FILES, TokenizerFileRequest
+from tinkex.wire import ops
+
+
+def fetcher(connection: Connection, base_model: str) -> Callable[[str], Path | None]:
+    """What gets the tokenizer of `base_model` from its server. Blocks; not for the background thread."""
+
+    def fetch(_: str) -> Path | None:
+        server = hashlib.sha256(connection.base_url.encode()).hexdigest()[:16]
+        place = connection.settings.home / "tokenizers" / server / base_model.replace("/", "--")
+        if connection.base_url and place.is_dir():
+            return place
+        files = start(lambda: _download(connection, base_model), "tokenizer").result()
+        return _keep(place, files) if files else None
+
+    return fetch
+
+
+async def _download(connection: Connection, base_model: str) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for name in TOKENIZER_FILES:
+        request = TokenizerFileRequest(model_name=base_model, file=name)
+        try:
+            files[name] = await connection.call(ops.GET_TOKENIZER_FILE, request)
+        except NotFoundError:
+            if name == TOKENIZER_FILES[0]:
+                return {}  # without tokenizer.json there is nothing to load
+        except APIStatusError:
+            return {}  # a server that does not know the question
+    return files
+
+
+def _keep(place: Path, files: dict[str, bytes]) -> Path:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=place.parent, prefix=".part-"))
+    for name, body in files.items():
+        (part / name).write_bytes(body)
+    try:
+        os.replace(part, place)
+    except OSError:  # another process was quicker
+        shutil.rmtree(part, ignore_errors=True)
+    return place
