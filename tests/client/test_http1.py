@@ -1,0 +1,180 @@
+"""The hand-written HTTP/1.1: every way an answer can be framed, cut at every byte."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tinkex.client.http1 import Http1
+
+pytestmark = pytest.mark.anyio
+Handler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def serving(handler: Handler):
+    """A server that reads a request's head and leaves the rest to `handler`."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await handler(head, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    http = Http1(url, timeout=5, connect_timeout=2, keep=4)
+    try:
+        yield http, url
+    finally:
+        await http.aclose()
+        server.close()
+
+
+def answering(*parts: bytes) -> Handler:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+    return answer
+
+
+FRAMED = {
+    "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello", b"hello"),
+    "chunked": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;ext=1\r\nlo\r\n0\r\n\r\n",
+        b"hello",
+    ),
+    "empty": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+    "no content": (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+    "after a continue": (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"ok",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMED)
+async def test_an_answer_cut_at_any_byte_is_the_same_answer(kind: str) -> None:
+    raw, body = FRAMED[kind]
+    for cut in range(1, len(raw)):
+        async with serving(answering(raw[:cut], raw[cut:])) as (http, url):
+            status, headers, got = await http.execute("POST", url + "/x", {}, b"ask")
+            assert (status, got) == (int(raw.split(b"HTTP/1.1 ")[-1][:3]), body)
+            assert headers.get("x-a") == ("b" if kind == "length" else None)
+
+
+async def test_a_body_without_a_length_ends_with_its_connection() -> None:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nto the ")
+        await writer.drain()
+        writer.write(b"end")
+        writer.close()
+
+    async with serving(answer) as (http, url):
+        for _ in range(2):
+            assert (await http.execute("GET", url + "/x", {}, None))[2] == b"to the end"
+
+
+async def test_a_packed_answer_is_unpacked() -> None:
+    packed = gzip.compress(b"hello" * 100)
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    async with serving(answering(head + packed)) as (http, url):
+        _, headers, body = await http.execute("GET", url + "/x", {}, None)
+    assert body == b"hello" * 100
+    assert "content-encoding" not in headers
+
+
+async def test_pieces_arrive_as_one_body_and_the_connection_is_used_again() -> None:
+    seen: list[tuple[bytes, bytes]] = []
+    ports = set()
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ports.add(writer.get_extra_info("peername"))
+        seen.append((head, await reader.readexactly(9)))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with serving(answer) as (http, url):
+        for _ in range(3):
+            await http.execute("POST", url + "/a?b=c", {"x-k": "v"}, [b"abc", memoryview(b"def"), b"ghi"])
+    assert [body for _, body in seen] == [b"abcdefghi"] * 3
+    assert seen[0][0].startswith(b"POST /a?b=c HTTP/1.1\r\nhost: 127.0.0.1")
+    assert b"\r\ncontent-length: 9\r\n" in seen[0][0]
+    assert len(ports) == 1
+
+
+async def test_a_connection_closed_while_idle_is_replaced_without_an_error() -> None:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await writer.drain()
+        writer.close()  # without saying so beforehand
+
+    async with serving(answer) as (http, url):
+        for _ in range(5):
+            assert (await http.execute("GET", url + "/x", {}, None))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\ntoo long",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
+    ],
+)
+async def test_what_is_no_answer_is_a_connection_error(raw: bytes) -> None:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+        await writer.drain()
+        writer.close()
+
+    async with serving(answer) as (http, url):
+        with pytest.raises(ConnectionError):
+            await http.execute("GET", url + "/x", {}, None)
+
+
+async def test_silence_is_a_timeout_and_a_header_cannot_hide_another() -> None:
+    async with serving(answering()) as (_, url):
+        http = Http1(url, timeout=0.1, connect_timeout=1, keep=1)
+        with pytest.raises(TimeoutError):
+            await http.execute("GET", url + "/x", {}, None)
+        with pytest.raises(ConnectionError, match="line break"):
+            await http.execute("GET", url + "/x", {"x-a": "b\r\nx-api-key: stolen"}, None)
+
+
+async def test_a_cancelled_request_does_not_give_its_answer_to_the_next() -> None:
+    go = asyncio.Event()
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/slow" in head:
+            await go.wait()
+        body = head.split(b" ")[1]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    async with serving(answer) as (http, url):
+        slow = asyncio.create_task(http.execute("GET", url + "/slow", {}, None))
+        await asyncio.sleep(0.05)
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        go.set()
+        assert (await http.execute("GET", url + "/fast", {}, None))[2] == b"/fast"
