@@ -46,6 +46,7 @@ class LocalTransport:
         awaiting: Op[Any, Any] | None = None,
         ready: bool = False,
         method: str = "",
+        retry: Any = None,
     ) -> Any:
         if not self._service.ready:
             await self._start()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.conftest import PARAMS, PROMPT
+from tests.stub import Stub
 from tinkex import APIFuture, ResultTimeoutError
 from tinkex.client.future import completed, fail, resolve, start
 
@@ -221,7 +223,7 @@ def test_waiting_on_the_background_thread_raises_instead_of_hanging() -> None:
         tried.set()
 
     other = Work()
-    other.future.add_done_callback(wait)
+    other.future.when_done(wait)
     other.finish()
     assert tried.wait(5)
     assert isinstance(caught[0], RuntimeError)
@@ -252,3 +254,23 @@ def test_a_future_cancelled_before_its_work_began_never_begins() -> None:
     assert len(started) <= 1
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(1)
+
+
+def test_a_slow_callback_of_the_users_holds_nothing_up(stub: Stub, sampler: Any) -> None:
+    """ "User code off the event loop": callbacks too."""
+    threads: list[str] = []
+    done = threading.Event()
+
+    def slow(_: object) -> None:
+        threads.append(threading.current_thread().name)
+        done.wait(5)
+
+    first = sampler.sample(PROMPT, 1, PARAMS)
+    first.add_done_callback(slow)
+    first.result(5)
+    began = time.monotonic()
+    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    assert time.monotonic() - began < 2
+    done.set()
+    assert threads
+    assert threads[0].startswith("tinkex-callback")

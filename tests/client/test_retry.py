@@ -288,3 +288,15 @@ def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) 
     assert caught.value.status_code == 400
     assert caught.value.body == {"detail": "the moon is full"}
     assert stub.count("telemetry") == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"progress_timeout": 0}, {"progress_timeout": -1}, {"max_connections": "3"}, {"max_connections": 0},
+        {"retry_delay_base": 0}, {"retryable_exceptions": [ValueError]}, {"retryable_exceptions": (3,)},
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_work_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        RetryConfig(**wrong)  # type: ignore[arg-type]

@@ -14,7 +14,9 @@ from tests.client.conftest import PARAMS, PROMPT, close, eventually, fast_retrie
 from tests.stub import Stub, delay, drop, fail, status
 from tinkex import (
     APIConnectionError,
+    ClientClosedError,
     ExpiredError,
+    InternalServerError,
     InvalidInputError,
     ModelInput,
     NotFoundError,
@@ -193,6 +195,50 @@ def test_exceptions_that_the_user_wants_retried(stub: Stub, service: ServiceClie
     stub.script("asample", fail("flaky"), fail("flaky"))
     sampler.sample(PROMPT, 1, PARAMS).result(5)
     assert stub.count("asample") == 3
+
+
+@pytest.mark.parametrize("config", [RetryConfig(enable_retry_logic=False)])
+def test_without_retry_logic_a_5xx_is_an_error_at_once(
+    stub: Stub, service: ServiceClient, config: RetryConfig
+) -> None:
+    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
+    stub.script("asample", status(500), always=True)
+    with pytest.raises(InternalServerError):
+        sampler.sample(PROMPT, 1, PARAMS).result(5)
+    assert stub.count("asample") == 1
+
+
+def test_the_users_delays_are_those_between_two_tries(stub: Stub, service: ServiceClient) -> None:
+    config = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
+    fast_retries(service, base=30, cap=30)
+    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
+    stub.script("asample", *[status(500)] * 5)
+    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    assert stub.count("asample") == 6
+
+
+def test_a_closed_client_is_not_retried_whatever_the_user_wants_retried(
+    stub: Stub, service: ServiceClient
+) -> None:
+    config = RetryConfig(retryable_exceptions=(TinkerError,))
+    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
+    stub.hold("asample")
+    future = sampler.sample(PROMPT, 1, PARAMS)
+    stub.wait_for("asample", 1)
+    service.close().result(5)
+    with pytest.raises(ClientClosedError):
+        future.result(5)
+
+
+def test_the_batch_poller_forgets_what_failed_or_was_cancelled(stub: Stub, service: ServiceClient) -> None:
+    stub.config = {"sample_use_retrieve_futures": True}
+    sampler = service.create_sampling_client(base_model="stub/base")
+    stub.script("asample", *[fail("no")] * 20)
+    for _ in range(20):
+        with pytest.raises(RequestFailedError):
+            sampler.sample(PROMPT, 1, PARAMS).result(5)
+    poller: Any = sampler._batch
+    eventually(lambda: not poller._waiting and len(poller._early) + len(poller._retrieved) < 5)
 
 
 # -- the batch poller --------------------------------------------------------------------------------------

@@ -186,6 +186,27 @@ def test_a_step_after_a_partly_refused_pass_is_held_back_once(
     train(run)
 
 
+def test_a_step_is_held_back_when_its_custom_loss_failed(stub: Stub, run: Any) -> None:
+    failed = run.forward_backward_custom([datum()], lambda data, logprobs: 1 / 0)
+    step = run.optim_step()
+    with pytest.raises(ZeroDivisionError):
+        failed.result(10)
+    with pytest.raises(PassIncompleteError, match="division by zero"):
+        step.result(5)
+    assert stub.count("optim_step") == 0
+    train(run)
+
+
+def test_a_step_is_held_back_when_its_pass_could_not_be_encoded(stub: Stub, run: Any) -> None:
+    failed = run.forward_backward([datum()], "cross_entropy", {"x": 10**400})
+    step = run.optim_step()
+    with pytest.raises(InvalidInputError):
+        failed.result(5)
+    with pytest.raises(PassIncompleteError):
+        step.result(5)
+    train(run)
+
+
 def test_saving_after_a_partly_refused_pass_does_not_lift_the_guard(stub: Stub, run: Any) -> None:
     train(run)
     stub.script("forward_backward", status(422))

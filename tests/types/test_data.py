@@ -37,7 +37,7 @@ def test_tokens_come_from_anything_whole(tokens):
         ([2**31], f"position 0 is {2**31}"),
         ([[1, 2]], r"shape \[1, 2\]"),
         (["a"], "position 0 is 'a'"),
-        (True, "one-dimensional"),
+        (True, "list or array"),
         ([1, None], "whole numbers; position 1 is None"),
     ],
 )
@@ -235,3 +235,13 @@ def test_lists_beside_arrays():
     assert response.prompt_logprobs == [None, -1.0]
     assert response.topk_prompt_logprobs == sequence.topk_logprobs
     assert t.SampleResponse([]).prompt_logprobs is None
+
+
+@pytest.mark.parametrize("wrong", ["abc", None, 5, {"input_ids": [1]}, (x for x in (1, -3))])
+def test_what_is_no_list_of_token_ids_is_refused(wrong):
+    with pytest.raises(InvalidInputError):
+        t.ModelInput.from_ints(wrong)
+
+
+def test_token_ids_may_come_from_an_iterator():
+    assert t.ModelInput.from_ints(x for x in (1, 3)).to_ints() == [1, 3]

@@ -7,6 +7,7 @@ shares the connection. Knows nothing of sessions (see session.py): REST calls ne
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -99,6 +100,8 @@ def connect(
     `source` says where to find the credential, for a client that came from another process.
     """
     settings = settings or Settings.read()
+    if settings.log:
+        _log_to_stderr(settings.log)
     url = normalize_url(base_url or settings.base_url or HOSTED_URL)
     if source is not None:
         credential = auth.resolve_from_source(source, settings)
@@ -112,3 +115,13 @@ def connect(
         direct=not settings.http_proxy,
     )
     return Connection(transport, settings, timeouts)
+
+
+def _log_to_stderr(level: str) -> None:
+    """What TINKER_LOG asks for; once, and only where nobody has set logging up."""
+    log = logging.getLogger("tinkex")
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG if level.lower() == "debug" else logging.INFO)

@@ -51,6 +51,14 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         except TimeoutError:
             raise self._timed_out(timeout) from None
 
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """Have `fn(future)` called once it is done; in a thread of its own kind, so it may take its time."""
+        self.when_done(lambda future: background.in_callback(fn, future))
+
+    def when_done(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """The same on whatever thread resolves it: for ourselves, and quick."""
+        super().add_done_callback(fn)
+
     def cancel(self) -> bool:
         """Give the request up; False if its result is already there."""
         if not super().cancel():
@@ -134,7 +142,7 @@ def _waiter(future: APIFuture[Any]) -> asyncio.Future[None]:
     if wakeups is None:
         wakeups = _wakeups[loop] = _Wakeups()
     waiter = loop.create_future()
-    future.add_done_callback(lambda _: wakeups.add(loop, waiter))
+    future.when_done(lambda _: wakeups.add(loop, waiter))
     return waiter
 
 
@@ -165,7 +173,7 @@ def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> 
         if future.cancelled():
             return
         task = background.spawn(_drive(make(), future))
-        future.add_done_callback(lambda f: f.cancelled() and background.call_soon(task.cancel))
+        future.when_done(lambda f: f.cancelled() and background.call_soon(task.cancel))
 
     background.call_soon(begin)
     return future

@@ -9,7 +9,7 @@ without anyone noticing. Raises OSError and nothing else. Knows nothing of Tinke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -147,7 +147,7 @@ class _Connection(asyncio.Protocol):
         if self._waiter is None or self._waiter.done():
             return
         if self._head is not None and self._left is None and not self._chunked and exc is None:
-            self._finish()  # a body without a length ends with its connection
+            self._guard(self._finish)  # a body without a length ends with its connection
         elif self._again and self._head is None and not self._buffer:
             self._fail(Stale("the server closed the connection"))
         else:
@@ -156,13 +156,19 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._waiter is None or self._waiter.done():
             return self.close()  # nobody asked
+        self._guard(self._read, data)
+
+    def _guard(self, read: Callable[..., None], *args: bytes) -> None:
         try:
-            if self._head is None:
-                data = self._read_head(self._buffer + data)
-            if self._head is not None and self._waiter is not None and not self._waiter.done():
-                self._read_body(data)
+            read(*args)
         except (ValueError, IndexError) as error:  # InvalidInputError is one
             self._fail(ConnectionError(f"not an HTTP answer: {error}"))
+
+    def _read(self, data: bytes) -> None:
+        if self._head is None:
+            data = self._read_head(self._buffer + data)
+        if self._head is not None and self._waiter is not None and not self._waiter.done():
+            self._read_body(data)
 
     def _read_head(self, data: bytes) -> bytes:
         """Take the head off `data` once it is whole; what is left belongs to the body."""

@@ -7,6 +7,7 @@ aware of fork: a child never waits on a thread that only its parent has. Knows n
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -15,11 +16,13 @@ from typing import Any, TypeVar
 
 from tinkex.errors import ForkedClientError, TinkerError
 
+log = logging.getLogger("tinkex")
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _workers: ThreadPoolExecutor | None = None
+_callbacks: ThreadPoolExecutor | None = None
 _owner_pid: int | None = None
 _tasks: set[asyncio.Task[Any]] = set()  # asyncio itself only keeps weak references
 
@@ -104,6 +107,24 @@ async def off_loop(function: Callable[..., T], *args: Any) -> T:
     if _workers is None:
         _workers = ThreadPoolExecutor(4, thread_name_prefix="tinkex-worker")
     return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)
+
+
+def in_callback(function: Callable[..., object], *args: Any) -> None:
+    """Call a user's callback, off the loop if this is the loop's thread."""
+    global _callbacks
+    if not on_loop():
+        function(*args)
+        return
+    if _callbacks is None:
+        _callbacks = ThreadPoolExecutor(4, thread_name_prefix="tinkex-callback")
+    _callbacks.submit(_call, function, *args)
+
+
+def _call(function: Callable[..., object], *args: Any) -> None:
+    try:
+        function(*args)
+    except Exception:
+        log.exception("a callback of yours failed")
 
 
 async def in_own_thread(function: Callable[..., T], *args: Any) -> T:

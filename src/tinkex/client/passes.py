@@ -45,7 +45,11 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
         close = difflib.get_close_matches(str(loss_fn), LOSSES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise InvalidInputError(f"no loss_fn is called {loss_fn!r}{hint} There are: {', '.join(LOSSES)}")
+    if config is not None and not isinstance(config, Mapping):
+        raise InvalidInputError(f"loss_fn_config must be a dict, got {type(config).__name__}")
     for key, value in (config or {}).items():
+        if not isinstance(key, str):
+            raise InvalidInputError(f"loss_fn_config has the key {key!r}; keys are strings")
         if not isinstance(value, int | float | str) or isinstance(value, bool):
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be a number or a string, got {value!r}")
     with np.errstate(over="ignore", invalid="ignore"):  # of the products in _check_tensors

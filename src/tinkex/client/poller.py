@@ -30,6 +30,7 @@ from tinkex.wire.ops import Op
 log = logging.getLogger("tinkex")
 Observer = Callable[[str, str | None], None]  # queue state, its reason
 MAX_FAILURES = 8  # of a batch poll in a row, before single polls take over for good
+EARLY_KEPT = 120.0  # seconds; a submit that is answered later than that was given up
 QUICK_POLL = 1.0  # a "not yet" that came back sooner than this was no long poll: wait before the next
 
 
@@ -79,7 +80,8 @@ class BatchPoller:
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
         self._waiting: dict[str, asyncio.Future[bool]] = {}  # True: its result is there
-        self._early: set[str] = set()  # finished before anyone asked: the answer to the submit was slower
+        # Finished before anyone asked, and when: the answer to the submit was slower, or it was cancelled.
+        self._early: dict[str, float] = {}
         self._retrieved: list[str] = []
         self._cursor = 0
         self._task: asyncio.Task[None] | None = None
@@ -91,10 +93,12 @@ class BatchPoller:
             ready = True
         else:
             ready = not self._broken and await self._finished(request_id)
-        result = await retrieve(self._connection, op, request_id, observe=observe, ready=ready)
-        self._early.discard(request_id)
-        self._retrieved.append(request_id)
-        return result
+        try:
+            return await retrieve(self._connection, op, request_id, observe=observe, ready=ready)
+        finally:  # whatever came of it, nobody will ask again
+            self._early.pop(request_id, None)
+            if not self._broken:
+                self._retrieved.append(request_id)
 
     async def _finished(self, request_id: str) -> bool:
         """Wait for the shared poll to name it; False if it had better be asked for on its own."""
@@ -154,9 +158,11 @@ class BatchPoller:
         for completion in reply.completions:
             waiter = self._waiting.get(completion.request_id)
             if waiter is None:
-                self._early.add(completion.request_id)
+                self._early[completion.request_id] = asked
             elif not waiter.done():
                 waiter.set_result(True)
+        while self._early and next(iter(self._early.values())) < asked - EARLY_KEPT:
+            del self._early[next(iter(self._early))]
         quick = asyncio.get_running_loop().time() - asked < QUICK_POLL
         if not reply.completions and quick and self._waiting:
             await asyncio.sleep(0.1)

@@ -45,12 +45,27 @@ class RetryConfig:
     retryable_exceptions: tuple[type[BaseException], ...] = ()  # retried besides what the policy retries
 
     def __post_init__(self) -> None:
-        if self.max_connections is not None and self.max_connections < 1:
+        if self.max_connections is not None and not _is_count(self.max_connections):
             raise InvalidInputError(
-                f"RetryConfig.max_connections must be at least 1, got {self.max_connections}"
+                f"RetryConfig.max_connections must be a whole number from 1 on, got {self.max_connections!r}"
             )
+        for name in ("progress_timeout", "retry_delay_base", "retry_delay_max"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise InvalidInputError(f"RetryConfig.{name} must be seconds above 0, got {value!r}")
         if not 0 <= self.jitter_factor <= 1:
             raise InvalidInputError(f"RetryConfig.jitter_factor must be in [0, 1], got {self.jitter_factor}")
+        kinds = self.retryable_exceptions
+        if not isinstance(kinds, tuple) or not all(
+            isinstance(k, type) and issubclass(k, BaseException) for k in kinds
+        ):
+            raise InvalidInputError(
+                f"RetryConfig.retryable_exceptions must be a tuple of exception classes, got {kinds!r}"
+            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -77,10 +92,14 @@ class RetryPolicy:
     base: float = 0.5
     cap: float = 10.0
     jitter: float = 0.25
+    enabled: bool = True
 
-    @classmethod
-    def of(cls, config: RetryConfig) -> RetryPolicy:
-        return cls(base=config.retry_delay_base, cap=config.retry_delay_max, jitter=config.jitter_factor)
+    def tuned(self, config: RetryConfig) -> RetryPolicy:
+        """This policy with a sampling client's own wishes."""
+        return replace(
+            self, base=config.retry_delay_base, cap=config.retry_delay_max, jitter=config.jitter_factor,
+            enabled=config.enable_retry_logic,
+        )  # fmt: skip
 
     def with_billing(self, seconds: float) -> RetryPolicy:
         return replace(self, billing_budget=seconds)
@@ -92,7 +111,7 @@ class RetryPolicy:
         a 429 is then waited out whatever it takes.
         """
         forced = should_retry(failed.headers)
-        if forced is False:
+        if forced is False or not self.enabled:
             return None
         if forced is not True and not retryable(failed.status, failed.empty_body):
             return None

@@ -26,7 +26,7 @@ from tinkex.client.poller import BatchPoller, QueueWatch, retrieve
 from tinkex.client.retry import RetryConfig, RetryPolicy
 from tinkex.client.session import Session
 from tinkex.client.tokenizer_files import fetcher
-from tinkex.errors import APIConnectionError, ExpiredError, InvalidInputError, TinkerError
+from tinkex.errors import APIConnectionError, ClientClosedError, ExpiredError, InvalidInputError, TinkerError
 from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, tokenizer_name
 from tinkex.types.data import ModelInput
 from tinkex.types.futures import CancelFutureRequest, UntypedAPIFuture
@@ -71,6 +71,7 @@ class SamplingClient:
         self.base_model = base_model
         self.model_path = model_path
         self.retry_config = retry_config or RetryConfig()
+        self._wishes = retry_config  # None: the connection's own policy
         self._record_stability_info = record_stability_info
         self._clone = clone
         self._ready: asyncio.Task[None] | None = None
@@ -172,18 +173,18 @@ class SamplingClient:
         for tries in itertools.count(1):
             try:
                 return await self._sample_once(request)
-            except ExpiredError:
-                # The server no longer has the result (it restarted, say): ask for a new one.
+            except ClientClosedError:
+                raise
+            except (ExpiredError, *self.retry_config.retryable_exceptions):
+                # Expired: the server no longer has the result (it restarted, say); ask for a new one.
                 if not self.retry_config.enable_retry_logic:
                     raise
-            except self.retry_config.retryable_exceptions:
-                pass
-            await asyncio.sleep(RetryPolicy.of(self.retry_config).backoff(tries))
+            await asyncio.sleep(RetryPolicy().tuned(self.retry_config).backoff(tries))
             request = replace(request, seq_id=self._first_seq + next(self._seq))
         raise AssertionError("unreachable")
 
     async def _sample_once(self, request: SampleRequest) -> SampleResponse:
-        promise = await self._connection.call(ops.SAMPLE, request)
+        promise = await self._connection.call(ops.SAMPLE, request, retry=self._wishes)
         try:
             if self._batch is not None:
                 response = await self._batch.retrieve(ops.SAMPLE, promise.request_id, self._watch)
@@ -280,6 +281,8 @@ class SamplingClient:
             "sampling_session_id": self._sampling_session_id,
             "credential": self._connection.credential_source,
             "record_stability_info": self._record_stability_info,
+            "base_model": self.base_model,
+            "model_path": self.model_path,
         }
 
     def __reduce__(self):
@@ -349,6 +352,7 @@ def _from_state(
     return SamplingClient(
         session, state["sampling_session_id"], retry_config=retry_config,
         record_stability_info=state["record_stability_info"], clone=True,
+        base_model=state.get("base_model"), model_path=state.get("model_path"),
     )  # fmt: skip
 
 
@@ -393,8 +397,8 @@ def _forward(inner: APIFuture[Any], outer: APIFuture[Any], convert: Any) -> None
             except Exception as failure:
                 fail(outer, failure)
 
-    inner.add_done_callback(done)
-    outer.add_done_callback(lambda f: f.cancelled() and inner.cancel())
+    inner.when_done(done)
+    outer.when_done(lambda f: f.cancelled() and inner.cancel())
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

@@ -2,7 +2,7 @@
 
 Promises: requests are executed in the order of the calls; a call returns at once with a future; what is
 wrong with its input is raised at the call. A step whose pass was not wholly accepted is held back, so that
-nothing is ever applied to a part of a batch. Hop 1 of docs/architecture.md.
+nothing is ever applied to a part of a batch. Hop 1 of a request.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ class TrainingClient:
         self.model_id = model_id
         self._turns = Turns()
         self._seq = 1  # create_model was 0; only touched in a turn
-        self._incomplete: str | None = None  # why the next step must not be sent
+        self._incomplete: str | None = None  # why the next step must not be sent: a part of its pass was
+        self._failed: str | None = (
+            None  # why the pass before came to nothing, which bars steps already called
+        )
+        self._failures = 0
         self._watch = QueueWatch(f"run {model_id}")
 
     # -- passes ------------------------------------------------------------------------------------------
@@ -113,7 +117,10 @@ class TrainingClient:
         passes.check_pass(data, "cross_entropy", None)
         if not callable(loss_fn):
             raise InvalidInputError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
-        return self._enqueue("forward_backward_custom", lambda: self._send_custom(list(data), loss_fn))
+        data = list(data)
+        return self._enqueue(
+            "forward_backward_custom", lambda: self._guarded(self._send_custom(data, loss_fn))
+        )
 
     async def forward_backward_custom_async(
         self,
@@ -129,7 +136,19 @@ class TrainingClient:
     ) -> APIFuture[ForwardBackwardOutput]:
         passes.check_pass(data, loss_fn, config)
         data = list(data)  # the caller may reuse theirs
-        return self._enqueue(what, lambda: self._send_pass(data, loss_fn, config, forward_only))
+        if forward_only:
+            return self._enqueue(what, lambda: self._send_pass(data, loss_fn, config, True))
+        return self._enqueue(what, lambda: self._guarded(self._send_pass(data, loss_fn, config, False)))
+
+    async def _guarded(self, sending: Awaitable[T]) -> T:
+        """Send a pass that a step builds on; if it comes to nothing, the step must not be sent."""
+        try:
+            return await sending
+        except Exception as error:
+            if self._incomplete is None:
+                self._failures += 1
+                self._failed = str(error) or type(error).__name__
+            raise
 
     async def _send_pass(
         self, data: list[Datum], loss_fn: str, config: LossConfig | None, forward_only: bool
@@ -211,7 +230,8 @@ class TrainingClient:
         # Built now, so that bad parameters are refused at the call; its number comes with its turn.
         params = AdamParams() if params is None else params
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
-        return self._enqueue("optim_step", lambda: self._send_step(request))
+        failures = self._failures
+        return self._enqueue("optim_step", lambda: self._send_step(request, failures))
 
     async def optim_step_async(
         self,
@@ -221,9 +241,17 @@ class TrainingClient:
     ) -> APIFuture[OptimStepResponse]:
         return self.optim_step(optim_params, adam_params=adam_params)
 
-    async def _send_step(self, request: OptimStepRequest) -> Awaitable[OptimStepResponse]:
-        if self._incomplete is not None:
-            reason, self._incomplete = self._incomplete, None
+    async def _send_step(self, request: OptimStepRequest, failures: int) -> Awaitable[OptimStepResponse]:
+        """Send a step, unless its pass was not wholly sent.
+
+        `failures` is how many passes had come to nothing when the step was called: one that failed since then
+        is news to the caller, one that failed before is not.
+        """
+        reason, self._incomplete = self._incomplete, None
+        failed, self._failed = self._failed, None
+        if reason is None and failed is not None and failures < self._failures:
+            reason = f"the forward_backward before it came to nothing ({failed})"
+        if reason is not None:
             raise PassIncompleteError(
                 f"this optim_step was not sent: {reason}, so it would have applied a part of the batch. Call "
                 "optim_step again to apply what was accepted, or load a checkpoint to discard it"
@@ -337,15 +365,25 @@ class TrainingClient:
     # -- sampling ----------------------------------------------------------------------------------------
 
     def create_sampling_client(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """A sampler of a published adapter."""
-        return self._sampler(model_path, retry_config, record_stability_info).result()
+        return self._sampler(model_path, retry_config, record_stability_info).result(timeout)
 
     async def create_sampling_client_async(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._sampler(model_path, retry_config, record_stability_info)
+        return await self._sampler(model_path, retry_config, record_stability_info).result_async(timeout)
 
     def _sampler(
         self, model_path: str, retry_config: RetryConfig | None, record: bool
@@ -361,20 +399,24 @@ class TrainingClient:
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """Publish the adapter as it is after everything called so far, and sample from it.
 
         `name` is accepted for the official signature and has no effect.
         """
-        return self._publish(retry_config, record_stability_info).result()
+        return self._publish(retry_config, record_stability_info).result(timeout)
 
     async def save_weights_and_get_sampling_client_async(
         self,
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._publish(retry_config, record_stability_info)
+        return await self._publish(retry_config, record_stability_info).result_async(timeout)
 
     def _publish(self, retry_config: RetryConfig | None, record: bool) -> APIFuture[SamplingClient]:
         from tinkex.client.sampling import SamplingClient

@@ -23,7 +23,7 @@ from tinkex.client.auth import Credential, JwtCredential
 from tinkex.client.http1 import Body, Http1
 from tinkex.client.limits import Gate, shared_rate_limit
 from tinkex.client.loop import off_loop
-from tinkex.client.retry import Attempt, RetryPolicy, retryable
+from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy, retryable
 from tinkex.config import Timeouts, is_loopback
 from tinkex.errors import (
     APIConnectionError,
@@ -64,12 +64,20 @@ class Transport(Protocol):
     base_url: str  # "" for a service in this process
 
     async def call(
-        self, op: AnyOp, request: Any, *, awaiting: AnyOp | None = None, ready: bool = False, method: str = ""
+        self,
+        op: AnyOp,
+        request: Any,
+        *,
+        awaiting: AnyOp | None = None,
+        ready: bool = False,
+        method: str = "",
+        retry: RetryConfig | None = None,
     ) -> Any:
         """Do one operation.
 
         For retrieve_future: `awaiting` is the operation whose result is asked for, and `ready` says that the
         result is known to be there. `method` is the public method behind the call, for servers that count.
+        `retry` is the caller's own word on retries.
         """
         ...
 
@@ -103,6 +111,7 @@ class _Call(NamedTuple):
     pool: Pool
     method: str
     idempotency_key: str
+    retry: RetryConfig | None
 
 
 class _Failed(Exception):
@@ -183,7 +192,14 @@ class HttpTransport:
     # -- the call ----------------------------------------------------------------------------------------
 
     async def call(
-        self, op: AnyOp, request: Any, *, awaiting: AnyOp | None = None, ready: bool = False, method: str = ""
+        self,
+        op: AnyOp,
+        request: Any,
+        *,
+        awaiting: AnyOp | None = None,
+        ready: bool = False,
+        method: str = "",
+        retry: RetryConfig | None = None,
     ) -> Any:
         if self._closed:
             raise ClientClosedError(CLOSED)
@@ -193,7 +209,7 @@ class HttpTransport:
         task = asyncio.current_task()
         self._calling.add(task)
         try:
-            return await self._call(_Call(op, request, awaiting, pool, method, key))
+            return await self._call(_Call(op, request, awaiting, pool, method, key, retry))
         except asyncio.CancelledError:
             if self._closed:
                 raise ClientClosedError(CLOSED) from None
@@ -220,7 +236,8 @@ class HttpTransport:
             if tries == 1:
                 started = now - attempt.took  # waiting for a turn to send is not held against the server
             elapsed = now - started
-            delay = self.policy.decide(attempt, tries, elapsed, patient=op.pool is Pool.SAMPLE)
+            policy = self.policy if call.retry is None else self.policy.tuned(call.retry)
+            delay = policy.decide(attempt, tries, elapsed, patient=op.pool is Pool.SAMPLE)
             if delay is None or not op.retry:
                 raise _with_history(error, tries, elapsed)
             self._say_if_lost(attempt)

@@ -80,4 +80,4 @@ def _collect(waiting: Awaitable[T], future: APIFuture[T]) -> None:
 
 
 def _cancel_with(future: APIFuture[Any], task: asyncio.Task[Any]) -> None:
-    future.add_done_callback(lambda f: f.cancelled() and background.call_soon(task.cancel))
+    future.when_done(lambda f: f.cancelled() and background.call_soon(task.cancel))

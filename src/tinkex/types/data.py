@@ -29,6 +29,12 @@ def _slow_array(tokens: Any) -> np.ndarray:
         raise InvalidInputError(f"tokens must be a flat list of token ids: {error}") from None
 
 
+def _listed(tokens: Any) -> list[Any]:
+    if isinstance(tokens, str | bytes | Mapping) or not hasattr(tokens, "__iter__"):
+        raise InvalidInputError(f"tokens must be a list or array of token ids, got {type(tokens).__name__}")
+    return list(tokens)
+
+
 def as_tokens(tokens: Any) -> np.ndarray:
     """`tokens` (ints, or any integer array) as a flat, read-only int32 array.
 
@@ -41,6 +47,8 @@ def as_tokens(tokens: Any) -> np.ndarray:
     elif hasattr(tokens, "detach"):  # a torch tensor, without importing torch
         array = tokens.detach().cpu().numpy()
     else:
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+            tokens = _listed(tokens)
         try:
             # Twice as fast as numpy, as strict, and without letting go of the interpreter for so little.
             array = np.frombuffer(_array("i", tokens), np.int32)
@@ -180,6 +188,10 @@ class ModelInput:
     chunks: list[ModelInputChunk]
 
     def __init__(self, chunks: Sequence[ModelInputChunk]) -> None:
+        if not isinstance(chunks, Sequence) or isinstance(chunks, str | bytes):
+            raise InvalidInputError(
+                f"ModelInput.chunks must be a list of chunks, got {type(chunks).__name__}"
+            )
         self.chunks = list(chunks)
         for i, chunk in enumerate(self.chunks):
             if not isinstance(chunk, ModelInputChunk):
@@ -325,6 +337,9 @@ class Datum:
             raise InvalidInputError(
                 f"Datum.model_input must be a ModelInput, got {type(self.model_input).__name__}"
             )
+        if not isinstance(self.loss_fn_inputs, Mapping):
+            given = type(self.loss_fn_inputs).__name__
+            raise InvalidInputError(f"Datum.loss_fn_inputs must be a dict of arrays by name, got {given}")
         inputs: LossFnInputs = {}
         for key, value in self.loss_fn_inputs.items():
             try:
