@@ -102,6 +102,21 @@ def test_linear(rows: int, bias: bool, transposed: bool) -> None:
     assert_same(lambda x: ops.linear(x, weight, b), lambda x: F.linear(x, weight, b), random(rows, 320))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 300])
+@pytest.mark.parametrize("shape", [(256, 320), (320, 256)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_packed_weight_gives_the_same_product(rows: int, shape: tuple[int, int], transposed: bool) -> None:
+    """Where no gradient is needed: every kernel that the number of rows may choose."""
+    weight = random(*shape, seed=1) / 16
+    if transposed:
+        weight = weight.T.contiguous().T
+    x, b, packed = random(rows, shape[1]), random(shape[0], seed=2), ops.pack(weight)
+    expected = F.linear(x.double(), weight.double(), b.double()).float()
+    for bias in (None, b):
+        wanted = expected if bias is not None else expected - b
+        torch.testing.assert_close(ops.linear(x, weight, bias, packed), wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 10, 0]])
 def test_expert_linear(counts: list[int]) -> None:
     weight, chosen = random(4, 6, 8, seed=1), torch.repeat_interleave(torch.arange(4), torch.tensor(counts))

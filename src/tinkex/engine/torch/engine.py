@@ -27,7 +27,8 @@ from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.engine.torch.worker import Worker
 from tinkex.types.outputs import SampleResponse
 
-_KV_SHARE, _ADAPTER_SHARE = 0.25, 0.25  # of the memory that is free once the weights are loaded
+_PACKED_SHARE = 0.25  # of the memory that is free once the weights are loaded
+_KV_SHARE, _ADAPTER_SHARE = 0.25, 0.25  # of what is free after that
 
 
 class TorchEngine:
@@ -39,6 +40,7 @@ class TorchEngine:
     def __init__(self, config: EngineConfig) -> None:
         device, dtype = choose_device(config)
         decoder = load_decoder(config.model, device, dtype)
+        decoder.pack(room=memory.free_bytes(device) * _PACKED_SHARE)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
         self.memory = plan_memory(config, decoder, context)
         shape = decoder.config
@@ -109,7 +111,7 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
     tokens = config.max_pass_tokens or memory.pass_tokens(shape, weight.dtype.itemsize, weight.device)
     return {
         "free": free,
-        "weights": sum(p.nbytes for p in decoder.parameters()),
+        "weights": sum(p.nbytes for p in decoder.parameters()) + decoder.packed_bytes,
         "kv": pages * page,
         "adapters": int(free * _ADAPTER_SHARE) if config.adapter_bytes is None else config.adapter_bytes,
         "activations": tokens * memory.activation_bytes(shape, weight.dtype.itemsize, recompute=True),

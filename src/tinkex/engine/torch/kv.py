@@ -108,16 +108,16 @@ class Pages:
 
 
 class KVCache:
-    """The pages' tensors: for each layer keys and values, [pages, PAGE * G * C]."""
+    """The pages' tensors: the keys of every layer and then the values, [pages, PAGE * G * C] each."""
 
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, pages: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.pages = Pages(pages)
         self.heads, self.head_dim = kv_heads, head_dim
-        shape = (pages, PAGE * kv_heads * head_dim)
-        self._k = [_zeros(shape, device, dtype) for _ in range(layers)]
-        self._v = [_zeros(shape, device, dtype) for _ in range(layers)]
+        self._pool = _zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
+        self._k, self._v = (list(half.unbind()) for half in self._pool.chunk(2))
+        self._used: set[int] = set()  # pages that somebody has had: all others are still zero
 
     def take(self, n: int) -> list[int] | None:
         """`Pages.take`, with nothing left in the pages of whoever had them before.
@@ -126,10 +126,10 @@ class KVCache:
         otherwise reach another's sequences.
         """
         taken = self.pages.take(n)
-        if taken:
-            rows = torch.tensor(taken, device=self._k[0].device)
-            for pool in (*self._k, *self._v):
-                pool.index_fill_(0, rows, 0.0)
+        stale = self._used.intersection(taken or ())
+        if stale:
+            self._pool[:, torch.tensor(sorted(stale), device=self._pool.device)] = 0.0
+        self._used.update(taken or ())
         return taken
 
     def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
@@ -144,15 +144,14 @@ class KVCache:
         return k, v
 
     def copy_page(self, source: int, target: int) -> None:
-        for pool in (*self._k, *self._v):
-            pool[target].copy_(pool[source])
+        self._pool[:, target] = self._pool[:, source]
 
 
 def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     return 2 * layers * PAGE * kv_heads * head_dim * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     if device.type == "cpu" and dtype == torch.float32:
         return torch.from_numpy(np.zeros(shape, np.float32))  # memory is only taken when it is written
     return torch.zeros(shape, device=device, dtype=dtype)

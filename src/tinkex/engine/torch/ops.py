@@ -17,11 +17,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for a frozen weight; on CPU through oneDNN, which is quicker than F.linear."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias for a frozen weight; on CPU by the kernel that is quickest for so many rows.
+
+    `packed` is what `pack` made of the weight, if anything; it is used where no gradient is needed.
+    """
     if not _use_onednn(weight):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias) if x.requires_grad else product(x, weight, bias)
+    if x.requires_grad:
+        return _Linear.apply(x, weight, bias)
+    rows, by_columns = x.shape[0], weight.t().is_contiguous()
+    if rows == 1 and by_columns and weight.shape[0] > weight.shape[1]:
+        return F.linear(x, weight, bias)  # oneDNN takes up to twice as long
+    if packed is not None and (rows > 2 or not by_columns):
+        weight = packed
+    return product(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,6 +64,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 # -- matrix products -----------------------------------------------------------------------------------
 
+_PACK_ROWS = 64  # what the blocked layout is chosen for; any number of rows can use it
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -64,6 +75,16 @@ def _use_onednn(weight: Tensor) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.numel() >= 1 << 16
+    )
+
+
+def pack(weight: Tensor) -> Tensor | None:
+    """A copy of a weight in oneDNN's blocked layout, for `linear`; None where that is of no use.
+
+    Few rows then multiply 1.1 to 1.6 times as fast. Only a oneDNN product can read it.
+    """
+    return (
+        torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS) if _use_onednn(weight) else None
     )
 
 
