@@ -102,6 +102,8 @@ def normalize_url(url: str) -> str:
     >>> normalize_url("HTTP://LocalHost:80/api/")
     'http://localhost/api'
     """
+    if not isinstance(url, str):
+        raise InvalidInputError(f"base_url must be a string, got {url!r}")
     parts = urlsplit(url.strip())
     scheme = parts.scheme.lower()
     if scheme not in ("http", "https") or not parts.hostname:

@@ -245,3 +245,29 @@ def test_what_is_no_list_of_token_ids_is_refused(wrong):
 
 def test_token_ids_may_come_from_an_iterator():
     assert t.ModelInput.from_ints(x for x in (1, 3)).to_ints() == [1, 3]
+
+
+def test_numpy_numbers_are_numbers():
+    params = t.SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.int32(1))
+    assert (type(params.max_tokens), type(params.temperature), type(params.seed)) == (int, float, int)
+    assert type(t.AdamParams(learning_rate=np.float64(1e-3)).learning_rate) is float
+    assert t.LoraConfig(rank=np.int64(8)).rank == 8
+    assert type(t.SampleRequest(t.ModelInput.from_ints([1]), num_samples=np.int64(2)).num_samples) is int
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: t.Datum(t.ModelInput.from_ints([1]), None),
+        lambda: t.Datum(t.ModelInput.from_ints([1]), [1]),
+        lambda: t.Datum(t.ModelInput.from_ints([1]), {5: np.ones(1)}),
+        lambda: t.ModelInput(None),
+        lambda: t.LoraConfig(rank="32"),
+        lambda: t.LoraConfig(rank=8, train_mlp="no"),
+        lambda: t.SamplingParams(seed=2**70),
+        lambda: t.SampleRequest(t.ModelInput.from_ints([1]), target_prompt_logprobs=[1, 2]),
+    ],
+)
+def test_the_wrong_thing_is_refused_when_it_is_built(build):
+    with pytest.raises(InvalidInputError):
+        build()

@@ -52,6 +52,8 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
             raise InvalidInputError(f"loss_fn_config has the key {key!r}; keys are strings")
         if not isinstance(value, int | float | str) or isinstance(value, bool):
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be a number or a string, got {value!r}")
+        if not isinstance(value, str) and not abs(value) < math.inf:
+            raise InvalidInputError(f"loss_fn_config[{key!r}] must be finite, got {value!r}")
     with np.errstate(over="ignore", invalid="ignore"):  # of the products in _check_tensors
         for index, datum in enumerate(data):
             if not isinstance(datum, Datum):

@@ -318,7 +318,11 @@ def open_sampler(
     """Open a sampling session on a base model, a published adapter, or both."""
     if model_path is None and base_model is None:
         raise InvalidInputError("give model_path (tinker://…) or base_model")
-    if model_path is not None and not model_path.startswith("tinker://"):
+    if base_model is not None and (not isinstance(base_model, str) or not base_model):
+        raise InvalidInputError(f"base_model must be a model's name, got {base_model!r}")
+    if retry_config is not None and not isinstance(retry_config, RetryConfig):
+        raise InvalidInputError(f"retry_config must be a RetryConfig, got {type(retry_config).__name__}")
+    if model_path is not None and not str(model_path).startswith("tinker://"):
         raise InvalidInputError(f"model_path must start with tinker://, got {model_path!r}")
 
     async def create() -> SamplingClient:

@@ -68,6 +68,10 @@ class ServiceClient:
             warnings.warn(
                 f"ServiceClient does not know {', '.join(unknown)}; ignored", FutureWarning, stacklevel=2
             )
+        if timeouts is not None and not isinstance(timeouts, Timeouts):
+            raise InvalidInputError(f"timeouts must be a Timeouts, got {type(timeouts).__name__}")
+        if api_key is not None and not isinstance(api_key, str):
+            raise InvalidInputError(f"api_key must be a string, got {type(api_key).__name__}")
         settings = Settings.read()
         local = not (base_url or api_key or settings.base_url or settings.api_key or settings.credential_cmd)
         if local and embedded is not None and not settings.credentials_file.exists():

@@ -342,6 +342,8 @@ class Datum:
             raise InvalidInputError(f"Datum.loss_fn_inputs must be a dict of arrays by name, got {given}")
         inputs: LossFnInputs = {}
         for key, value in self.loss_fn_inputs.items():
+            if not isinstance(key, str):
+                raise InvalidInputError(f"Datum.loss_fn_inputs has the key {key!r}; keys are strings")
             try:
                 inputs[key] = as_tensor(key, value)
             except InvalidInputError as error:

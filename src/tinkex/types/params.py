@@ -14,19 +14,32 @@ from tinkex.errors import InvalidInputError
 from tinkex.types.strict import Dumpable, strict
 
 
-def _number(owner: str, name: str, value: Any, low: float, high: float, *, open_high: bool = False) -> None:
+def _plain(owner: Any, name: str) -> Any:
+    """The field's value, a numpy scalar turned into the Python number that it is."""
+    value = getattr(owner, name)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+        object.__setattr__(owner, name, value)
+    return value
+
+
+def _number(owner: Any, name: str, low: float, high: float, *, open_high: bool = False) -> None:
+    value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise InvalidInputError(f"{owner}.{name} must be a number, got {value!r}")
+        raise InvalidInputError(f"{who}.{name} must be a number, got {value!r}")
     if value < low or value > high or (open_high and value == high):
         bound = f"[{low:g}, {high:g}" + (")" if open_high else "]")
-        raise InvalidInputError(f"{owner}.{name} must be in {bound}, got {value!r}")
+        raise InvalidInputError(f"{who}.{name} must be in {bound}, got {value!r}")
 
 
-def _whole(owner: str, name: str, value: Any, low: int) -> None:
+def _whole(owner: Any, name: str, low: int) -> None:
+    value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInputError(f"{owner}.{name} must be a whole number, got {value!r}")
+        raise InvalidInputError(f"{who}.{name} must be a whole number, got {value!r}")
     if value < low:
-        raise InvalidInputError(f"{owner}.{name} must be at least {low}, got {value!r}")
+        raise InvalidInputError(f"{who}.{name} must be at least {low}, got {value!r}")
+    if value >= 2**63:
+        raise InvalidInputError(f"{who}.{name} must fit into 64 bits, got {value!r}")
 
 
 @strict
@@ -47,12 +60,12 @@ class SamplingParams(Dumpable):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _whole("SamplingParams", "max_tokens", self.max_tokens, 1)
+            _whole(self, "max_tokens", 1)
         if self.seed is not None:
-            _whole("SamplingParams", "seed", self.seed, -(2**63))
-        _number("SamplingParams", "temperature", self.temperature, 0.0, math.inf, open_high=True)
-        _number("SamplingParams", "top_p", self.top_p, 0.0, 1.0)
-        _whole("SamplingParams", "top_k", self.top_k, -1)
+            _whole(self, "seed", -(2**63))
+        _number(self, "temperature", 0.0, math.inf, open_high=True)
+        _number(self, "top_p", 0.0, 1.0)
+        _whole(self, "top_k", -1)
         if isinstance(self.stop, bytes) or not (
             self.stop is None or isinstance(self.stop, str | Sequence) or hasattr(self.stop, "tolist")
         ):
@@ -87,9 +100,9 @@ class AdamParams(Dumpable):
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            _number("AdamParams", name, getattr(self, name), 0.0, math.inf, open_high=True)
+            _number(self, name, 0.0, math.inf, open_high=True)
         for name in ("beta1", "beta2"):
-            _number("AdamParams", name, getattr(self, name), 0.0, 1.0, open_high=True)
+            _number(self, name, 0.0, 1.0, open_high=True)
 
 
 @strict
@@ -103,10 +116,18 @@ class LoraConfig(Dumpable):
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise InvalidInputError(f"lora_config.rank must be positive, got {self.rank!r}")
+        rank = _plain(self, "rank")
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise InvalidInputError(f"lora_config.rank must be a whole number, got {rank!r}")
+        if rank < 1:
+            raise InvalidInputError(f"lora_config.rank must be positive, got {rank!r}")
+        for name in ("train_unembed", "train_mlp", "train_attn"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(
+                    f"LoraConfig.{name} must be True or False, got {getattr(self, name)!r}"
+                )
         if self.seed is not None:
-            _whole("LoraConfig", "seed", self.seed, -(2**63))
+            _whole(self, "seed", -(2**63))
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise InvalidInputError("At least one of train_unembed, train_mlp, or train_attn must be True")
 

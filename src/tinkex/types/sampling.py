@@ -81,21 +81,30 @@ class SampleRequest:
     record_stability_info: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("num_samples", self.num_samples, 1)
-        _at_least("topk_prompt_logprobs", self.topk_prompt_logprobs, 0)
-        _at_least("topk_sample_logprobs", self.topk_sample_logprobs, 0)
-        _at_least("prompt_alt_tokens_k", self.prompt_alt_tokens_k, 0)
+        _at_least(self, "num_samples", 1)
+        _at_least(self, "topk_prompt_logprobs", 0)
+        _at_least(self, "topk_sample_logprobs", 0)
+        _at_least(self, "prompt_alt_tokens_k", 0)
         if self.prompt_logprobs_last_n is not None:
-            _at_least("prompt_logprobs_last_n", self.prompt_logprobs_last_n, 1)
+            _at_least(self, "prompt_logprobs_last_n", 1)
         if self.seq_id is not None:
-            _at_least("seq_id", self.seq_id, 0)
+            _at_least(self, "seq_id", 0)
         if type(self.prompt) is not ModelInput:
             raise InvalidInputError(f"prompt must be a ModelInput, got {type(self.prompt).__name__}")
         if type(self.sampling_params) is not SamplingParams:
             given = type(self.sampling_params).__name__
             raise InvalidInputError(f"sampling_params must be SamplingParams, got {given}")
+        targets = self.target_prompt_logprobs
+        if targets is not None and not isinstance(targets, TensorData):
+            raise InvalidInputError(
+                f"target_prompt_logprobs must be TensorData, got {type(targets).__name__}"
+            )
 
 
-def _at_least(name: str, value: object, low: int) -> None:
+def _at_least(request: SampleRequest, name: str, low: int) -> None:
+    value = getattr(request, name)
+    if type(value) is not int and hasattr(value, "__index__") and not isinstance(value, bool):
+        value = int(value)  # a numpy integer
+        object.__setattr__(request, name, value)
     if type(value) is not int or not low <= value < 2**63:
         raise InvalidInputError(f"{name} must be a whole number from {low} on, got {value!r}")
