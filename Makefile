@@ -6,8 +6,9 @@ PIP    := $(BIN)/pip --disable-pip-version-check
 STAMP  := $(VENV)/.ready
 OFFICIAL := .venv-official
 TINKERS := 0.26.0 0.13.1 0.4.1
+COOKBOOK := 0.5.8
 
-.PHONY: help setup check test compat compat-env bench bench-engine proto clean
+.PHONY: help setup check test demo compat compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -19,19 +20,45 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[all]' --group dev
 	touch $@
 
-check: setup     ## ruff, pyright, import-linter
+check: setup     ## ruff, pyright, import-linter, and gates of our own
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.gates
 
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+demo: setup      ## watch a real model learn, on this machine's CPU
+	$(BIN)/tinkex demo $(ARGS)
 
 compat: setup compat-env  ## other people's clients, unmodified, against `tinkex serve`
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 
 compat-env: $(OFFICIAL)/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
+
+compat-cookbook: setup cookbook-env  ## whole recipes of the tinker-cookbook, unmodified, offline; ARGS='-m ci' for some
+	$(BIN)/python -m pytest tests/compat/cookbook $(ARGS)
+
+cookbook-env: .venv-cookbook/.ready .venv-cookbook-tinkex/.ready  ## the cookbook with the official SDK, and with ours
+
+.venv-cookbook/.ready: tests/compat/cookbook/constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip --disable-pip-version-check install -q -c $< torch==2.13.0
+	$(@D)/bin/pip --disable-pip-version-check install -q -c $< tinker==0.36.0 'tinker-cookbook[tutorials]==$(COOKBOOK)' pytest-asyncio
+	$(@D)/bin/pip --disable-pip-version-check download -q --no-deps --no-binary tinker-cookbook \
+	    -d $(@D)/source tinker-cookbook==$(COOKBOOK)
+	tar xzf $(@D)/source/tinker_cookbook-*.tar.gz -C $(@D)/source --strip-components=1
+	touch $@
+
+# The same packages without the official SDK: there is no `tinker` here but ours.
+.venv-cookbook-tinkex/.ready: tests/compat/cookbook/constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -v '^tinker==' $< > $(@D)/packages.txt
+	$(@D)/bin/pip --disable-pip-version-check install -q --no-deps -r $(@D)/packages.txt
+	$(@D)/bin/pip --disable-pip-version-check install -q -c $< -e '.[engine]'
+	touch $@
 
 .venv-tinker-%/.ready: tests/compat/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
@@ -45,9 +72,16 @@ compat-env: $(OFFICIAL)/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.
 
 bench: setup $(OFFICIAL)/.ready  ## the official client and ours on one stub server, one table
 	$(BIN)/python bench/client.py
+	$(BIN)/python bench/cli.py
 
 bench-engine: setup  ## the engine and peft + transformers on the same weights and data, one table
 	$(BIN)/python bench/engine.py $(ARGS)
+
+bench-server: setup  ## our server with the fake engine beside a bare echo, one table
+	$(BIN)/python bench/server.py $(ARGS)
+
+bench-line: setup $(OFFICIAL)/.ready  ## the official client on `tinkex serve` beside peft and generate, one table
+	$(BIN)/python bench/line.py $(ARGS)
 
 $(OFFICIAL)/.ready: bench/official-constraints.txt
 	test -x $(OFFICIAL)/bin/python || $(PYTHON) -m venv $(OFFICIAL)

@@ -1,0 +1,38 @@
+"""A seeded rough day: all that was acknowledged is resolved, once and rightly, and nothing leaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import tiny_model
+from tests.soak.rough_day import Server, differences, leftovers, rough_work, work
+from tests.soak.tenants import VOCABULARY
+
+TENANTS, ACTIONS, KILLS, SEED = 4, 14, 4, 7
+
+
+@pytest.mark.timeout(600)
+def test_a_rough_day_ends_like_a_quiet_one(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, "qwen3", vocab_size=VOCABULARY)
+    seeds = range(SEED, SEED + TENANTS)
+    with Server(tmp_path / "quiet", model) as quiet:
+        expected = work(quiet.url, seeds, ACTIONS)
+
+    with Server(tmp_path / "rough", model) as server:
+        report = rough_work(server, seeds, ACTIONS, KILLS, SEED)
+        assert report.kills >= 1
+        assert report.thrown > 20
+        assert report.faults == []
+        assert report.resolved == expected.resolved
+        assert differences(report, expected) == []
+
+        before = server.holds()
+        rough_work(server, range(SEED + 100, SEED + 100 + TENANTS), ACTIONS // 2, 0, SEED)
+        after = server.holds()
+        assert after["KV pages"] == after["queued"] == 0
+        assert after["files and sockets"] <= before["files and sockets"] + 4
+        assert after["threads"] <= before["threads"] + 2
+        assert after["MB resident"] <= before["MB resident"] + 80
+    assert leftovers(server.home) == []
