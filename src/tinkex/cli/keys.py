@@ -1,6 +1,7 @@
-"""`tinkex server keys`: make, list and revoke the keys of a home, whether or not a server runs there.
+"""`tinkex server keys`, `tinkex server share`: who may use a server, and who may read a run's weights too.
 
-A running server takes notice within seconds. Knows the ledger's table of keys; the key itself is shown once.
+Both work on a home, whether or not a server runs there, which takes notice within seconds. Knows the ledger's
+table of keys; a key, and a token, is shown once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.cli.output import Column, format_option, plural, show_json, show_table, wants_json
 from tinkex.config import Settings
 
 if TYPE_CHECKING:
@@ -79,20 +81,31 @@ def add(name: str, owner: str | None, project: str | None, note: str, home: Path
 
 @keys.command("list")
 @_home
+@format_option
 def list_keys(home: Path | None) -> None:
     """Show the keys that there are; never the keys themselves."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("id", "name", "owner", "project", "made", "revoked", "note", box=None, pad_edge=False)
     with _ledger(home) as ledger:
         rows = ledger.keys()
-        for row in rows:
-            table.add_row(
-                str(row.key_id), row.name, row.owner, row.project_id or "", _day(row.created_at),
-                _day(row.revoked_at), row.note,
-            )  # fmt: skip
-    Console(width=None if table.row_count else 80).print(table if table.row_count else "no keys yet")
+    if wants_json():
+        names = ("key_id", "name", "owner", "project_id", "created_at", "revoked_at", "note")
+        show_json({"keys": [{name: getattr(row, name) for name in names} for row in rows]})
+        return
+    titles = ("Name", "Id", "Owner", "Project", "Made", "Revoked", "Note")
+    cells = [
+        [
+            row.name,
+            row.key_id,
+            row.owner,
+            row.project_id,
+            _day(row.created_at),
+            _day(row.revoked_at),
+            row.note,
+        ]
+        for row in rows
+    ]
+    show_table(
+        plural(len(rows), "key") if rows else "no keys yet", [Column(title) for title in titles], cells
+    )
 
 
 @keys.command("revoke")
@@ -109,6 +122,25 @@ def revoke(key: str, home: Path | None) -> None:
             raise click.ClickException(f"no key has the id or name {key!r}; there are: {names}")
         ledger.revoke_key(row.key_id, time.time())
     click.echo(f"Key {row.name!r} (id {row.key_id}) is revoked.")
+
+
+@server.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7.0, show_default=True)
+@_home
+def share(run_id: str, days: float, home: Path | None) -> None:
+    """Print a token with which other users of this server may read the checkpoints of a RUN.
+
+    They give it as weights_access_token= to load_state and copy_weights, or in the header
+    X-Tinker-Weights-Access-Token.
+    """
+    from tinkex.server.signing import WeightsTokens, home_secret
+
+    with _ledger(home) as ledger:
+        if ledger.run(run_id) is None:
+            raise click.ClickException(f"there is no run {run_id!r} in this home")
+    secret = home_secret((home or Settings.read().home).expanduser())
+    click.echo(WeightsTokens(secret).issue(run_id, time.time() + days * 86400))
 
 
 def _day(at: float | None) -> str:

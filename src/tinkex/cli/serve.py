@@ -6,7 +6,6 @@ Knows how a model is named on the command line; everything else is server/serve.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import click
 
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.models import DEFAULT, can_be_named
 
 _LEVELS = ("debug", "info", "warning", "error")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engine]'"
 
 
@@ -24,7 +23,8 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
 @click.option(
     "--model", "models", multiple=True, required=True, envvar="TINKEX_MODELS", metavar="NAME=PLACE",
     help="A base model and where it is: a Hugging Face directory, a GGUF file, or a hub id; once for each. "
-    "NAME alone is a hub id, or a directory that is its own name. TINKEX_MODELS: several, with spaces.",
+    f"NAME alone is {DEFAULT}, a hub id, or a directory that is its own name. "
+    "TINKEX_MODELS: several, with spaces.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", envvar="TINKEX_HOST", help="Address to listen at.")
 @click.option(
@@ -116,9 +116,11 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     path = Path(place).expanduser()
     if path.exists() or any_place:
         return name, str(path.resolve()) if path.exists() else place
-    if not _HUB_ID.fullmatch(place) or place.endswith(".gguf"):
-        raise InvalidInputError(f"--model {spec!r}: there is no directory or file {place}")
-    return name, place  # a hub id: the service fetches it, or finds it in the hub's cache
+    if not can_be_named(place):
+        raise InvalidInputError(
+            f"--model {spec!r}: there is no directory or file {place}, and no model of that name to fetch"
+        )
+    return name, place  # the service finds it on the shelf or in the hub's cache, or fetches it
 
 
 def _log_to_stderr(level: str) -> None:

@@ -1,0 +1,307 @@
+"""`tinkex checkpoint`: saved weights, looked at and looked after. How files travel is in transfer.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.output import (
+    CONTEXT,
+    Column,
+    ago,
+    bar,
+    format_option,
+    gather,
+    note,
+    plural,
+    show_facts,
+    show_json,
+    show_table,
+    size,
+    wants_json,
+)
+from tinkex.cli.place import rest, where
+
+if TYPE_CHECKING:
+    from tinkex.types.checkpoints import Checkpoint
+
+KINDS = ("weights", "sampler_weights", "external_weights")
+
+
+@click.group(context_settings=CONTEXT)
+def checkpoint() -> None:
+    """Checkpoints: saved weights, named by their tinker:// paths."""
+
+
+# -- looking ---------------------------------------------------------------------------------------------
+
+
+@checkpoint.command("list", context_settings=CONTEXT)
+@click.option("--run-id", help="Only those of this run.")
+@click.option(
+    "--limit", default=20, type=click.IntRange(0), show_default=True,
+    help="At most so many of all runs'; 0: all. A run's own are all shown.",
+)  # fmt: skip
+@format_option
+def list_checkpoints(run_id: str | None, limit: int) -> None:
+    """List checkpoints, newest first: of one run, or of all."""
+    with rest() as client:
+        listing = client.iter_checkpoints(run_id, page_size=min(limit or 1000, 1000))
+        found = gather(listing, 0 if run_id else limit, "Checkpoints")
+    if wants_json():
+        show_json({"run_id": run_id, "checkpoints": found} if run_id else {"checkpoints": found})
+        return
+    left = (listing.total or len(found)) - len(found)
+    more = f" ({left} more: --limit 0 shows all)" if left > 0 else ""
+    of = f" of run {run_id}" if run_id else ""
+    columns = [Column("Path"), Column("Type"), Column("Size", right=True), Column("Public"), Column("Saved"),
+               Column("Expires")]  # fmt: skip
+    show_table(f"{plural(len(found), 'checkpoint')}{of} {where()}{more}", columns, [_row(c) for c in found])
+
+
+def _row(saved: Checkpoint) -> list[Any]:
+    return [
+        saved.tinker_path, saved.checkpoint_type, size(saved.size_bytes), saved.public, saved.time,
+        _expiry(saved),
+    ]  # fmt: skip
+
+
+def _expiry(saved: Checkpoint) -> str:
+    return ago(saved.expires_at) if saved.expires_at else "never"
+
+
+@checkpoint.command("info", context_settings=CONTEXT)
+@click.argument("checkpoint_path")
+@format_option
+def info(checkpoint_path: str) -> None:
+    """Show one checkpoint. CHECKPOINT_PATH looks like tinker://RUN/weights/NAME."""
+    from tinkex.errors import TinkerError
+    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
+    with rest() as client:
+        of_run = client.iter_checkpoints(parsed.training_run_id)
+        found = next((c for c in of_run if c.tinker_path == parsed.tinker_path), None)
+        if found is None:
+            raise TinkerError(
+                f"run {parsed.training_run_id} has no checkpoint {parsed.checkpoint_id}; `tinkex checkpoint "
+                f"list --run-id {parsed.training_run_id}` shows those it has"
+            )
+        weights = client.get_weights_info_by_tinker_path(parsed.tinker_path).result()
+    if wants_json():
+        show_json({**found.model_dump(), "is_lora": weights.is_lora, "lora_rank": weights.lora_rank})
+        return
+    facts = {
+        "Path": found.tinker_path,
+        "Run": parsed.training_run_id,
+        "Type": found.checkpoint_type,
+        "Base model": weights.base_model,
+        "LoRA rank": weights.lora_rank if weights.is_lora else "none: all weights",
+        "Size": size(found.size_bytes),
+        "Public": found.public,
+        "Saved": ago(found.time),
+        "Expires": _expiry(found),
+    }
+    facts |= {f"Metadata: {name}": value for name, value in (found.user_metadata or {}).items()}
+    show_facts(f"Checkpoint {found.checkpoint_id}", facts)
+
+
+# -- changing --------------------------------------------------------------------------------------------
+
+
+@checkpoint.command("publish", context_settings=CONTEXT)
+@click.argument("checkpoint_path")
+@format_option
+def publish(checkpoint_path: str) -> None:
+    """Let everyone on the server read a checkpoint of yours."""
+    with rest() as client:
+        client.publish_checkpoint_from_tinker_path(checkpoint_path).result()
+    note(f"{checkpoint_path} is public now")
+
+
+@checkpoint.command("unpublish", context_settings=CONTEXT)
+@click.argument("checkpoint_path")
+@format_option
+def unpublish(checkpoint_path: str) -> None:
+    """Keep a checkpoint of yours to yourself again."""
+    with rest() as client:
+        client.unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
+    note(f"{checkpoint_path} is private now")
+
+
+@checkpoint.command("set-ttl", context_settings=CONTEXT)
+@click.argument("checkpoint_path")
+@click.option("--ttl", type=int, metavar="SECONDS", help="Delete it so many seconds from now.")
+@click.option("--remove", is_flag=True, help="Keep it for ever.")
+@format_option
+def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
+    """Say when a checkpoint is deleted. Either --ttl SECONDS from now, or never (--remove)."""
+    if (ttl is None) != remove:
+        raise click.ClickException("give either --ttl SECONDS or --remove")
+    with rest() as client:
+        client.set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
+    note(f"{checkpoint_path} {'never expires' if ttl is None else f'expires in {ttl} s'} now")
+
+
+# -- deleting --------------------------------------------------------------------------------------------
+
+
+@checkpoint.command("delete", context_settings=CONTEXT)
+@click.argument("checkpoint_paths", nargs=-1)
+@click.option("--run-id", help="Delete the checkpoints of this run: all, or those that the filters keep.")
+@click.option("--type", "kind", metavar="TYPE", help=f"Filter: {', '.join(KINDS)}.")
+@click.option(
+    "--before", metavar="DATE", help="Filter: saved before then (2026-01-31, 2026-01-31T08:00:00Z; UTC)."
+)
+@click.option("--after", metavar="DATE", help="Filter: saved then or later.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@format_option
+def delete(
+    checkpoint_paths: tuple[str, ...], run_id: str | None, kind: str | None, before: str | None,
+    after: str | None, yes: bool,
+) -> None:  # fmt: skip
+    """Delete checkpoints of yours for good. Name them, or give a run.
+
+    \b
+    tinkex checkpoint delete tinker://RUN/weights/0001 tinker://RUN/weights/0002
+    tinkex checkpoint delete --run-id RUN --type weights --before 2026-01-31
+    """
+    if bool(checkpoint_paths) == bool(run_id):
+        raise click.ClickException("name the checkpoints to delete, or give --run-id RUN, not both")
+    if not run_id and (kind or before or after):
+        raise click.ClickException("--type, --before and --after go with --run-id")
+    if kind not in (None, *KINDS):
+        raise click.ClickException(f"--type {kind}: there are {', '.join(KINDS)}")
+    span = _date("--after", after), _date("--before", before)
+    with rest() as client:
+        paths = list(checkpoint_paths)
+        if run_id:
+            paths = [c.tinker_path for c in client.iter_checkpoints(run_id) if _matches(c, kind, *span)]
+        failed = _delete(client, paths) if _agreed(paths, yes) else None
+    deleted = 0 if failed is None else len(paths) - len(failed)
+    if wants_json():
+        show_json({"deleted_count": deleted, "failed": failed or []})
+    else:
+        click.echo(f"deleted {plural(deleted, 'checkpoint')}")
+    if failed:
+        raise click.ClickException("; ".join(dict.fromkeys(one["error"] for one in failed)))
+
+
+def _date(option: str, given: str | None) -> datetime | None:
+    if given is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(given)
+    except ValueError:
+        raise click.ClickException(
+            f"{option} {given}: a date looks like 2026-01-31 or 2026-01-31T08:00:00Z"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _matches(saved: Checkpoint, kind: str | None, after: datetime | None, before: datetime | None) -> bool:
+    return (
+        (kind is None or saved.checkpoint_id.startswith(f"{kind}/"))
+        and (after is None or saved.time >= after)
+        and (before is None or saved.time < before)
+    )
+
+
+def _agreed(paths: Sequence[str], yes: bool) -> bool:
+    if not paths or yes:
+        return True
+    note("\n".join(["These checkpoints will be deleted for good:", *(f"  {path}" for path in paths)]))
+    try:
+        return click.confirm(f"Delete {plural(len(paths), 'checkpoint')}?", err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        note("")  # the question's line has no end yet
+        raise click.ClickException("nobody answered; --yes deletes without asking") from None
+
+
+def _delete(client: Any, paths: Sequence[str]) -> list[dict[str, str]]:
+    from tinkex.cli.advice import words
+    from tinkex.errors import TinkerError
+
+    failed: list[dict[str, str]] = []
+    with bar("Deleting") as told:
+        for count, path in enumerate(paths, 1):
+            try:
+                client.delete_checkpoint_from_tinker_path(path).result()
+            except TinkerError as error:
+                failed.append({"tinker_path": path, "error": words(error)})
+            told(count, len(paths))
+    return failed
+
+
+# -- taking away -----------------------------------------------------------------------------------------
+
+
+@checkpoint.command("download", context_settings=CONTEXT)
+@click.argument("checkpoint_path")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False), default=Path(), metavar="DIR",
+    help="Where its directory is made.  [default: here]",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Overwrite what is there.")
+@format_option
+def download(checkpoint_path: str, output: Path, force: bool) -> None:
+    """Download a checkpoint as a directory that PEFT loads.
+
+    \b
+    tinkex checkpoint download tinker://RUN/weights/final -o models
+                                         makes models/RUN_weights_final
+
+    An encrypted checkpoint's files end in .age: `age -d` decrypts them. Where a server has no archive of a
+    training checkpoint (hosted Tinker), it is exported for the download, which starts a short session there.
+    """
+    from tinkex.cli.transfer import fetch_checkpoint
+    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
+    target = output / f"{parsed.training_run_id}_{parsed.checkpoint_id.replace('/', '_')}"
+    taken = fetch_checkpoint(parsed, target, overwrite=force)
+    if wants_json():
+        show_json({"checkpoint_path": checkpoint_path, "destination": str(target), "file_size_bytes": taken})
+        return
+    show_facts(f"Downloaded {parsed.checkpoint_id}", {"To": target, "Size": size(taken)})
+
+
+@checkpoint.command("push-hf", context_settings=CONTEXT)
+@click.argument("checkpoint_path")
+@click.option("-r", "--repo", help="The repository, OWNER/NAME.  [default: one named after the run]")
+@click.option("--public", is_flag=True, help="Make the repository public.  [default: private]")
+@click.option("--revision", help="The branch to push to.")
+@click.option("--commit-message", help="What the commit says.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of pushing to the branch.")
+@click.option("--allow-pattern", "allow", multiple=True, help="Only files like this; once for each.")
+@click.option("--ignore-pattern", "ignore", multiple=True, help="No files like this; once for each.")
+@click.option("--no-model-card", is_flag=True, help="Do not write a README.md where there is none.")
+@format_option
+def push_hf(
+    checkpoint_path: str, repo: str | None, public: bool, revision: str | None, commit_message: str | None,
+    create_pr: bool, allow: tuple[str, ...], ignore: tuple[str, ...], no_model_card: bool,
+) -> None:  # fmt: skip
+    """Upload a checkpoint to the Hugging Face Hub as a PEFT adapter.
+
+    Needs the huggingface_hub package, and `hf auth login` or HF_TOKEN.
+    """
+    from tinkex.cli.transfer import Upload, hub, push
+    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
+    upload = Upload(
+        repo, public, revision, commit_message, create_pr, list(allow) or None, list(ignore) or None,
+        not no_model_card,
+    )  # fmt: skip
+    place = push(parsed, upload, hub())
+    if wants_json():
+        show_json({"checkpoint_path": checkpoint_path, **place})
+        return
+    show_facts(f"Pushed {parsed.checkpoint_id}", {"Repository": place["repo_id"], "URL": place["url"]})

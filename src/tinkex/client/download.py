@@ -1,0 +1,120 @@
+"""Files by link: fetched to disk with progress, complete or not at all.
+
+Promises: a link is its own credential, so none of ours is sent along; `file://` links (a service in this
+process) are copied; what is interrupted leaves nothing behind; a tar is unpacked without leaving its
+directory. Blocks: for commands, not for the event loop. Knows nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from tinkex._version import __version__
+from tinkex.errors import APIConnectionError, InvalidInputError, Request, Response, TinkerError, status_error
+
+Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if that is known
+_CHUNK = 1024 * 1024
+_TIMEOUT = 60.0
+
+
+def download(url: str, target: Path, progress: Progress = lambda done, total: None) -> int:
+    """Put what is at `url` into the file `target`; its size in bytes."""
+    if (local := _local(url)) is not None:
+        shutil.copyfile(local, target)
+        return target.stat().st_size
+    handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            done = _receive(url, out.write, progress)
+        os.chmod(part, 0o644)
+        os.replace(part, target)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    return done
+
+
+def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> int:
+    request = urllib.request.Request(url, headers={"User-Agent": f"tinkex/{__version__}"})
+    shown = url.partition("?")[0]  # what comes after is a signature
+    done = 0
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            length = answer.headers.get("content-length")
+            total = int(length) if length else None
+            while chunk := answer.read(_CHUNK):
+                write(chunk)
+                done += len(chunk)
+                progress(done, total)
+    except urllib.error.HTTPError as error:
+        response = Response(error.code, dict(error.headers), "", Request("GET", shown))
+        raise status_error(f"GET {shown}: HTTP {error.code} {error.reason}", response) from None
+    except OSError as error:
+        raise APIConnectionError(Request("GET", shown), f"the download of {shown} failed: {error}") from None
+    if total is not None and done < total:
+        message = f"the download of {shown} ended after {done} of {total} bytes"
+        raise APIConnectionError(Request("GET", shown), message)
+    return done
+
+
+def _local(url: str) -> Path | None:
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+# -- directories -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A directory to fill, which takes the place `target` once that has succeeded."""
+    if target.exists() and not overwrite:
+        raise InvalidInputError(f"{target} exists; --force overwrites it, --output DIR puts it elsewhere")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:40]}."))
+    try:
+        yield part
+        part.chmod(0o755)
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def download_files(urls: Mapping[str, str], directory: Path, progress: Progress) -> None:
+    """Every file under its own name, below `directory`."""
+    before = 0
+    for name, url in urls.items():
+        place = (directory / name).resolve()
+        if not place.is_relative_to(directory.resolve()):
+            raise TinkerError(
+                f"the server named a file {name!r}, which is outside of the checkpoint; refused"
+            )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # The size of all is not known before the last has begun: the bar counts bytes only.
+        before += download(url, place, lambda done, total, before=before: progress(before + done, None))
+
+
+def download_archive(url: str, directory: Path, progress: Progress) -> None:
+    """A tar, unpacked into `directory`; a directory of this machine is copied."""
+    if (local := _local(url)) is not None:
+        shutil.copytree(local, directory, dirs_exist_ok=True)
+        return
+    with tempfile.NamedTemporaryFile(dir=directory.parent, prefix=".archive.") as file:
+        _receive(url, file.write, progress)
+        file.seek(0)
+        try:
+            with tarfile.open(fileobj=file) as archive:
+                archive.extractall(directory, filter="data")
+        except tarfile.TarError as error:
+            raise TinkerError(f"what the server sent cannot be unpacked: {error}") from None

@@ -1,0 +1,212 @@
+"""How the command line behaves as a program: in a terminal, in a pipe, interrupted, misused."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tinkex.cli import COMMANDS, main
+from tinkex.cli.output import ago, gather, size
+
+TINKEX = [sys.executable, "-m", "tinkex.cli"]
+
+
+def clean_env(home: Path, **more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKE", "COLUMNS", "NO_COLOR"))}
+    return {**kept, "HOME": str(home), "TERM": "xterm-256color", **more}
+
+
+def in_terminal(command: list[str], env: dict[str, str]) -> str:
+    """What a command writes to a terminal of 80 columns."""
+    mother, child = pty.openpty()
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env={**env, "COLUMNS": "80"})
+    os.close(child)
+    said = b""
+    try:
+        while piece := os.read(mother, 65536):
+            said += piece
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    process.wait(30)
+    os.close(mother)
+    return said.decode().replace("\r\n", "\n")
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_every_command_has_help_of_80_columns() -> None:
+    def walk(path: list[str], command: object) -> Iterator[list[str]]:
+        yield path
+        for name in getattr(command, "commands", {}):
+            yield from walk([*path, name], command.commands[name])  # type: ignore[attr-defined]
+
+    seen = 0
+    for name in COMMANDS:
+        for path in walk([name], main.get_command(None, name)):  # type: ignore[arg-type]
+            done = CliRunner().invoke(main, [*path, "--help"], terminal_width=80)
+            assert done.exit_code == 0
+            assert max(map(len, done.stdout.splitlines())) <= 80
+            seen += 1
+    assert seen > 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["chekpoint"], "No such command 'chekpoint'. Did you mean 'checkpoint'? See `tinkex --help`."),
+        (["run", "list", "--limt", "3"], "Did you mean '--limit'? See `tinkex run list --help`."),
+        (["run", "list", "--limit", "some"], "See `tinkex run list --help`."),
+        (["run", "info"], "Missing argument 'RUN_ID'. See `tinkex run info --help`."),
+        (["--format", "yaml", "version"], "'yaml' is not one of 'table', 'json'. See `tinkex --help`."),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line_and_exits_with_2(
+    arguments: list[str], says: str
+) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("Error: ")
+    assert line.endswith(says)
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    done = CliRunner().invoke(main, ["run"])
+    assert done.exit_code == 2
+    assert "plot" in done.output
+
+
+def test_the_format_can_stand_before_or_after_the_command() -> None:
+    before = CliRunner().invoke(main, ["-f", "json", "version"])
+    after = CliRunner().invoke(main, ["version", "--format", "json"])
+    assert before.stdout == after.stdout != CliRunner().invoke(main, ["version"]).stdout
+
+
+def test_ctrl_c_exits_with_130_and_says_nothing(silent: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*TINKEX, "run", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=clean_env(tmp_path, TINKER_BASE_URL=silent), start_new_session=True,
+    )  # fmt: skip
+    time.sleep(1.5)  # into the wait for an answer; wherever it is, the outcome is the same
+    process.send_signal(signal.SIGINT)
+    said, complained = process.communicate(timeout=20)
+    assert (process.returncode, said, complained.strip()) == (130, "", "")
+
+
+def test_nobody_there_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    env = clean_env(tmp_path, TINKER_BASE_URL=url)
+    done = subprocess.run([*TINKEX, "run", "list"], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert url in line
+    assert "is the server running?" in line
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    program = f"{sys.executable} -m tinkex.cli completion bash | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=clean_env(tmp_path))
+    assert done.returncode in (0, 141)  # all was written before it was noticed, or not
+    assert done.stderr == ""
+    reading, writing = os.pipe()
+    os.close(reading)  # nobody reads from the start
+    gone = subprocess.run(
+        [*TINKEX, "version"], stdout=writing, stderr=subprocess.PIPE, env=clean_env(tmp_path)
+    )
+    os.close(writing)
+    assert (gone.returncode, gone.stderr) == (141, b"")
+
+
+def test_the_shell_completes(tmp_path: Path) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert "_TINKEX_COMPLETE" in CliRunner().invoke(main, ["completion", shell]).stdout
+    env = clean_env(
+        tmp_path, _TINKEX_COMPLETE="bash_complete", COMP_WORDS="tinkex checkpoint un", COMP_CWORD="2"
+    )
+    done = subprocess.run(TINKEX, capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["plain,unpublish"]
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+
+TABLE = """
+from tinkex.cli.output import *
+show_table("2 things", [Column("Name"), Column("Size", right=True)], [["x" * 76, 5], ["y", None]])
+show_table("1 thing", [Column("Name"), Column("Good")], [["z", True]])
+show_facts("A thing", {"Short": "1", "Long": "w" * 76})
+import time
+with bar("Waiting") as told:
+    time.sleep(0.4)
+    told(1, 2)
+"""
+
+
+def test_a_table_too_wide_for_the_terminal_becomes_paragraphs(tmp_path: Path) -> None:
+    said = in_terminal([sys.executable, "-c", TABLE], clean_env(tmp_path))
+    shown, _, waiting = said.partition("w" * 76 + "\n")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.splitlines()]
+    assert lines[:5] == ["2 things", "x" * 76, "    size 5", "y", "    size -"]
+    assert lines[5:8] == ["1 thing", "Name  Good", "z     yes"]
+    assert lines[8:] == ["A thing", "  Short  1", "  Long", "    "]
+    assert "Waiting" in waiting  # the bar
+
+
+def test_what_is_piped_is_neither_cut_nor_coloured(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TABLE], capture_output=True, text=True, env=clean_env(tmp_path)
+    )
+    assert done.stdout.splitlines() == [
+        "2 things", "Name" + " " * 74 + "Size", "x" * 76 + "     5", "y" + " " * 80 + "-",
+        "1 thing", "Name  Good", "z     yes", "A thing", "  Short  1", "  Long   " + "w" * 76,
+    ]  # fmt: skip
+    assert done.stderr == ""
+
+
+def test_no_color_is_honoured_by_the_bar(tmp_path: Path) -> None:
+    code = "import time\nfrom tinkex.cli.output import bar\n"
+    code += "with bar('Waiting') as told:\n time.sleep(0.4)\n told(1, 2)"
+    said = in_terminal([sys.executable, "-c", code], clean_env(tmp_path, NO_COLOR="1"))
+    assert "Waiting" in said
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", said)  # a foreground colour
+
+
+def test_words_for_times_and_sizes() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    spans = {
+        timedelta(0): "just now", timedelta(minutes=1): "1 minute ago", timedelta(hours=-2): "in 2 hours",
+        timedelta(days=8): "1 week ago", timedelta(days=800): "2 years ago",
+    }  # fmt: skip
+    assert {span: ago(now - span, now) for span in spans} == spans
+    assert [size(n) for n in (0, 1023, 1024, 1024**2, 5 * 1024**4)] == [
+        "0 B", "1023 B", "1.0 KB", "1.0 MB", "5.0 TB"
+    ]  # fmt: skip
+
+
+def test_gathering_stops_at_the_limit() -> None:
+    class Listing:
+        total = 10
+
+        def __iter__(self) -> Iterator[int]:
+            for n in range(10):
+                assert n < 4, "more was fetched than asked for"
+                yield n
+
+    assert gather(Listing(), 3, "Things") == [0, 1, 2]
