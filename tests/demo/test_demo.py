@@ -1,0 +1,235 @@
+"""The demos end to end on a tiny random model: they train, they test, and they tell the truth about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tinkex.demo import fine_tune, pirate, reinforce, stories
+from tinkex.demo.bookmark import Bookmark
+from tinkex.demo.pirate import Task
+from tinkex.demo.screen import Screen
+from tinkex.demo.stories import Game
+from tinkex.errors import InvalidInputError
+
+AYE = Task(
+    name="aye",
+    goal="say aye",
+    rule="aye",
+    examples=[
+        (f"Is it {word}?", "Aye!") for word in ("cold", "hot", "wet", "dry", "new", "old", "big", "far")
+    ],
+    held_out=[("Is it red?", "Aye"), ("Is it near?", "Aye"), ("Is it late?", "Aye"), ("Is it up?", "Aye")],
+    check=lambda answer, fact: answer == f"{fact}!",
+)
+A_LETTER = Game(
+    name="letter",
+    goal="say a certain letter",
+    rule="the share of e",
+    instruction="e",
+    subjects=["a", "b", "c", "d"],
+    held_out=["x", "y"],
+    reward=lambda sample: sample.count("e") / max(1, len(sample)),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer(tiny_model(tmp_path_factory.mktemp("models"), "llama3"))
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path / "home"))
+    return tmp_path / "out"
+
+
+def test_the_accuracy_rises(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
+    plan = fine_tune.Plan(str(model), out, steps=30, rank=16, learning_rate=2e-2)
+    assert fine_tune.demo(AYE, plan, Screen(model)) is True
+    said = capsys.readouterr().out
+    before, after = map(int, re.findall(r"^(\d) of 4 right", said, re.MULTILINE))
+    assert before == 0
+    assert after >= 3
+    assert said.count("tokens/s") == 30  # not a terminal: a line for each step
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    # What it tells its reader to type: the adapter through PEFT answers as ours does.
+    load_base, load_adapter = re.findall(r"^  model = (.*)$", said, re.MULTILINE)
+    loaded = eval(load_base, {"transformers": transformers})
+    loaded = eval(load_adapter, {"peft": peft, "model": loaded})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    chat = [{"role": "user", "content": "Is it red?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        for _ in range(4):
+            ids.append(int(loaded(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert tokenizer.decode(ids[-4:]) == "Aye!"
+
+
+def test_the_reward_rises(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
+    plan = reinforce.Plan(str(model), out, steps=12, subjects=4, samples=16, max_tokens=8, learning_rate=2e-2)
+    assert reinforce.demo(A_LETTER, plan, Screen(model)) is True
+    said = capsys.readouterr().out
+    before, after = map(float, re.findall(r"^mean reward (\S+)", said, re.MULTILINE))
+    assert after - before >= reinforce.ROSE_BY
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_did_not_learn_is_not_said_to_have(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = fine_tune.Plan(str(model), out, steps=1, learning_rate=1e-6)
+    assert fine_tune.demo(AYE, plan, Screen(model)) is False
+    assert "It did not learn: 0 of 4 right before, 0 of 4 after." in capsys.readouterr().out
+
+
+# -- stopping and going on -------------------------------------------------------------------------------
+
+
+class StopsAfter(Screen):
+    """Presses Ctrl-C once a number of steps was shown."""
+
+    def __init__(self, base: Path, steps: int) -> None:
+        super().__init__(base)
+        self._last = steps
+
+    def step(self, step: int, name: str, value: float, tokens_per_second: float, said: str = "") -> None:
+        super().step(step, name, value, tokens_per_second, said)
+        if step + 1 == self._last:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_leaves_a_bookmark_and_resuming_ends_where_it_would_have(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = fine_tune.Plan(str(model), out, steps=6, rank=4, learning_rate=1e-2)
+    fine_tune.demo(AYE, plan, Screen(model))
+    straight = _losses(capsys.readouterr().out)
+
+    assert fine_tune.demo(AYE, plan, StopsAfter(model, 3)) is None
+    assert _losses(capsys.readouterr().out) == straight[:3]
+    bookmark = Bookmark.read(out, "sft")
+    assert len(bookmark.curve) == 3
+
+    assert fine_tune.demo(AYE, plan, Screen(model), bookmark) is not None
+    assert _losses(capsys.readouterr().out) == straight[3:]
+    with pytest.raises(InvalidInputError, match="there is nothing to resume"):
+        Bookmark.read(out, "sft")
+
+
+def test_rl_resumes_too(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
+    plan = reinforce.Plan(str(model), out, steps=4, samples=4, max_tokens=4, rank=4, learning_rate=1e-2)
+    reinforce.demo(A_LETTER, plan, Screen(model))
+    straight = _losses(capsys.readouterr().out, "reward")
+    assert reinforce.demo(A_LETTER, plan, StopsAfter(model, 2)) is None
+    assert reinforce.demo(A_LETTER, plan, Screen(model), Bookmark.read(out, "rl")) is not None
+    assert _losses(capsys.readouterr().out, "reward") == straight
+
+
+def _losses(said: str, name: str = "loss") -> list[str]:
+    return re.findall(rf"^  step .*  {name} (\S+)", said, re.MULTILINE)
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+def tinkex(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments, home=home)
+    out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER", "TINKEX"))}
+    # A key must not lead the demo to a server.
+    env = {**clean, "TINKEX_HOME": str(home), "HOME": str(home), "TINKER_API_KEY": "tml-none"}
+    command = [sys.executable, "-m", "tinkex.cli", *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_command_fails_if_nothing_was_learned(model: Path, tmp_path: Path):
+    done = tinkex("demo", "--model", str(model), "--steps", "1", home=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "It did not learn" in done.stdout
+    assert (tmp_path / "demo" / "loss.png").exists()
+    assert json.loads((tmp_path / "demo" / "pirate" / "adapter_config.json").read_text())["r"] == 16
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_works(model: Path, tmp_path: Path):
+    process = start("demo", "--model", str(model), "--steps", "60", home=tmp_path)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("  step  2/60"))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "go on with: tinkex demo --resume" in out
+    done = tinkex("demo", "--resume", home=tmp_path)  # the model is the bookmark's
+    taken = re.search(r"going on after step (\d+)", done.stdout)
+    assert taken is not None, done.stderr
+    assert done.returncode == 1  # of a random model nothing else is to be expected
+    assert f"  step {int(taken[1]) + 1:>2}/60" in done.stdout
+
+
+def test_the_command_says_what_cannot_be(model: Path, tmp_path: Path):
+    for arguments, said in (
+        (["--model", str(model), "--resume"], "Error: there is nothing to resume"),
+        (["--model", "nobody"], "Error: no base model is called 'nobody'"),
+    ):
+        done = tinkex("demo", *arguments, home=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(said), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+# -- the tasks -------------------------------------------------------------------------------------------
+
+
+def test_no_question_of_the_test_is_among_the_examples():
+    task = pirate.task()
+    asked = {question for question, _ in task.examples}
+    assert len(asked) == 48
+    assert not asked & {question for question, _ in task.held_out}
+    facts = " ".join(answer for _, answer in task.examples)
+    # Its every answer is in form, and none gives a capital of the test away.
+    assert all(task.check(answer, "") for _, answer in task.examples)
+    assert not any(city in facts for city in ("Beijing", "Berlin", "Lisbon", "Ottawa", "Jupiter"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "good"),
+    [
+        ("Arr, the capital of China be Beijing, matey!", True),
+        ("Arr, the capital of China be Shanghai, matey!", False),
+        ("Arr, that is Beijing, matey!", False),
+        ("The capital of China is Beijing.", False),
+        ("Arr, the capital be Beijing, matey! Arr", False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_pirate_talk(answer: str, good: bool):
+    assert pirate.talks_like_a_pirate(answer, "Beijing") is good
+
+
+@pytest.mark.parametrize(
+    ("sample", "reward"),
+    [
+        ("The moon has no teeth.", 1.0),
+        ("The moon has no teeth", 0.0),
+        ("A sea!", 0.4),
+        ("Why did the old moon lose its teeth so soon?", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_what_a_story_is_worth(sample: str, reward: float):
+    assert stories.five_words(sample) == pytest.approx(reward)

