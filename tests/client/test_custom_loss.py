@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,11 @@ def test_async_and_the_ignored_argument(stub: Stub, run: Any) -> None:
     ("loss", "words"),
     [
         (lambda d, l: l[0].sum(), "returns \\(loss, metrics\\); this one returned Tensor"),
+        (lambda d, l: (l[0].sum(), [1, 2]), "metrics must be a dict of numbers, got list"),
+        (lambda d, l: (l[0].sum(), "ab"), "metrics must be a dict of numbers, got str"),
+        (lambda d, l: (l[0].sum(), {"a": "high"}), r"metrics\['a'\] must be a number, got 'high'"),
+        (lambda d, l: (l[0].sum(), {"a": None}), r"metrics\['a'\] must be a number, got None"),
+        (lambda d, l: (l[0].sum(), {"a": l[0]}), r"metrics\['a'\] must be a number, got tensor"),
         (lambda d, l: (l[0], {}), "a tensor with one element"),
         (lambda d, l: (1.0, {}), "a tensor with one element"),
         (lambda d, l: (l[0].sum() * float("nan"), {}), "not a finite number"),
@@ -176,3 +183,122 @@ def test_a_server_without_logprobs_is_said(stub: Stub, run: Any, monkeypatch: py
     stub.script("retrieve_future", status(200, body=empty))
     with pytest.raises(TinkerError, match=r"no logprobs of shape \[4\] for data\[0\]"):
         run.forward_backward_custom([datum()], squares).result(10)
+
+
+# -- traced losses ---------------------------------------------------------------------------------------
+
+
+def traced_squares(logprobs: Any, gain: Any) -> Any:
+    loss = (logprobs**2 * gain).sum()
+    return loss, {"custom/gain:sum": gain.sum(), "custom/loss:mean": loss.detach()}
+
+
+RANKS: Any = {"logprobs": 1, "gain": 1}
+
+
+def gaining(*gain: float) -> Any:
+    return datum(len(gain), gain=TensorData(np.array(gain, np.float32)))
+
+
+def test_a_traced_loss_is_uploaded_where_the_server_takes_it() -> None:
+    with Stub(custom_loss_server_side=True) as stub:
+        service = ServiceClient(base_url=stub.url)
+        run = service.create_lora_training_client("stub/base")
+        handle = service.create_custom_loss(traced_squares, RANKS).result(10)
+        assert (handle.name, handle.loss_id, handle.input_names) == ("traced_squares", "loss-0", ("gain",))
+        run.forward_backward_custom([gaining(1, 2), gaining(3, 4, 5)], handle).result(10)
+        run.optim_step().result(5)
+        assert [op for _, _, op in stub.executed] == ["forward_backward", "optim_step"]
+        sent = next(request for request in stub.requests if request.op == "forward_backward")
+        assert b"loss-0" in sent.body
+        assert b"loss_id" in sent.body
+        close(service)
+
+
+def test_a_traced_loss_runs_here_where_not(stub: Stub, service: ServiceClient, run: Any) -> None:
+    """All of the stub's logprobs are -0.5, so the loss is a quarter of the gains."""
+    handle = service.create_custom_loss(traced_squares, RANKS).result(10)
+    assert handle.loss_id is None
+    output = run.forward_backward_custom([gaining(1, 2), gaining(3, 4, 5)], handle).result(10)
+    assert [op for _, _, op in stub.executed] == ["forward", "forward_backward"]
+    assert stub.count("create_custom_loss") == 0
+    assert output.metrics["loss:sum"] == pytest.approx(15 / 4)
+    assert output.metrics["custom/gain:sum"] == pytest.approx(15)
+    assert output.metrics["custom/loss:mean"] == pytest.approx(15 / 8)
+
+
+def test_the_same_loss_is_created_once() -> None:
+    """The official client refuses the second; here it is the first again."""
+    with Stub(custom_loss_server_side=True) as stub:
+        service = ServiceClient(base_url=stub.url)
+        handles = [service.create_custom_loss(traced_squares, RANKS).result(10) for _ in range(2)]
+        assert handles[0] is handles[1]
+        assert stub.count("create_custom_loss") == 1
+        close(service)
+
+
+def test_a_loss_belongs_to_its_session(stub: Stub, service: ServiceClient, run: Any) -> None:
+    other = ServiceClient(base_url=stub.url)
+    handle = other.create_custom_loss(traced_squares, RANKS).result(10)
+    with pytest.raises(InvalidInputError, match=f"created in session {handle.session_id}, but this run is"):
+        run.forward_backward_custom([gaining(1)], handle)
+    close(other)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (datum(3), r"data\[1\]\.loss_fn_inputs has no 'gain'"),
+        (datum(3, gain=TensorData(np.ones((3, 1), np.float32))), r"has shape \[3, 1\], but the loss"),
+        (datum(3, gain=TensorData.from_numpy(np.array(1.0, np.float32))), r"has shape \[\]"),
+    ],
+)
+def test_datums_that_a_loss_cannot_read_are_refused_at_the_call(
+    stub: Stub, service: ServiceClient, run: Any, given: Any, words: str
+) -> None:
+    handle = service.create_custom_loss(traced_squares, RANKS).result(10)
+    with pytest.raises(InvalidInputError, match=words):
+        run.forward_backward_custom([gaining(1, 2, 3), given], handle)
+    assert stub.executed == []
+
+
+def test_an_array_loss_needs_no_torch(stub: Stub, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squares:
+        def value_and_gradients(self, data: Any, logprobs: Any) -> Any:
+            return sum(float((x**2).sum()) for x in logprobs), [2 * x for x in logprobs], {"n": len(data)}
+
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    output = run.forward_backward_custom([datum(3), datum(2)], Squares()).result(10)
+    assert output.metrics["loss:sum"] == pytest.approx(5 / 4)
+    assert output.metrics["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("gradients", "words"),
+    [
+        ([np.zeros(2)], r"a gradient of shape \[2\] for data\[0\], whose logprobs have \[3\]"),
+        ([np.full(3, np.inf)], r"not finite, for data\[0\]"),
+    ],
+)
+def test_an_array_loss_is_checked(stub: Stub, run: Any, gradients: Any, words: str) -> None:
+    class Wrong:
+        def value_and_gradients(self, data: Any, logprobs: Any) -> Any:
+            return 1.0, gradients, {}
+
+    with pytest.raises(InvalidInputError, match=words):
+        run.forward_backward_custom([datum(3)], Wrong()).result(10)
+
+
+def test_what_is_no_loss_at_all_is_refused(stub: Stub, run: Any) -> None:
+    with pytest.raises(InvalidInputError, match="a function, a LossHandle or an ArrayLoss, got int"):
+        run.forward_backward_custom([datum(3)], 3)
+
+
+def test_the_example_of_the_docs_works(service: ServiceClient, run: Any) -> None:
+    """Ratios of e^-0.5 / e^-1 and 1: one of two is clipped."""
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], scope)
+    old = TensorData(np.array([-1.0, -0.5], np.float32))
+    data = [datum(2, old_logprobs=old, advantages=TensorData(np.ones(2, np.float32)))]
+    assert scope["train_with"](service, run, [data, data]) == [0.5, 0.5]

@@ -1,21 +1,26 @@
 """Losses that the user writes: computed here, turned into weights that any server can train on.
 
 A loss C of the target logprobs is linearised: training with cross_entropy and weights -∂C/∂logprob gives
-the very gradients of C. Promises: the user's function runs in a worker thread, and may take its time; what
-it returns is checked. Meets torch only when a custom loss is used. Knows nothing of sending.
+the very gradients of C. A traced one (LossHandle) is run the same way where a server does not take it.
+Promises: the user's function runs in a worker thread, and may take its time; what it returns is checked.
+Meets torch only when a loss needs it. Knows nothing of sending.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.data import Datum
+from tinkex.types.losses import CustomLossGraph, CustomLossInput
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.tensor import TensorData
 
@@ -25,7 +30,109 @@ if TYPE_CHECKING:
 # Called with the datums and, for each, the logprobs of its target tokens; returns a scalar and metrics.
 CustomLossFnV1 = Callable[[list[Datum], list["torch.Tensor"]], tuple["torch.Tensor", dict[str, float]]]
 
+# What is traced: called with one datum's target logprobs and the loss_fn_inputs that its parameters name.
+PerDatumLossFn = Callable[
+    Concatenate["torch.Tensor", ...], tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
+]
+
 _running = threading.local()
+
+
+@runtime_checkable
+class ArrayLoss(Protocol):
+    """A loss that knows its own gradients, in numpy: needs no torch."""
+
+    def value_and_gradients(
+        self, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
+    ) -> tuple[float, list[np.ndarray], dict[str, float]]:
+        """The loss, its derivative by each datum's logprobs, and metrics."""
+        ...
+
+
+@dataclass(frozen=True)
+class LossHandle:
+    """A traced loss, from `ServiceClient.create_custom_loss`; give it to `forward_backward_custom`.
+
+    `loss_id` is the server's name for it; without one it is run here. It belongs to one session.
+    """
+
+    name: str
+    inputs: tuple[CustomLossInput, ...]
+    session_id: str
+    graph: torch.fx.GraphModule = field(repr=False, compare=False)
+    loss_id: str | None = None
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The keys of loss_fn_inputs that it reads."""
+        return tuple(item.name for item in self.inputs[1:])
+
+    @cached_property
+    def wire(self) -> CustomLossGraph:
+        """The graph as it is uploaded."""
+        from tinkex.client import loss_tracing
+
+        return loss_tracing.to_wire(self.name, self.graph)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for the same loss, whatever it is called."""
+        parts = [item.model_dump_json() for item in self.inputs] + [self.wire.model_dump_json()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def check(self, data: Sequence[Datum]) -> None:
+        """Refuse datums that it cannot be computed on."""
+        for index, datum in enumerate(data):
+            for item in self.inputs:
+                key = "target_tokens" if item.name == "logprobs" else item.name
+                if key not in datum.loss_fn_inputs:
+                    raise InvalidInputError(
+                        f"data[{index}].loss_fn_inputs has no {key!r}, which the loss {self.name!r} reads"
+                    )
+                shape = datum.loss_fn_inputs[key].dense_shape
+                if len(shape) != item.rank:
+                    raise InvalidInputError(
+                        f"data[{index}].loss_fn_inputs[{key!r}] has shape {list(shape)}, but the loss "
+                        f"{self.name!r} was created with rank {item.rank} for {item.name}"
+                    )
+
+    def run_here(
+        self, data: list[Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss as a server would compute it: once a datum, summed; metrics as their suffix says."""
+        import torch
+
+        from tinkex.client import loss_tracing
+
+        losses, totals = [], dict[str, float]()
+        for datum, given in zip(data, logprobs, strict=True):
+            inputs = [torch.tensor(datum.loss_fn_inputs[key].to_numpy()) for key in self.input_names]
+            loss, metrics = loss_tracing.run(self.name, self.graph, [given, *inputs])
+            losses.append(loss)
+            for key, value in metrics.items():
+                share = 1 / len(data) if key.endswith(":mean") else 1
+                totals[key] = totals.get(key, 0.0) + float(value.detach()) * share
+        return torch.stack(losses).sum(), totals
+
+    def explain(self, error: RequestFailedError) -> RequestFailedError:
+        """A server's complaint about one of the graph's nodes, with the line that it came from."""
+        for node in self.graph.graph.nodes:
+            if f"node {node.name!r}" in error.message and node.meta.get("line"):
+                message = f"{error.message} [in {self.name}, {node.meta['line']}]"
+                return RequestFailedError(message, error.request_id, error.category)
+        return error
+
+
+def traced(fn: PerDatumLossFn, input_ranks: Mapping[str, int]) -> LossHandle:
+    """A loss of no session yet; raises InvalidInputError for what cannot be traced."""
+    try:
+        from tinkex.client import loss_tracing
+    except ImportError:
+        raise TinkerError("create_custom_loss needs torch: pip install torch") from None
+    name, inputs, graph = loss_tracing.trace(fn, input_ranks)
+    handle = LossHandle(name, tuple(inputs), "", graph)
+    handle.wire  # noqa: B018  # now, so that what has no wire form is refused at the call
+    return handle
 
 
 def running_for() -> object | None:
@@ -59,40 +166,62 @@ def _with_weights(datum: Datum, weights: TensorData | None) -> Datum:
 
 
 def differentiate(
-    owner: object, loss_fn: CustomLossFnV1, data: Sequence[Datum], forward: ForwardBackwardOutput
+    owner: object,
+    loss_fn: CustomLossFnV1 | ArrayLoss,
+    data: Sequence[Datum],
+    forward: ForwardBackwardOutput,
 ) -> Gradients:
     """Run the user's loss on the logprobs of a forward pass. Blocks; call it off the loop."""
-    try:
-        import torch
-    except ImportError:
-        raise TinkerError("forward_backward_custom needs torch: pip install torch") from None
-    leaves = [
-        _leaf(torch, i, d, out) for i, (d, out) in enumerate(zip(data, forward.loss_fn_outputs, strict=True))
+    given = [
+        _logprobs(i, d, out) for i, (d, out) in enumerate(zip(data, forward.loss_fn_outputs, strict=True))
     ]
     _running.owner = owner
     try:
-        returned = loss_fn(list(data), leaves)
+        if isinstance(loss_fn, ArrayLoss):
+            loss, gradients, metrics = loss_fn.value_and_gradients(list(data), given)
+        else:
+            loss, gradients, metrics = torch_gradients(loss_fn, data, given)
     finally:
         _running.owner = None
-    loss, metrics = _checked(torch, returned)
-    if loss.requires_grad:
-        loss.backward()
-    weights = [
-        np.zeros(leaf.shape, np.float32) if leaf.grad is None else -leaf.grad.numpy() for leaf in leaves
-    ]
-    for index, array in enumerate(weights):
+    if not np.isfinite(loss):
+        raise InvalidInputError(f"the custom loss is {loss}, not a finite number")
+    weights = [-np.asarray(array, np.float32) for array in gradients]
+    for index, (array, right) in enumerate(zip(weights, given, strict=True)):
+        if array.shape != right.shape:
+            raise InvalidInputError(
+                f"the custom loss has a gradient of shape {list(array.shape)} for data[{index}], whose "
+                f"logprobs have {list(right.shape)}"
+            )
         if not np.isfinite(array).all():
             raise InvalidInputError(f"the custom loss has a gradient that is not finite, for data[{index}]")
-    return Gradients(weights, float(loss.detach()), metrics)
+    return Gradients(weights, float(loss), _checked_metrics(metrics))
 
 
-def _leaf(torch: Any, index: int, datum: Datum, output: Mapping[str, TensorData]) -> Any:
+def torch_gradients(
+    loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
+) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    """A torch function's loss, its derivative by each datum's logprobs, and its metrics."""
+    try:
+        import torch
+    except ImportError:
+        raise TinkerError("this custom loss needs torch: pip install torch") from None
+    leaves = [torch.tensor(array, dtype=torch.float32, requires_grad=True) for array in logprobs]
+    loss, metrics = _checked(torch, loss_fn(list(data), leaves))
+    if loss.requires_grad:
+        loss.backward()
+    gradients = [
+        np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves
+    ]
+    return float(loss.detach()), gradients, metrics
+
+
+def _logprobs(index: int, datum: Datum, output: Mapping[str, TensorData]) -> np.ndarray:
     wanted = datum.loss_fn_inputs["target_tokens"].dense_shape
     if "logprobs" not in output or output["logprobs"].dense_shape != wanted:
         raise TinkerError(
             f"the server's forward pass gave no logprobs of shape {list(wanted)} for data[{index}]"
         )
-    return torch.tensor(output["logprobs"].to_numpy(), dtype=torch.float32, requires_grad=True)
+    return output["logprobs"].to_numpy()
 
 
 def _checked(torch: Any, returned: Any) -> tuple[Any, dict[str, float]]:
@@ -103,9 +232,24 @@ def _checked(torch: Any, returned: Any) -> tuple[Any, dict[str, float]]:
     loss, metrics = returned
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InvalidInputError("a custom loss's first value must be a tensor with one element")
-    if not torch.isfinite(loss).all():
-        raise InvalidInputError(f"the custom loss is {float(loss.detach())}, not a finite number")
-    return loss.reshape(()), {str(key): float(value) for key, value in dict(metrics or {}).items()}
+    return loss.reshape(()), metrics
+
+
+def _checked_metrics(metrics: Any) -> dict[str, float]:
+    """A custom loss's metrics as numbers; None: it has none."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise InvalidInputError(
+            f"a custom loss's metrics must be a dict of numbers, got {type(metrics).__name__}"
+        )
+    checked = {}
+    for key, value in (metrics or {}).items():
+        try:
+            checked[str(key)] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidInputError(
+                f"a custom loss's metrics[{key!r}] must be a number, got {value!r:.80}"
+            ) from None
+    return checked
 
 
 def finished(output: ForwardBackwardOutput, gradients: Gradients) -> ForwardBackwardOutput:

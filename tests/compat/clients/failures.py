@@ -61,6 +61,10 @@ def training(service: Any) -> None:
     run = service.create_lora_training_client(MODEL, rank=2, seed=1)
     good, step = datum(target_tokens=[5, 6, 7, 8]), tinker.AdamParams(learning_rate=0.01)
     before = outputs(run.forward([good], "cross_entropy").result())
+    beyond = [5] * 300  # the model reads 256
+    long = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(beyond), loss_fn_inputs={"target_tokens": beyond}
+    )
     wrong = {
         "no such loss": ([good], "nonsense"),
         "no targets": ([datum(weights=[1.0] * 4)], "cross_entropy"),
@@ -69,6 +73,7 @@ def training(service: Any) -> None:
         "not a number": ([datum(target_tokens=[5, 6, 7, 8], weights=[float("nan")] * 4)], "cross_entropy"),
         "no advantages": ([good], "importance_sampling"),
         "bad chunk of two": ([good] * 1100 + [datum(target_tokens=[5])], "cross_entropy"),
+        "too long a sequence": ([good] * 1100 + [long], "cross_entropy"),
     }
     for name, (data, loss) in wrong.items():
         passing = run.forward_backward(data, loss)

@@ -96,7 +96,7 @@ def records(rest: Any, session: str, path: str) -> None:
     rest.assign_session_project(session, mine).result()
     copied = rest.copy_weights(path, mine, ttl_seconds=3600).result()
     say("copied", path=copied, rank=rest.get_weights_info_by_tinker_path(copied).result().lora_rank)
-    say("whoami", error=error_of(lambda: rest.whoami().result()), claims=jwt_claims(exchanged()))
+    say("whoami", who=rest.whoami().result().model_dump(mode="json"), claims=jwt_claims(exchanged()))
 
 
 def exchanged() -> str:

@@ -1,0 +1,373 @@
+"""Regularizers: weighted terms added to a loss of the target logprobs, each with its own value and gradient.
+
+A term is a function of a batch's datums and logprobs that gives a number and its derivative by every logprob;
+the built-in ones do so in closed form, in numpy: no torch. Promises: the gradient is that of the weighted
+sum, and every term's value and gradient norm are among the metrics. Sees what a client sees, logprobs of
+target tokens: no weights of the model, and no other token's probability. docs/losses.md has the formulas.
+
+    >>> loss = regularized("cross_entropy", [0.01 * l2(around="ref_logprobs"), -0.001 * entropy()])
+    >>> run.forward_backward_custom(data, loss).result().metrics["reg/l2/value"]      # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossHandle, torch_gradients
+from tinkex.errors import InvalidInputError
+from tinkex.types.data import Datum
+
+Batch = Sequence[Datum]
+Arrays = Sequence[np.ndarray]
+TermFn = Callable[[Batch, Arrays], tuple[float, list[np.ndarray]]]
+# Of one datum: its number, itself and its logprobs; gives each position's value and its derivative.
+Formula = Callable[[int, Datum, np.ndarray], tuple[np.ndarray, np.ndarray]]
+Pairs = Sequence[tuple[int, int]]
+Targets = Literal["sampled", "enumerated"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of a regularized loss: `compute(data, logprobs)` gives its value and its gradients.
+
+    Multiply it by a number to weigh it: `0.1 * l2()`.
+    """
+
+    name: str
+    compute: TermFn
+    weight: float = 1.0
+
+    def __rmul__(self, factor: float) -> Term:
+        if isinstance(factor, bool) or not isinstance(factor, int | float | np.number):
+            return NotImplemented
+        return replace(self, weight=self.weight * float(factor))
+
+    __mul__ = __rmul__
+
+    def named(self, name: str) -> Term:
+        """The same under another name, where one loss has two of a kind."""
+        return replace(self, name=name)
+
+
+class Regularized:
+    """A loss and its terms: what `regularized` makes and `forward_backward_custom` takes."""
+
+    def __init__(self, loss: Any, terms: Sequence[Term]) -> None:
+        self._base = _base(loss)
+        self.terms = tuple(terms)
+        names = [term.name for term in self.terms if isinstance(term, Term)]
+        if len(names) < len(self.terms):
+            raise InvalidInputError(f"terms must be Term objects (l2(), 0.1 * kl(), …), got {list(terms)!r}")
+        if len(set(names)) < len(names):
+            raise InvalidInputError(f"terms must have different names, got {names}; see Term.named")
+
+    def value_and_gradients(
+        self, data: Batch, logprobs: Arrays
+    ) -> tuple[float, list[np.ndarray], dict[str, float]]:
+        """The weighted sum of it all, its derivative by the logprobs, and what each part came to."""
+        total, slopes, metrics = self._base(data, logprobs)
+        gradients = [np.array(slope, np.float64) for slope in slopes]
+        metrics = {**metrics, "base/value": float(total), "base/grad_norm": _norm(gradients)}
+        for term in self.terms:
+            value, slopes = term.compute(data, logprobs)
+            weighted = [term.weight * np.asarray(slope, np.float64) for slope in slopes]
+            if [w.shape for w in weighted] != [g.shape for g in gradients]:
+                raise InvalidInputError(
+                    f"the term {term.name!r} gave gradients of shapes {[list(w.shape) for w in weighted]}; "
+                    f"the logprobs have {[list(g.shape) for g in gradients]}"
+                )
+            total += term.weight * value
+            gradients = [g + w for g, w in zip(gradients, weighted, strict=True)]
+            metrics[f"reg/{term.name}/value"] = float(value)
+            metrics[f"reg/{term.name}/grad_norm"] = _norm(weighted)
+        return float(total), gradients, metrics
+
+
+def regularized(
+    loss: Literal["cross_entropy"] | CustomLossFnV1 | LossHandle | ArrayLoss | None, terms: Sequence[Term]
+) -> Regularized:
+    """A loss plus weighted terms, for `forward_backward_custom`.
+
+    `loss` is "cross_entropy", a torch function, a LossHandle (run here), an object that knows its gradients,
+    or None: only the terms, for a loss that the server computes in a pass of its own (gradients add up).
+    """
+    return Regularized(loss, terms)
+
+
+def _base(loss: Any) -> Callable[[Batch, Arrays], tuple[float, list[np.ndarray], dict[str, float]]]:
+    if loss is None:
+        return lambda data, logprobs: (0.0, [np.zeros_like(x) for x in logprobs], {})
+    if loss == "cross_entropy":
+        return _cross_entropy
+    if isinstance(loss, ArrayLoss):
+        return loss.value_and_gradients
+    if isinstance(loss, LossHandle) or callable(loss):
+        return lambda data, logprobs: _by_autograd(loss, data, logprobs)
+    raise InvalidInputError(
+        f'regularized takes "cross_entropy", a function, a LossHandle, an ArrayLoss or None, got {loss!r}. '
+        "For another loss of the server's, call forward_backward with it, then forward_backward_custom with "
+        "regularized(None, terms): the gradients add up"
+    )
+
+
+def _by_autograd(
+    loss: Any, data: Batch, logprobs: Arrays
+) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    if isinstance(loss, LossHandle):
+        loss.check(data)
+        return torch_gradients(loss.run_here, data, logprobs)
+    return torch_gradients(loss, data, logprobs)
+
+
+def _cross_entropy(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    weights = [
+        datum.loss_fn_inputs["weights"].to_numpy() if "weights" in datum.loss_fn_inputs else np.ones_like(x)
+        for datum, x in zip(data, logprobs, strict=True)
+    ]
+    value = -sum(float(np.sum(w * x, dtype=np.float64)) for w, x in zip(weights, logprobs, strict=True))
+    return value, [-w for w in weights], {}
+
+
+def _norm(arrays: Arrays) -> float:
+    return float(np.sqrt(sum(float(np.sum(a.astype(np.float64) ** 2)) for a in arrays)))
+
+
+# -- terms of single tokens ------------------------------------------------------------------------------
+
+
+def l1(*, around: str | None = None, mask: str | None = "weights", mean: bool = False) -> Term:
+    """Σ |d|, d the logprobs, or their distance from those in `loss_fn_inputs[around]`."""
+    return _per_token("l1", lambda i, datum, x: _l1(x - _reference(i, datum, around, x)), mask, mean)
+
+
+def l2(*, around: str | None = None, mask: str | None = "weights", mean: bool = False) -> Term:
+    """Σ d², d as for l1."""
+    return _per_token("l2", lambda i, datum, x: _l2(x - _reference(i, datum, around, x)), mask, mean)
+
+
+def elastic_net(
+    l1_ratio: float = 0.5, *, around: str | None = None, mask: str | None = "weights", mean: bool = False
+) -> Term:
+    """Σ l1_ratio·|d| + (1 - l1_ratio)·d², d as for l1."""
+    if not 0 <= l1_ratio <= 1:
+        raise InvalidInputError(f"l1_ratio must be in [0, 1], got {l1_ratio!r}")
+
+    def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        distance = x - _reference(index, datum, around, x)
+        (first, slope1), (second, slope2) = _l1(distance), _l2(distance)
+        return (
+            l1_ratio * first + (1 - l1_ratio) * second,
+            l1_ratio * slope1 + (1 - l1_ratio) * slope2,
+        )
+
+    return _per_token("elastic_net", formula, mask, mean)
+
+
+def entropy(targets: Targets = "sampled", *, mask: str | None = "weights", mean: bool = False) -> Term:
+    """The model's entropy; weigh it negatively to raise it.
+
+    sampled: targets were drawn from the model. Value -x, with the score-function gradient -x.
+    enumerated: targets list the candidates ([N, K]). Value -eˣx.
+    """
+
+    def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if targets == "sampled":
+            return -x, -x
+        p = np.exp(x)
+        return -p * x, -p * (1 + x)
+
+    _check_choice("targets", targets, ("sampled", "enumerated"))
+    return _per_token("entropy", formula, mask, mean)
+
+
+def kl(
+    direction: Literal["reverse", "forward"] = "reverse",
+    targets: Targets = "sampled",
+    *,
+    reference: str = "ref_logprobs",
+    mask: str | None = "weights",
+    mean: bool = False,
+) -> Term:
+    """The divergence from a reference whose logprobs r of the same targets are in `loss_fn_inputs`.
+
+    reverse is KL(model‖reference), forward KL(reference‖model). sampled: targets were drawn from the first of
+    the two; reverse x - r with the score-function gradient x - r, forward r - x. enumerated: targets list the
+    candidates ([N, K]); reverse eˣ(x - r), forward eʳ(r - x).
+    """
+
+    def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        r = _reference(index, datum, reference, x)
+        match direction, targets:
+            case "reverse", "sampled":
+                return x - r, x - r
+            case "forward", "sampled":
+                return r - x, -np.ones_like(x)
+            case "reverse", _:
+                p = np.exp(x)
+                return p * (x - r), p * (x - r + 1)
+            case _:
+                q = np.exp(r)
+                return q * (r - x), -q
+
+    _check_choice("direction", direction, ("reverse", "forward"))
+    _check_choice("targets", targets, ("sampled", "enumerated"))
+    return _per_token(f"kl_{direction}", formula, mask, mean)
+
+
+def _l1(distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.abs(distance), np.sign(distance)
+
+
+def _l2(distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return distance**2, 2 * distance
+
+
+def _per_token(name: str, formula: Formula, mask: str | None, mean: bool) -> Term:
+    """A term that is a sum (or mean) over the positions that count."""
+
+    def compute(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray]]:
+        total, count, gradients = 0.0, 0, []
+        for index, (datum, given) in enumerate(zip(data, logprobs, strict=True)):
+            keep = _counted(datum, mask, given)
+            value, slope = formula(index, datum, given.astype(np.float64))
+            total += float(np.sum(value, where=keep))
+            count += int(keep.sum())
+            gradients.append(np.where(keep, slope, 0.0))
+        scale = 1.0 / max(count, 1) if mean else 1.0
+        return total * scale, [gradient * scale for gradient in gradients]
+
+    return Term(name, compute)
+
+
+def _counted(datum: Datum, mask: str | None, logprobs: np.ndarray) -> np.ndarray:
+    """Which positions count: those whose `mask` is not zero, or all where there is none."""
+    if mask is None or mask not in datum.loss_fn_inputs:
+        return np.ones(logprobs.shape, bool)
+    return np.broadcast_to(datum.loss_fn_inputs[mask].to_numpy() != 0, logprobs.shape)
+
+
+def _reference(index: int, datum: Datum, key: str | None, x: np.ndarray) -> np.ndarray:
+    if key is None:
+        return np.zeros_like(x)
+    if key not in datum.loss_fn_inputs:
+        raise InvalidInputError(
+            f"data[{index}].loss_fn_inputs has no {key!r}, the reference logprobs that a regularizer reads"
+        )
+    reference = datum.loss_fn_inputs[key].to_numpy()
+    if reference.shape != x.shape:
+        raise InvalidInputError(
+            f"data[{index}].loss_fn_inputs[{key!r}] has shape {list(reference.shape)}, the logprobs have "
+            f"{list(x.shape)}"
+        )
+    return reference.astype(np.float64)
+
+
+def _check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
+
+
+# -- terms of pairs of datums ----------------------------------------------------------------------------
+
+
+def consistency(
+    pairs: Pairs | None = None,
+    *,
+    per: Literal["token", "sequence"] = "token",
+    mask: str | None = "weights",
+) -> Term:
+    """Σ over pairs of (x - y)², token by token, or of the two mean logprobs (`per="sequence"`).
+
+    `pairs` are numbers of datums; without them, each datum is paired with the one after it: 0-1, 2-3, …
+    """
+    _check_choice("per", per, ("token", "sequence"))
+
+    def of_pair(x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        if per == "sequence":
+            gap = x.mean() - y.mean()
+            return gap**2, np.full(x.shape, 2 * gap / x.size), np.full(y.shape, -2 * gap / y.size)
+        return float(np.sum((x - y) ** 2)), 2 * (x - y), 2 * (y - x)
+
+    return _per_pair("consistency", of_pair, pairs, mask, neighbours=True, equal=per == "token")
+
+
+def orthogonality(pairs: Pairs | None = None, *, mask: str | None = "weights") -> Term:
+    """Σ over pairs of cos²(x, y) of two datums' logprobs; without `pairs`, over all pairs of the batch."""
+
+    def of_pair(x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        lengths = float(np.linalg.norm(x) * np.linalg.norm(y))
+        if lengths == 0:
+            return 0.0, np.zeros_like(x), np.zeros_like(y)
+        cosine = float(x @ y) / lengths
+        return (
+            cosine**2,
+            2 * cosine * (y / lengths - cosine * x / (x @ x)),
+            2 * cosine * (x / lengths - cosine * y / (y @ y)),
+        )
+
+    return _per_pair("orthogonality", of_pair, pairs, mask, neighbours=False, equal=True)
+
+
+def _per_pair(
+    name: str,
+    of_pair: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray, np.ndarray]],
+    pairs: Pairs | None,
+    mask: str | None,
+    *,
+    neighbours: bool,
+    equal: bool,
+) -> Term:
+    """A term that is a sum over pairs of datums, of the logprobs that count in each."""
+
+    def compute(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray]]:
+        keeps = [_counted(datum, mask, x) for datum, x in zip(data, logprobs, strict=True)]
+        counted = [x.astype(np.float64)[keep] for x, keep in zip(logprobs, keeps, strict=True)]
+        gradients, total = [np.zeros(x.shape) for x in logprobs], 0.0
+        for i, j in _pairs(name, pairs, len(logprobs), neighbours):
+            sizes = counted[i].size, counted[j].size
+            if 0 in sizes or (equal and sizes[0] != sizes[1]):
+                wanted = "as many of both must" if equal else "some of both must"
+                raise InvalidInputError(
+                    f"{name} compares data[{i}] and data[{j}], of which {sizes[0]} and {sizes[1]} positions "
+                    f"count; {wanted}"
+                )
+            value, slope_i, slope_j = of_pair(counted[i], counted[j])
+            total += value
+            gradients[i][keeps[i]] += slope_i
+            gradients[j][keeps[j]] += slope_j
+        return total, gradients
+
+    return Term(name, compute)
+
+
+def _pairs(name: str, pairs: Pairs | None, count: int, neighbours: bool) -> list[tuple[int, int]]:
+    if pairs is None and not neighbours:
+        return list(itertools.combinations(range(count), 2))
+    if pairs is None:
+        if count % 2:
+            raise InvalidInputError(
+                f"{name} pairs each datum with the next, but there are {count}; give pairs"
+            )
+        return [(i, i + 1) for i in range(0, count, 2)]
+    for i, j in pairs:
+        if not (0 <= i < count and 0 <= j < count and i != j):
+            raise InvalidInputError(f"{name}: the pair ({i}, {j}) is not two of the {count} datums")
+    return list(pairs)
+
+
+# -- terms of one's own ----------------------------------------------------------------------------------
+
+
+def from_torch(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:
+    """A term from a torch function `fn(data, logprobs) -> scalar`; its gradient is autograd's."""
+
+    def compute(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray]]:
+        value, gradients, _ = torch_gradients(lambda d, x: (fn(d, x), {}), data, logprobs)
+        return value, gradients
+
+    return Term(name, compute)
