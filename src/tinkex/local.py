@@ -8,17 +8,28 @@ and process, shared by every ServiceClient and started by the first call. Inject
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
+import os
 import sys
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from tinkex import tracing
+from tinkex.client import loop as background
 from tinkex.client.connection import Connection
 from tinkex.config import Settings
+from tinkex.engine.protocol import Engine
 from tinkex.errors import Request, Response, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
+from tinkex.service.streams import SampleEvents
+from tinkex.types.sampling import SampleEvent, SampleRequest
+from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 NOT_INSTALLED = (
@@ -27,14 +38,17 @@ NOT_INSTALLED = (
     "server"
 )
 
+EXIT_PATIENCE = 10.0  # seconds that an engine has to end its step when the process ends
+
 
 class LocalTransport:
     """Calls a service directly. It is started by the first call, on the client's background loop."""
 
     base_url = ""
 
-    def __init__(self, service: Service, caller: Caller | None = None) -> None:
+    def __init__(self, service: Service, caller: Caller | None = None, *, only_look: bool = False) -> None:
         self._service = service
+        self._begin = service.look if only_look else service.start
         self._caller = caller or Caller(user="local", same_machine=True)
         self._starting: asyncio.Task[None] | None = None
 
@@ -47,22 +61,49 @@ class LocalTransport:
         ready: bool = False,
         method: str = "",
         retry: Any = None,
+        owner: str = "",
+        observe: Any = None,
+        place: Any = None,
     ) -> Any:
         if not self._service.ready:
             await self._start()
         try:
-            return await self._service.call(op, request, self._caller)
+            with tracing.span(f"transport {op.name}", within=True):
+                return await self._service.call(op, request, self._caller)
         except Refusal as refusal:
-            response = Response(refusal.status, {}, refusal.message, Request(op.method, op.name))
-            raise status_error(refusal.message, response) from None
+            raise _status_error(op, refusal) from None
+
+    async def stream(
+        self, request: SampleRequest, *, retry: Any = None, observe: Any = None
+    ) -> AsyncGenerator[SampleEvent, None]:
+        if not self._service.ready:
+            await self._start()
+        try:
+            with tracing.span(f"transport {ops.STREAM_SAMPLE.name}", within=True):
+                events = await SampleEvents.open(self._service, request, self._caller)
+        except Refusal as refusal:
+            raise _status_error(ops.STREAM_SAMPLE, refusal) from None
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def _start(self) -> None:
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.get_running_loop().create_task(self._service.start())
+            self._starting = asyncio.get_running_loop().create_task(self._begin())
         await asyncio.shield(self._starting)
 
     async def aclose(self) -> None:
         """The service outlives its clients: it is the process's."""
+
+    def engines(self) -> list[Engine]:
+        """Those that are loaded."""
+        models = self._service.core.engines if self._service.core is not None else ()
+        return [model.engine for model in models if model.engine is not None]
+
+
+def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
+    response = Response(refusal.status, {}, refusal.message, Request(op.method, op.name))
+    return status_error(refusal.message, response)
 
 
 def service_config(settings: Settings) -> ServiceConfig:
@@ -79,6 +120,18 @@ def service_config(settings: Settings) -> ServiceConfig:
 _transports: dict[Path, LocalTransport] = {}
 
 
+@atexit.register
+def _stop_engines() -> None:
+    """At exit: an engine that computes while the interpreter goes away would abort the process."""
+    if background._owner_pid != os.getpid():
+        return  # a forked child: its engines are its parent's
+    for transport in _transports.values():
+        for engine in transport.engines():
+            closing = threading.Thread(target=engine.close, daemon=True)
+            closing.start()
+            closing.join(EXIT_PATIENCE)
+
+
 def connection(settings: Settings) -> Connection:
     """The connection of a ServiceClient that was given neither a key nor a URL."""
     home = settings.home.absolute()
@@ -91,3 +144,8 @@ def connection(settings: Settings) -> Connection:
             file=sys.stderr,
         )
     return Connection(_transports[home], settings)
+
+
+def look(settings: Settings) -> Connection:
+    """A connection to what is in the home, for commands: takes nothing up, and needs no engine installed."""
+    return Connection(LocalTransport(Service(service_config(settings)), only_look=True), settings)

@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,16 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Iterator[Served]:
     """One server for the whole session: every script is a tenant of its own."""
+    with serving({MODEL: model_directory}, tmp_path_factory.mktemp("home")) as (url, said):
+        yield Served(url, model_directory, said)
+
+
+@contextmanager
+def serving(models: dict[str, Path], home: Path) -> Iterator[tuple[str, list[str]]]:
+    """A `tinkex serve` process: its URL, and what it has said. It must end cleanly, without a traceback."""
     command = [
-        sys.executable, "-m", "tinkex.cli", "serve", "--model", f"{MODEL}={model_directory}",
-        "--port", "0", "--home", str(tmp_path_factory.mktemp("home")), "--device", "cpu", "--drain", "0.5",
+        sys.executable, "-m", "tinkex.cli", "serve", *(f"--model={name}={models[name]}" for name in models),
+        "--port", "0", "--home", str(home), "--device", "cpu", "--drain", "0.5",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
@@ -86,8 +94,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> I
         pytest.fail(f"the server did not start:\n{''.join(said)}")
     reader = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
     reader.start()
-    yield Served(found.group(1), model_directory, said)
-    process.terminate()
-    assert process.wait(30) == 0, "".join(said)[-4000:]
+    try:
+        yield found.group(1), said
+    finally:
+        process.terminate()
+        ended = process.wait(30)
+    assert ended == 0, "".join(said)[-4000:]
     reader.join(5)
     assert "Traceback" not in "".join(said), "".join(said)[-4000:]

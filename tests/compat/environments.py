@@ -16,6 +16,8 @@ DIRECTORIES = {
     "tinker-0.13.1": ".venv-tinker-0.13.1",
     "tinker-0.4.1": ".venv-tinker-0.4.1",
     "openai": ".venv-openai",
+    "cookbook": ".venv-cookbook",
+    "cookbook-tinkex": ".venv-cookbook-tinkex",
 }
 
 
@@ -23,5 +25,6 @@ def interpreter(client: str) -> Path:
     """The Python that has `client` installed; the test is skipped where there is none."""
     directory = ROOT / DIRECTORIES[client]
     if not (directory / ".ready").exists():
-        pytest.skip(f"no environment with {client} here: `make compat-env` creates {directory.name}")
+        target = "cookbook-env" if client.startswith("cookbook") else "compat-env"
+        pytest.skip(f"no environment with {client} here: `make {target}` creates {directory.name}")
     return directory / "bin" / "python"

@@ -39,6 +39,7 @@ PASSES = {
     "not a number": "nan",
     "no advantages": "importance_sampling",
     "bad chunk of two": "[1]",
+    "too long a sequence": "300",
 }
 
 
@@ -89,11 +90,12 @@ def test_wrong_saves(facts: dict[str, dict[str, Any]]) -> None:
 
 
 def test_a_refused_loss_says_so(facts: dict[str, dict[str, Any]]) -> None:
-    assert "stable_reinforce" in facts["refused"]["error"]["message"]
+    error = facts["refused"]["error"]
+    assert "stable_reinforce" in error["message"]
+    assert (error["type"], error["category"]) == ("RequestFailedError", "user")
 
 
-@pytest.mark.xfail(
-    reason="a 4xx on a batch of several requests leaves the official client stuck", strict=True
-)
-def test_a_step_after_a_refused_loss_does_not_hang(facts: dict[str, dict[str, Any]]) -> None:
-    assert facts["after a refusal"]["error"]["type"] != "TimeoutError"
+def test_a_step_after_a_refused_loss_fails_at_once(facts: dict[str, dict[str, Any]]) -> None:
+    error = facts["after a refusal"]["error"]
+    assert (error["type"], error["category"]) == ("RequestFailedError", "user")
+    assert "no step was taken" in error["message"]

@@ -101,9 +101,10 @@ def test_records(facts: dict[str, dict[str, Any]]) -> None:
     sizes = {c["id"]: c["size"] for c in facts["checkpoints"]["of_run"]}
     assert (facts["storage"]["counts"], facts["storage"]["sizes"]) == ([2], [sum(sizes.values())])
     assert {"forward_backward", "optim_step", "sample", "save_weights"} <= set(facts["trace"]["names"])
-    # the client reads who it is from a token, which it asks for only where the server's settings say so
-    assert "requires JWT auth" in facts["whoami"]["error"]["message"]
     claims = facts["whoami"]["claims"]
+    who = facts["whoami"]["who"]  # which the client reads from a token
+    assert (who["user_urn"], who["email"]) == (claims["sub"], claims["email"])
+    assert who["org_urn"] == f"tml:organization:{claims['org_id']}"
     assert claims["exp"] > claims["iat"]
     assert claims["sub"]
     assert claims["org_id"]

@@ -186,7 +186,7 @@ def test_13_passes_are_executed_by_number_and_repeats_are_recognised(caller: Cal
     status, _, body = caller.ask("POST", "forward_backward", second, {"X-Idempotency-Key": uuid.uuid4().hex})
     assert (status, json.loads(body)["request_id"]) == (200, promises[0]["request_id"])
     first = caller.post("forward_backward", **_pass(run, 1, [1, 2, 3]))
-    assert caller.result(promises[1])["metrics"]["step"] == 1
+    assert caller.result(promises[1])["metrics"]["optimizer_step"] == 1
     assert (
         len(caller.result(first)["loss_fn_outputs"])
         == len(caller.result(promises[0])["loss_fn_outputs"])

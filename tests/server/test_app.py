@@ -345,7 +345,10 @@ def test_metrics_count_what_happened(start: Callable[..., Running]) -> None:
     run = server.open_run()
     server.result(server.ask("POST", "/api/v1/forward_backward", pass_body(run, 1), PROTO).json)
     server.result(server.post("optim_step", model_id=run, seq_id=2, adam_params={}))
-    server.result(server.post("asample", **sample_body(server.open_sampler(), 0)))
+    sampler = server.open_sampler()
+    server.result(server.post("asample", **sample_body(sampler, 0)))
+    wrong = {"prompt": {"chunks": [{"tokens": [100_000]}]}}
+    server.result(server.post("asample", **{**sample_body(sampler, 1), **wrong}))
     text = server.ask("GET", "/metrics", key=None).body.decode()
     for line in (
         'tinkex_requests_total{op="forward_backward",status="200"} 1.0',
@@ -353,6 +356,9 @@ def test_metrics_count_what_happened(start: Callable[..., Running]) -> None:
         'tinkex_wait_seconds_count{op="forward_backward"} 1.0',
         'tinkex_tokens_total{kind="training"} 4.0',
         'tinkex_tokens_total{kind="sampled"} 4.0',
+        'tinkex_failures_total{category="user"} 1.0',
+        'tinkex_sample_seconds_bucket{le="+Inf"} 2.0',
+        "tinkex_sample_seconds_count 2.0",
         f'tinkex_queue_depth{{model="{MODEL}"}} 0.0',
         f'tinkex_engine_kv_pages_used{{model="{MODEL}"}} 0.0',
     ):

@@ -15,7 +15,7 @@ from tests.server.conftest import KEY, OTHER_KEY, Running
 from tinkex.server import auth as module
 from tinkex.server.auth import Auth, hash_key, new_key
 from tinkex.server.serve import Server, StartError
-from tinkex.server.signing import Signer, derive, home_secret
+from tinkex.server.signing import Signer, WeightsTokens, derive, home_secret
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
 
@@ -226,3 +226,41 @@ def test_tokenizer_files(server: Running, tokenizer_dir: Path) -> None:
         assert server.ask("GET", f"/api/v1/models/m/base/tokenizer/{file}").status == 404, file
     assert server.ask("GET", "/api/v1/models/none/tokenizer/tokenizer.json").status == 404
     assert server.ask("GET", "/api/v1/models/m/base/tokenizer/tokenizer.json", key=None).status == 401
+
+
+# -- weights of others -----------------------------------------------------------------------------------
+
+
+def test_a_weights_token_opens_one_run_for_a_while() -> None:
+    tokens, later = WeightsTokens(SECRET), time.time() + 60
+    token = tokens.issue("a:train:0", later)
+    assert tokens.opened(token) == "a:train:0"
+    assert tokens.opened(tokens.issue("a:train:0", time.time() - 1)) is None
+    expires, signature, run = token.split(".")
+    for bad in (
+        "", "..", f"{expires}.{signature}.b:train:0", f"{int(expires) + 1}.{signature}.{run}",
+        f"{expires}..{run}", f"{expires}.\u00fc.{run}", f"{'9' * 40}.{signature}.{run}",
+        WeightsTokens(b"another").issue(run, later),
+    ):  # fmt: skip
+        assert tokens.opened(bad) is None, bad
+
+
+def test_weights_are_read_with_a_token_in_the_header(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start()
+    run = server.open_run()
+    path = server.result(server.post("save_weights", model_id=run, seq_id=1, path="w")).json["path"]
+    other = server.open_run()
+    unshared = server.result(server.post("save_weights", model_id=other, seq_id=1, path="w")).json["path"]
+    tokens = WeightsTokens(home_secret(tmp_path / "home"))
+    token = {"x-tinker-weights-access-token": tokens.issue(run, time.time() + 60)}
+
+    def info(path: str, headers: dict[str, str]) -> int:
+        body = {"tinker_path": path}
+        return server.ask("POST", "/api/v1/weights_info", body, headers, key=OTHER_KEY).status
+
+    assert (info(path, {}), info(path, token), info(unshared, token)) == (404, 200, 404)
+    place = f"/api/v1/training_runs/{run}/checkpoints/weights/w"
+    assert server.ask("DELETE", place, headers=token, key=OTHER_KEY).status == 404  # to read, not to change
+    copying = {"source_path": path, "destination_project_id": "p"}
+    copied = server.ask("POST", "/api/v1/copy_weights", copying, token, key=OTHER_KEY)
+    assert info(copied.json["tinker_path"], {}) == 200

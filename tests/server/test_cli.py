@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
@@ -128,6 +129,33 @@ def test_ctrl_c_ends_it_with_success_and_frees_the_home(tmp_path: Path, processe
     assert first.wait(20) == 0
     _, url = serve(processes, tmp_path)
     assert get(url, "/api/v1/healthz", "tml-x") == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_models_are_loaded_ends_it_and_frees_the_home(
+    tmp_path: Path, processes: list[Any], number: signal.Signals
+) -> None:
+    (tmp_path / "model").mkdir()
+    os.mkfifo(tmp_path / "model" / "config.json")  # nobody writes to it: loading never ends
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["serve", "--model", f"m={tmp_path / 'model'}", "--home", str(tmp_path / "home"), "--port"]
+    process = subprocess.Popen(
+        [*TINKEX, *command, str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=clean_env(),
+    )  # fmt: skip
+    processes.append(process)
+    deadline, status = time.monotonic() + 30, 0
+    while status != 503 and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            status = get(f"http://127.0.0.1:{port}", "/api/v1/healthz", "tml-x")
+        time.sleep(0.05)
+    assert status == 503  # it answers, and says that it is not ready
+    process.send_signal(number)
+    said, complained = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, "")
+    assert "Traceback" not in complained
+    serve(processes, tmp_path / "home")
 
 
 @pytest.mark.parametrize(

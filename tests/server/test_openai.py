@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.server.conftest import MODEL, Running
+from tinkex.engine.fake import EOS
 from tinkex.server.openai_text import TextStream
 
 BEARER = {"authorization": "Bearer tml-alice"}
@@ -248,3 +249,24 @@ def test_pieces_joined_are_the_text_up_to_the_stop(text: str, cuts: list[int], s
     ends = [at for s in stop if (at := text.find(s)) >= 0]
     assert "".join(said) == text[: min(ends, default=len(text))]
     assert stream.text == "".join(said)
+
+
+# -- the end of a sequence -------------------------------------------------------------------------------
+
+
+def test_the_end_of_sequence_token_is_in_no_text_though_no_special_one(
+    server: Running, tokenizer_dir: Any
+) -> None:
+    end = AutoTokenizer.from_pretrained(tokenizer_dir).decode([EOS], skip_special_tokens=True)
+    assert end  # the tokenizer would show it
+    asked = {"max_tokens": 200, "n": 16}
+    choices = complete(server, **asked)["choices"]
+    ended = [choice["index"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert ended
+    assert not any(end in choice["text"] for choice in choices)
+    body = {"model": MODEL, "prompt": "hello", "seed": 1, "stream": True, **asked}
+    said: dict[int, str] = {}
+    for chunk in chunks(ask(server, "completions", body).body):
+        for choice in chunk["choices"]:
+            said[choice["index"]] = said.get(choice["index"], "") + choice["text"]
+    assert said == {choice["index"]: choice["text"] for choice in choices}

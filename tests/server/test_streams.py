@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.conftest import KEY, Running
+from tests.service.harness import User, serving
 from tinkex.server import streams
+from tinkex.service.streams import SampleEvents
+from tinkex.types.data import ModelInput
+from tinkex.types.params import SamplingParams
+from tinkex.types.sampling import SampleRequest
 
 
 def body(sampler: str, **more: Any) -> dict[str, Any]:
@@ -83,10 +92,57 @@ def test_a_client_that_leaves_stops_the_work(server: Running) -> None:
     assert server.ask("GET", "/api/v1/healthz").status == 200
 
 
+def test_one_that_has_to_wait_is_answered_at_once_and_told_why(start: Callable[..., Running]) -> None:
+    """M3: the head comes with the acceptance, not with the first token; then why it waits, then tokens."""
+    server = start(samples_in_flight=1, long_poll=0.1)
+    sampler = server.open_sampler()
+    first, second = server.connect(), server.connect()
+    forever = json.dumps(body(sampler, num_samples=1, sampling_params={"max_tokens": 2000, "stop": []}))
+    first.request("POST", "/api/v1/stream_sample", forever, KEY)
+    running = first.getresponse()
+    assert running.read(20)
+    second.request("POST", "/api/v1/stream_sample", json.dumps(body(sampler, seq_id=1)), KEY)
+    waiting = second.getresponse()
+    assert waiting.status == 200
+    assert waiting.readline() == b"event: queue\n"
+    state = json.loads(waiting.readline().removeprefix(b"data: "))
+    assert state["queue_state"] == "paused_capacity"
+    assert "wait for room" in state["queue_state_reason"]
+    running.close()
+    first.close()
+    names = [name for name, _ in events(waiting.read())]
+    assert names[-1] == "done"
+    assert set(names) <= {"queue", "tokens", "done"}
+    second.close()
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -> None:
+    """A client may be gone before the first byte: what was accepted for it must not go on for ever."""
+    async with serving(tmp_path / "home") as service:
+        user = User(service, "ann")
+        sampler = await user.sampler(await user.session())
+        params = SamplingParams(max_tokens=50, stop=[])
+        request = SampleRequest(ModelInput.from_ints([1]), params, 1, sampler)
+        events = await SampleEvents.open(service, request, user.caller)
+        response = streams._Streamed(events)
+
+        async def broken(*_: Any) -> Any:
+            raise OSError("nobody is there")
+
+        with contextlib.suppress(Exception):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, broken, broken)
+        assert events._over
+        assert not [event async for event in events]
+        for _ in range(200):
+            if not service.samplers._tasks:
+                break
+            await asyncio.sleep(0.01)
+        assert not service.samplers._tasks
+
+
 @pytest.mark.anyio
 async def test_silence_is_filled_with_comments() -> None:
-    import asyncio
-
     async def slow():
         yield b"first"
         await asyncio.sleep(0.15)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
 
-from tests.service.harness import Failed, User, found, serving
+from tests.service.harness import Failed, User, datum, found, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.service import core as core_module
-from tinkex.service.refusal import Refusal
+from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.types import checkpoints, sessions
 from tinkex.wire import ops
@@ -142,6 +144,23 @@ async def test_a_copy_is_ones_own(service: Service, home: Path):
     assert await bob.status_of(ops.COPY_WEIGHTS, nowhere) == 422
 
 
+async def test_a_copy_into_a_project_is_made_once_however_often_it_is_asked_for(service: Service, home: Path):
+    user = User(service)
+    path = await user.save(await user.run(), 1, "c")
+    request = checkpoints.CopyWeightsRequest(source_path=path, destination_project_id="p")
+
+    async def copied(user: str, attempt: str) -> str:
+        return (await service.call(ops.COPY_WEIGHTS, request, Caller(user, attempt=attempt))).tinker_path
+
+    first, again = await asyncio.gather(copied("ann", "one"), copied("ann", "one"))
+    assert first == again == await copied("ann", "one")
+    assert len(found(home, "adapter_model.safetensors")) == 2
+    others = {await copied("ann", "two"), await copied("ann", ""), await copied("ann", "")}
+    assert len({first, *others}) == 4
+    await user.call(ops.PUBLISH_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+    assert await copied("bob", "one") not in {first, *others}  # another's key means nothing
+
+
 async def test_an_export_has_links_to_its_files(user: User):
     run = await user.run()
     request = checkpoints.SaveWeightsExternalRequest(model_id=run, path="e", seq_id=1)
@@ -183,27 +202,54 @@ async def test_an_encrypted_export_can_be_read_by_its_recipients_alone(user: Use
     assert await user.status_of(ops.SAVE_WEIGHTS_EXTERNAL, many) == 422
 
 
+def quota(service: Service, beyond: int) -> int:
+    """A quota of what is there now and `beyond`, from now on."""
+    files = [file for file in service.core.home.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files) + beyond
+    service.core.config = replace(service.core.config, disk_quota=size)
+    return size
+
+
 async def test_the_quota_is_honoured_and_deleting_makes_room(home: Path):
-    async with serving(home, disk_quota=5000) as service:
+    async with serving(home) as service:
         user = User(service)
-        run = await user.run()
+        run = await user.run(rank=1024)  # its checkpoints are far larger than what the ledger may grow by
         first = await user.save(run, 1, "a")
+        size = sum(file.stat().st_size for file in found(home, "weights/a/*"))
+        allowed = quota(service, beyond=3 * size // 2)
         await user.save(run, 2, "b")
-        with pytest.raises(Failed, match="of the 5000 bytes allowed") as failed:
+        with pytest.raises(Failed, match=f"of the {allowed} bytes allowed") as failed:
             await user.save(run, 3, "c")
         assert failed.value.category == "user"
         assert [p.name for p in found(home, "weights/*")] == ["a", "b"]
         await user.save(run, 4, "b", overwrite=True)  # takes no more than before
+        copying = checkpoints.CopyWeightsRequest(source_path=first, destination_project_id="p")
+        assert await user.status_of(ops.COPY_WEIGHTS, copying) == 422
         await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(first)))
         await user.save(run, 5, "c")
 
 
 async def test_the_first_checkpoint_of_a_run_is_measured_too(home: Path):
-    async with serving(home, disk_quota=100) as service:
+    async with serving(home) as service:
         user = User(service)
-        with pytest.raises(Failed, match="of the 100 bytes allowed"):
-            await user.save(await user.run(), 1, "a")
+        run = await user.run(rank=1024)
+        quota(service, beyond=200_000)
+        with pytest.raises(Failed, match="bytes allowed"):
+            await user.save(run, 1, "a")
         assert found(home, "weights/*") == []
+
+
+async def test_journals_count_towards_the_quota(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run, other = await user.run(), await user.run()
+        await user.save(run, 1, "a")
+        quota(service, beyond=500_000)
+        await user.save(run, 2, "b")
+        big = [datum(n, 60) for n in range(1000)]
+        await user.result(await user.forward_backward(other, 1, *big))
+        with pytest.raises(Failed, match="bytes allowed"):
+            await user.save(run, 3, "c")
 
 
 async def test_a_full_disk_refuses_new_work_and_loses_nothing(

@@ -199,6 +199,19 @@ def test_only_the_files_of_undelivered_outcomes_stay(tmp_path):
     assert files(tmp_path) == ["results-000011.log"]
 
 
+def test_a_snapshot_lets_go_at_once_of_the_delivered_outcomes_that_it_covers(tmp_path):
+    journal = Journal(tmp_path, segment_bytes=1)
+    for seq_id in range(1, 5):
+        journal.accept(entry(seq_id))
+        journal.resolve(f"r{seq_id}", seq_id)
+    journal.commit_snapshot(journal.begin_snapshot(3), delivered=["r1", "r2", "r4", "never heard of"])
+    assert "results-000001.log" not in files(tmp_path)
+    assert "results-000002.log" not in files(tmp_path)
+    restored = restore(tmp_path)
+    assert restored.outcomes == {"r3": 3, "r4": 4}  # a replay must know what became of r4
+    assert restored.done == {"r3", "r4"}
+
+
 def test_the_word_to_forget_stays_as_long_as_the_outcome_is_there(tmp_path):
     journal = Journal(tmp_path, segment_bytes=1000)
     for seq_id, length in ((1, 100), (2, 2000), (3, 2000)):

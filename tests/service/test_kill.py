@@ -87,7 +87,7 @@ def _settle(item) -> list[float]:
     passes, step, saved = item
     if saved is not None:
         assert saved.result(60).path
-    return [p.result(60).metrics["loss:sum"] for p in passes] + [step.result(60).metrics["step"]]
+    return [p.result(60).metrics["loss:sum"] for p in passes] + [step.result(60).metrics["optimizer_step"]]
 
 
 @pytest.mark.timeout(180)

@@ -9,7 +9,9 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tests.service.harness import MODEL, User, datum
+from tests.service.harness import MODEL, Failed, User, datum, serving
+from tinkex.engine.fake import FakeEngine
+from tinkex.engine.protocol import CustomLoss, EngineError
 from tinkex.service.service import Service
 from tinkex.types import (
     billing,
@@ -117,6 +119,7 @@ class Belongings:
         yield ops.UNLOAD_MODEL, training.UnloadModelRequest(model_id=self.run)
         yield ops.GET_INFO, training.GetInfoRequest(model_id=self.run)
         yield ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=self.run)
+        yield ops.GET_RUN_METRICS, training.GetTrainingRunRequest(training_run_id=self.run)
         yield ops.LIST_CHECKPOINTS, checkpoints.ListCheckpointsRequest(training_run_id=self.run)
         yield ops.PUBLISH_CHECKPOINT, checkpoint
         yield ops.UNPUBLISH_CHECKPOINT, checkpoint
@@ -332,3 +335,30 @@ async def test_an_uploaded_loss_is_looked_at(service: Service):
         assert outcome.category == "user"
     service.core.futures.drop([promise.request_id])  # as after a restart
     assert (await user.result(promise)).loss_id == f"{session}:loss:0"
+
+
+class Choosy(FakeEngine):
+    """An engine that has losses, but not all."""
+
+    def check_loss(self, loss: CustomLoss) -> None:
+        for node in loss.nodes:
+            if node["target"] == "torch.load":
+                raise EngineError(f"custom loss node {node['name']!r}: torch.load is not on the list", "user")
+
+
+async def test_what_no_engine_would_run_is_refused_at_the_upload(home: Path):
+    nodes = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "call_function", "name": "bad", "target": "torch.load", "args": [{"ref": "logprobs"}]},
+        {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "bad"}, {}]}]},
+    ]
+    async with serving(home, Choosy, preload=True) as service:
+        user = User(service)
+        request = losses.CreateCustomLossRequest(
+            session_id=await user.session(), custom_loss_seq_id=0, name="mine",
+            inputs=[{"name": "logprobs", "rank": 1}], graph={"nodes": nodes},
+        )  # fmt: skip
+        with pytest.raises(Failed, match=r"node 'bad': torch\.load") as failed:
+            await user.result(await user.call(ops.CREATE_CUSTOM_LOSS, request))
+        assert failed.value.category == "user"
+        assert service.core.ledger.custom_loss(f"{request.session_id}:loss:0") is None

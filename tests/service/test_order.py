@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.service.harness import MODEL, Failed, User, datum, serving
+from tests.service.harness import MODEL, Failed, User, datum, killed_copy, serving
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
 from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsRequest
 from tinkex.types.futures import FutureRetrieveRequest, Pending
+from tinkex.types.optimizers import DimuonParams
 from tinkex.types.params import LoraConfig
 from tinkex.wire import ops
 
@@ -46,7 +47,7 @@ async def test_a_repeated_request_is_the_same_promise_and_is_executed_once(user:
     assert first.request_id == again.request_id
     step = await user.step(run, 2)
     assert (await user.step(run, 2)).request_id == step.request_id
-    assert (await user.result(step)).metrics["step"] == 1
+    assert (await user.result(step)).metrics["optimizer_step"] == 1
     assert (await user.forward_backward(run, 1)).request_id == first.request_id  # long after it was done
 
 
@@ -114,7 +115,7 @@ async def test_a_failed_forward_only_pass_costs_no_step(user: User):
     bad = await user.forward_backward(run, 2, loss_fn="no such loss", forward_only=True)
     with pytest.raises(Failed, match="no such loss"):
         await user.result(bad)
-    assert (await user.result(await user.step(run, 3))).metrics["step"] == 1
+    assert (await user.result(await user.step(run, 3))).metrics["optimizer_step"] == 1
 
 
 async def test_a_request_that_cannot_be_read_fails_in_its_turn(user: User):
@@ -139,14 +140,41 @@ async def test_too_many_datums_are_accepted_and_fail(home: Path):
             await user.result(promise)
 
 
-async def test_a_refused_request_is_not_waited_for(home: Path):
+async def test_a_loss_that_we_do_not_have_is_accepted_and_fails(user: User):
+    run = await user.run()
+    before = await user.loss(run, 1)
+    promises = [await user.forward_backward(run, n, loss_fn="stable_reinforce") for n in (2, 3)]
+    step = await user.step(run, 4)
+    for promise in promises:  # two chunks of one call: a 4xx on either would leave official clients stuck
+        with pytest.raises(Failed, match="no loss stable_reinforce") as failed:
+            await user.result(promise)
+        assert failed.value.category == "user"
+    with pytest.raises(Failed, match="no step was taken"):
+        await user.result(step)
+    only_forward = await user.forward_backward(run, 5, loss_fn="stable_reinforce", forward_only=True)
+    with pytest.raises(Failed, match="no loss stable_reinforce"):
+        await user.result(only_forward)
+    assert (await user.result(await user.step(run, 6))).metrics["skipped"] == 1  # it broke no window
+    assert await user.loss(run, 7) == before
+
+
+async def test_a_refused_request_is_not_waited_for_and_changes_nothing(home: Path):
     async with serving(home, gap_patience=1000.0) as service:
         user = User(service)
         run = await user.run()
-        with pytest.raises(Refusal, match="stable_reinforce") as refused:
-            await user.forward_backward(run, 1, loss_fn="stable_reinforce")
-        assert refused.value.status == 422
-        await user.result(await user.forward_backward(run, 2))
+        await user.forward_backward(run, 1)
+        dimuon = DimuonParams(learning_rate=0.1)
+        refused = training.OptimStepRequest(model_id=run, seq_id=2, optim_params=dimuon)
+        for _ in range(2):  # asked again, it is refused again
+            with pytest.raises(Refusal, match="no optimizer 'dimuon'") as refusal:
+                await user.call(ops.OPTIM_STEP, refused)
+            assert refusal.value.status == 422
+        left = killed_copy(home)
+        metrics = (await user.result(await user.step(run, 3))).metrics
+        assert (metrics["skipped"], metrics["grad_norm"] > 0) == (0, True)  # the gradients were still there
+    async with serving(left, gap_patience=1000.0) as service:  # nor after a restart
+        again = User(service)
+        assert (await again.result(await again.step(run, 3))).metrics == metrics
 
 
 async def test_a_step_with_nothing_to_do_says_so(user: User):

@@ -15,8 +15,9 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, serving, until
 from tests.service.test_life import Slow
 from tinkex.engine.fake import FakeEngine
+from tinkex.service.journal import restore
 from tinkex.service.refusal import Refusal
-from tinkex.types import checkpoints, futures, training
+from tinkex.types import checkpoints, futures, sessions, training
 from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
@@ -78,6 +79,34 @@ async def test_snapshots_are_taken_and_journals_trimmed(home: Path):
         assert engine.trainer.adapters[run].step == 9
 
 
+async def test_results_that_were_fetched_do_not_stay_in_the_journal(home: Path):
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 3)
+        await user.result(f"{run}#6")
+        service.core.futures.drop([f"{run}#{n}" for n in range(1, 7)])
+        await user.train(run, 7, 1)
+        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        await until(lambda: journal.next_seq == 9)
+    outcomes = restore(journal.directory).outcomes
+    assert {request_id.rpartition("#")[2] for request_id in outcomes} == {"0", "7", "8"}
+
+
+async def test_what_was_forgotten_before_a_snapshot_covers_it_is_done_again(home: Path):
+    async with serving(home, snapshot_steps=100) as service:
+        user = User(service)
+        run, twin = await user.run(), await user.run()
+        await user.train(run, 1, 3)
+        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        journal.forget([f"{run}#{n}" for n in (0, 1, 2, 5)])
+        left = killed_copy(home)
+        await user.train(twin, 1, 3)
+        expected = await user.loss(twin, 7)
+    async with serving(left) as service:
+        assert await User(service).loss(run, 7) == expected
+
+
 async def test_a_failed_window_stays_failed(home: Path):
     async with serving(home) as service:
         user = User(service)
@@ -86,6 +115,19 @@ async def test_a_failed_window_stays_failed(home: Path):
         bad = await user.forward_backward(run, 2, datum(2, weights=np.array([np.nan] * 6, np.float32)))
         with pytest.raises(Failed):
             await user.result(bad)
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            with pytest.raises(Failed, match="no step was taken"):
+                await again.result(await again.step(run, 3))
+
+
+async def test_a_pass_that_we_do_not_offer_stays_failed_with_its_window(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.result(await user.forward_backward(run, 1))
+        with pytest.raises(Failed, match="no loss stable_reinforce"):
+            await user.result(await user.forward_backward(run, 2, loss_fn="stable_reinforce"))
         async with serving(killed_copy(home)) as second:
             again = User(second)
             with pytest.raises(Failed, match="no step was taken"):
@@ -251,6 +293,16 @@ async def test_a_damaged_snapshot_is_reported(home: Path):
             await user.result(await user.forward_backward(run, 5))
         shown = await user.call(ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=run))
         assert shown.corrupted
+        other = await user.session()
+    async with serving(home, resume=False) as service:  # both sessions were abandoned, and one had failed
+        query = [{"type": "failed"}]
+        found_ones = await User(service).call(
+            ops.SEARCH_SESSIONS, sessions.SessionSearchRequest(statuses=query)
+        )
+        (failed,) = found_ones.sessions
+        assert failed.session_id == run.split(":")[0] != other
+        assert failed.status.reason.training_run_id == run
+        assert failed.status.category == "internal"
 
 
 async def test_usage_is_not_counted_twice(home: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +177,30 @@ def test_a_flood_of_barriers_does_not_starve_another_owner():
     first, second = (i for i, run in enumerate(order) if run == "small")
     assert first <= BARRIERS_A_ROUND
     assert second <= first + 2
+
+
+@pytest.mark.parametrize("tokens", [10, 60], ids=["small passes", "one pass a batch"])
+def test_runs_of_one_owner_advance_together(tokens: int):
+    """Each sends its next pass and step once its last step is done, as loops do; none falls behind."""
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    runs = [f"run-{n}" for n in range(3 * BARRIERS_A_ROUND)]
+    steps, seq = dict.fromkeys(runs, 0), dict.fromkeys(runs, 1)
+
+    def go_on(run: str) -> None:
+        for is_pass in (True, False):
+            scheduler.submit(work(run, seq[run], is_pass=is_pass, tokens=tokens), 0.0)
+            seq[run] += 1
+
+    for run in runs:
+        scheduler.open(run, "a")
+        go_on(run)
+    while max(steps.values()) < 10:
+        for item in scheduler.next_batch():
+            scheduler.done(item, 0.0)
+            if not item.is_pass:
+                steps[item.run] += 1
+                go_on(item.run)
+    assert min(steps.values()) >= 8
 
 
 def test_a_pass_larger_than_the_budget_goes_alone():

@@ -13,10 +13,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import UTC
 from email.utils import format_datetime
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Protocol
 
 import orjson
@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tinkex import tracing
 from tinkex.config import is_loopback
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
@@ -51,12 +52,41 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 Handler = Callable[["Http"], Awaitable[Response]]
 
 
-class Http(Request):
-    """Starlette's request with its headers as a dict: they are looked up many times in a request's life."""
+class Headers(Mapping[str, str]):
+    """A request's headers by their names in lower case, each read when it is asked for."""
 
-    @cached_property
-    def headers(self) -> dict[str, str]:  # type: ignore[override]
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]}
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
+        self._raw = dict(raw)
+
+    def __getitem__(self, name: str) -> str:
+        return self._raw[name.encode("latin-1")].decode("latin-1")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._raw.get(name.encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.encode("latin-1") in self._raw
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("latin-1") for name in self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+
+class Http(Request):
+    """Starlette's request, with headers that cost less."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self._read = Headers(scope["headers"])
+
+    @property
+    def headers(self) -> Headers:  # type: ignore[override]
+        return self._read
 
     @property
     def query(self) -> dict[str, str]:
@@ -74,6 +104,10 @@ class Answer(Response):
         ]
         if encoding:
             self.raw_headers += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body})
 
 
 class Backend(Protocol):
@@ -134,8 +168,8 @@ class Door:
         return not proxied and not self._public_url and peer is not None and _is_this_machine(peer[0])
 
     def request_id(self, http: Http) -> str:
-        given = http.headers.get("x-request-id", "")
-        return given if _REQUEST_ID.fullmatch(given) else next(self._ids)
+        given = http.headers.get("x-request-id")
+        return given if given and _REQUEST_ID.fullmatch(given) else next(self._ids)
 
     async def long_poll(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Wait for a result; a server that is leaving says "not yet", and clients ask its successor."""
@@ -183,7 +217,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, http = time.perf_counter(), Http(scope, receive, send)
         request_id = self._door.request_id(http)
-        response = await self._respond(http, request_id)
+        with tracing.span(f"server {self._name}", kind="server", parent=tracing.extract(http.headers)):
+            response = await self._respond(http, request_id)
         response.raw_headers.append((b"x-request-id", request_id.encode()))
         self._door.metrics.count_request(self._name, response.status_code)
         if log.isEnabledFor(logging.DEBUG):

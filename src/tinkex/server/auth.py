@@ -35,6 +35,7 @@ from tinkex.types.config import (
 REFRESH = 2.0  # seconds that a look-up is believed, as another process may revoke a key
 TOKEN_LIFE = 3600.0
 ORGANIZATION = "tinkex"
+WEIGHTS_TOKEN = "x-tinker-weights-access-token"
 _WELL_FORMED = re.compile(r"tml-[\x21-\x7e]{1,252}")
 _REMEMBERED = 4096
 
@@ -102,7 +103,10 @@ class Auth:
     def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
         """On whose behalf a request with these headers is made; Refusal 401 if that is nobody."""
         identity = self.identify(credential(headers))
-        return Caller(identity.user, identity.project, public_url, same_machine)
+        return Caller(
+            identity.user, identity.project, public_url, same_machine,
+            headers.get(WEIGHTS_TOKEN), headers.get("x-idempotency-key", ""),
+        )  # fmt: skip
 
     def identify(self, key: str) -> Identity:
         if not key:

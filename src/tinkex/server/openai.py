@@ -27,13 +27,13 @@ from tinkex.server.app import JSON, Backend, Door, Endpoint, Http
 from tinkex.server.bodies import read_body
 from tinkex.server.openai_replies import Reply, Shape, chat_shape, completion_shape, usage
 from tinkex.server.openai_requests import Asked, model_of, read_chat, read_completion
-from tinkex.server.streams import HEADERS, NewTokens, begun, kept_alive, sample_events, server_sent
+from tinkex.server.streams import HEADERS, begun, kept_alive, sample_events, server_sent
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.tokenizers import load_tokenizer_async
 from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput
 from tinkex.types.futures import RequestFailedResponse
-from tinkex.types.outputs import SampleResponse
+from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleRequest
 from tinkex.types.sessions import CreateSessionRequest
 from tinkex.wire import ops
@@ -179,13 +179,13 @@ async def _complete(door: Door, samplers: _Samplers, http: Http, *, chat: bool) 
         sample_events(door.service, _sample_request(asked, prompt, sampler), caller)
         for prompt in asked.prompts
     ]
-    reply = Reply(asked, tokenizer, token_bytes)
     try:
         begun_streams = await asyncio.gather(*(_begun(stream) for stream in streams))
     except Refusal as refusal:
         if refusal.status in (404, 410):
             samplers.forget(name, caller)  # its session was closed: the next request opens another
         raise
+    reply = Reply(asked, tokenizer, token_bytes, base.eos_ids())
     if asked.stream:
         return StreamingResponse(kept_alive(_streamed(begun_streams, reply, shape)), headers=HEADERS)
     await asyncio.gather(*(_collect(stream, index, reply) for index, stream in enumerate(begun_streams)))

@@ -6,14 +6,13 @@ joined are the whole answer, logprobs too; a stop string and special tokens are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinkex.server.openai_requests import Asked
 from tinkex.server.openai_text import TextStream
-from tinkex.server.streams import NewTokens
-from tinkex.types.outputs import SampledSequence, SampleResponse
+from tinkex.types.outputs import NewTokens, SampledSequence, SampleResponse
 
 Alternatives = list[tuple[int, float]]
 
@@ -49,8 +48,11 @@ class _Choice:
 class Reply:
     """The choices of one request, as their samples come in. Choice `prompt * n + k` is a prompt's k-th."""
 
-    def __init__(self, asked: Asked, tokenizer: Any, token_bytes: Sequence[bytes]) -> None:
+    def __init__(
+        self, asked: Asked, tokenizer: Any, token_bytes: Sequence[bytes], eos_ids: Collection[int] = ()
+    ) -> None:
         self.asked = asked
+        self._eos_ids = eos_ids
         self.token_bytes = token_bytes
         self.choices = asked.choices * len(asked.prompts)
         self.prompt_tokens = sum(map(len, asked.prompts))
@@ -71,7 +73,7 @@ class Reply:
         if self.asked.alternatives is not None or self.asked.echo:
             return []
         index = prompt * self.asked.choices + event.sequence
-        text = self._choices[index].stream.add(event.tokens.tolist())
+        text = self._choices[index].stream.add(self._spoken(event.tokens))
         return self._said(index, [Piece(index, text)] if text else [])
 
     def finish(self, prompt: int, response: SampleResponse) -> list[Piece]:
@@ -96,11 +98,15 @@ class Reply:
         self.completion_tokens += len(sequence.tokens)
         if not choice.length:  # nothing was streamed
             choice.stream = TextStream(self._tokenizer, asked.stop)
-            text = choice.stream.add(sequence.tokens) + choice.stream.finish()
+            text = choice.stream.add(self._spoken(sequence.tokens)) + choice.stream.finish()
         else:
             text = choice.stream.finish()
         told = [] if asked.alternatives is None else _infos(sequence)[: self._visible(sequence)]
         return [*pieces, Piece(index, text, told, sequence.stop_reason)]
+
+    def _spoken(self, tokens: Iterable[int]) -> list[int]:
+        """Without the end-of-sequence token, which tokenizers leave out only if it is a special one."""
+        return [token for token in tokens if token not in self._eos_ids]
 
     def _visible(self, sequence: SampledSequence) -> int:
         """How many tokens made the text: those of a stop string, or the end-of-sequence token, did not."""

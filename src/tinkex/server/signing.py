@@ -1,7 +1,8 @@
-"""Links that are their own credential: a path below the home, until when, and a signature over both.
+"""What is its own credential: links to files below the home, and tokens that open a run's weights.
 
-Promises: what was not signed here is refused, and so is what has expired; a link says nothing but its path
-and its end. Also keeps the home's one secret, of which each use has a key of its own. Knows no HTTP.
+Promises: what was not signed here is refused, and so is what has expired; each says what it is for and until
+when, and nothing else. Also keeps the home's one secret, of which each use has a key of its own. Knows no
+HTTP, and not whether what it signs for exists.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import time
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -63,3 +65,31 @@ class Signer:
 
     def _signature(self, path: str, expires: int) -> str:
         return hmac.new(self._key, f"{expires}\n{path}".encode(), hashlib.sha256).hexdigest()
+
+
+class WeightsTokens:
+    """Tokens with which anybody who has a key of this server may read one run's checkpoints.
+
+    >>> tokens = WeightsTokens(b"secret")
+    >>> tokens.opened(tokens.issue("a:train:0", time.time() + 60))
+    'a:train:0'
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = derive(secret, "weights")
+
+    def issue(self, run_id: str, expires: float) -> str:
+        """A token for the run, good until `expires` (unix seconds)."""
+        return f"{int(expires)}.{self._signature(run_id, int(expires))}.{run_id}"
+
+    def opened(self, token: str) -> str | None:
+        """The run that `token` opens; None if it was not issued here, or is too old."""
+        expires, _, rest = token.partition(".")
+        signature, _, run_id = rest.partition(".")
+        if not (expires.isascii() and expires.isdigit() and len(expires) < 16) or int(expires) <= time.time():
+            return None
+        expected = self._signature(run_id, int(expires))
+        return run_id if hmac.compare_digest(expected.encode(), signature.encode()) else None
+
+    def _signature(self, run_id: str, expires: int) -> str:
+        return hmac.new(self._key, f"{expires}\n{run_id}".encode(), hashlib.sha256).hexdigest()

@@ -15,6 +15,7 @@ from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import RunRow, SamplerRow, Scope, UsageRow
 from tinkex.service.scheduler import Work
 from tinkex.types import billing, config, sessions, telemetry
+from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
 
 TRACE_LENGTH = 20_000  # events remembered of one session
@@ -35,6 +36,7 @@ class Accounts:
         self, request: config.ClientConfigRequest, caller: Caller
     ) -> config.ClientConfigResponse:
         return config.ClientConfigResponse(
+            pjwt_auth_enabled=self._core.issues_tokens,
             sample_use_retrieve_futures=self._core.config.batch_retrieval,
             custom_loss_server_side=self._core.config.custom_losses,
             sample_join_sampling_session=True,
@@ -158,9 +160,12 @@ class Accounts:
             self._core.count("training", work.tokens, row)
         self._trace(row.session_id, (op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
 
-    def sampled(self, row: SamplerRow, seconds: float, response: SampleResponse | None) -> None:
-        """A sample was done."""
-        event = ("sample", row.sampler_id, time.time() - seconds, seconds, None, response is None)
+    def sampled(
+        self, row: SamplerRow, seconds: float, outcome: SampleResponse | RequestFailedResponse
+    ) -> None:
+        """A sample was done, or failed."""
+        failed = isinstance(outcome, RequestFailedResponse)
+        event = ("sample", row.sampler_id, time.time() - seconds, seconds, None, failed)
         self._trace(row.session_id, event)
 
     def _trace(self, session_id: str, event: Event) -> None:

@@ -175,7 +175,7 @@ class Barriers:
             raise EngineError(
                 f"ResourceAlreadyExists: tinker://{run.run_id}/{kind}/{name} exists already", "user"
             )
-        self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
+        await self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
         directory = self._core.run_dir(run.run_id) / kind / name
         size = await self._write(engine, run, directory, optimizer, recipients)
         now = time.time()
@@ -185,7 +185,7 @@ class Barriers:
             now, optimizer, run.project_id, expires,
             user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
         )  # fmt: skip
-        if kept is None and (why := self._core.over_quota(size)):
+        if kept is None and (why := await self._core.over_quota(0)):
             await asyncio.to_thread(shutil.rmtree, directory, True)
             raise EngineError(why, "user")
         with ledger.transaction():
@@ -195,12 +195,12 @@ class Barriers:
         self._core.count("checkpoint", 1, run)
         return row
 
-    def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
+    async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
         """A run's checkpoints of one kind are all of one size: the last one tells the next one's."""
         last = self._core.ledger.latest_checkpoints([run.run_id]).get((run.run_id, kind))
         size = 0 if last is None else last.size_bytes
         self._core.check_disk(size)
-        if why := self._core.over_quota(max(0, size - replaced)):
+        if why := await self._core.over_quota(max(0, size - replaced)):
             raise EngineError(why, "user")
 
     async def _write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from tinkex.types.checkpoints import Cursor
 from tinkex.types.sessions import CreateSessionRequest
 
 LINK_LIFE = 3600.0  # seconds for which a download link works
+_COPIES = uuid.UUID("6f1c52d6-5f4b-4f0e-9d3d-0d1f5c9b7a11")  # the namespace of sessions that hold copies
 
 
 class Checkpoints:
@@ -28,6 +30,7 @@ class Checkpoints:
         self._core = core
         self._barriers = barriers
         self._sessions = sessions
+        self._copying = asyncio.Lock()
 
     def _find(
         self, request: types.CheckpointRequest, caller: Caller, *, to_change: bool = True
@@ -129,10 +132,16 @@ class Checkpoints:
         self, request: types.CopyWeightsRequest, caller: Caller
     ) -> types.CopyWeightsResponse:
         """A copy of one's own: of a checkpoint that may be read, under a run made to hold it."""
+        async with self._copying:  # a client may repeat its request while the first one is being done
+            return await self._copy(request, caller)
+
+    async def _copy(self, request: types.CopyWeightsRequest, caller: Caller) -> types.CopyWeightsResponse:
         source = self._core.checkpoint(request.source_path, caller, token=request.weights_access_token)
         self._barriers.check_ttl(request.ttl_seconds)
+        if (copied := self._copied_before(request, source, caller)) is not None:
+            return types.CopyWeightsResponse(tinker_path=copied)
         self._core.check_disk(source.size_bytes)
-        if why := self._core.over_quota(source.size_bytes):
+        if why := await self._core.over_quota(source.size_bytes):
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
         target = self._core.run_dir(run.run_id) / source.kind / source.name
@@ -147,6 +156,15 @@ class Checkpoints:
         self._core.audit(caller, "checkpoints.copy", run_id=run.run_id, tinker_path=row.tinker_path)
         return types.CopyWeightsResponse(tinker_path=row.tinker_path)
 
+    def _copied_before(
+        self, request: types.CopyWeightsRequest, source: CheckpointRow, caller: Caller
+    ) -> str | None:
+        """Where the copy is, if this very request was done already and its answer lost on the way."""
+        if request.session_id is not None or not caller.attempt:
+            return None
+        path = f"tinker://{_copy_id(caller)}:train:0/{source.checkpoint_id}"
+        return None if self._core.any_checkpoint(path) is None else path
+
     def _holder(self, request: types.CopyWeightsRequest, source: CheckpointRow, caller: Caller) -> RunRow:
         """The run that holds a copy: in the session named, or in one made for it."""
         session_id, number = request.session_id, request.model_seq_id
@@ -154,8 +172,10 @@ class Checkpoints:
             project = self._core.active_session(session_id, caller).project_id
         elif request.destination_project_id is not None:
             project = self._core.project(request.destination_project_id, caller)
-            opening = CreateSessionRequest(display_name=f"copy of {request.source_path}")
-            session_id, number = self._sessions.open(opening, caller, project), 0
+            session_id, number = _copy_id(caller), 0
+            if self._core.ledger.session(session_id) is None:
+                opening = CreateSessionRequest(display_name=f"copy of {request.source_path}")
+                self._sessions.open(opening, caller, project, session_id)
         else:
             raise Refusal(
                 422, "copy_weights needs a session_id and a model_seq_id, or a destination_project_id"
@@ -169,6 +189,12 @@ class Checkpoints:
         if not new and kept.state != "closed":
             raise Refusal(422, f"model_seq_id {number} of session {session_id} is a run already")
         return kept
+
+
+def _copy_id(caller: Caller) -> str:
+    """The session that holds a copy: one and the same however often a client repeats its request."""
+    made = uuid.uuid5(_COPIES, f"{caller.user}\n{caller.attempt}") if caller.attempt else uuid.uuid4()
+    return str(made)
 
 
 def _only_name(request: types.SetCheckpointTTLRequest) -> types.CheckpointRequest:

@@ -47,6 +47,6 @@ class ServiceConfig:
     max_datums: int = 65536  # of one request
     max_samples: int = 4096  # num_samples of one request
     samples_in_flight: int = 512  # sequences of one base model, beyond which requests queue fairly by owner
-    disk_quota: int | None = None  # bytes of all checkpoints together; None: what the disk has
+    disk_quota: int | None = None  # bytes of all that is kept in the home; None: what the disk has
     batch_retrieval: bool = True  # offer one long poll for all samples of a sampler
     custom_losses: bool = True

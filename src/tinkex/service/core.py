@@ -5,6 +5,9 @@ Promises: looking something up through here is also the check that it is the cal
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import shutil
 import time
 from collections import defaultdict
@@ -55,6 +58,7 @@ class Core:
         self.link: Callable[[Caller, Path, float], str] = lambda _, path, __: path.as_uri()
         # The run whose checkpoints a weights access token opens, if it is a good one; the server replaces it.
         self.opened_by: Callable[[str], str | None] = lambda token: None
+        self.issues_tokens = False  # whether keys can be exchanged for JWTs; the server sets it
 
     # -- whose is it? ------------------------------------------------------------------------------------
 
@@ -109,6 +113,7 @@ class Core:
     ) -> CheckpointRow:
         """The checkpoint at a tinker:// path: the caller's own; to read, a published or opened one too."""
         row = self.any_checkpoint(path)
+        token = token or caller.weights_token
         shared = not to_change and row is not None and (row.public or self._opens(token, row.run_id))
         if row is None or not (self._readable(row, caller) or shared):
             raise not_found(f"checkpoint {path}")
@@ -148,13 +153,18 @@ class Core:
         if free < needed + DISK_RESERVE:
             raise Refusal(503, f"the server's disk is full ({free // 2**20} MiB left); nothing was lost")
 
-    def over_quota(self, more: int) -> str:
-        """Why there is no room for `more` bytes of checkpoints; "" if there is."""
+    async def over_quota(self, more: int) -> str:
+        """Why there is no room for `more` bytes; "" if there is. All that lies in the home counts."""
         quota = self.config.disk_quota
-        used = 0 if quota is None else sum(item.size_bytes for item in self.ledger.storage(Scope(None)))
-        if quota is None or used + more <= quota:
+        if quota is None:
             return ""
-        return f"checkpoints take {used} of the {quota} bytes allowed, {more} more do not fit; delete some"
+        used = await asyncio.to_thread(_bytes_below, self.home)
+        if used + more <= quota:
+            return ""
+        return (
+            f"the server's files take {used} of the {quota} bytes allowed, {more} more do not fit; "
+            "delete some checkpoints"
+        )
 
     # -- records -----------------------------------------------------------------------------------------
 
@@ -193,3 +203,13 @@ class Core:
             for run_id, at in requested.items():
                 self.ledger.update_run(run_id, last_request_at=at)
         self._usage, self._heard, self._requested = defaultdict(float), {}, {}
+
+
+def _bytes_below(directory: Path) -> int:
+    """What the files below take; those that go meanwhile do not count."""
+    total = 0
+    for place, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, file)).st_size
+    return total

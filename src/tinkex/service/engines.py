@@ -11,9 +11,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from tinkex import models
 from tinkex.engine.protocol import Engine, EngineConfig, StopBytes, build_engine
+from tinkex.models import shelf
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
 from tinkex.service.threads import in_thread
@@ -31,6 +33,7 @@ class BaseModel:
         config: EngineConfig,
         build: Callable[[EngineConfig], Engine],
         tokenizers: Path,
+        shelf: Path,
         offline: bool = False,
     ) -> None:
         self.name = name
@@ -38,6 +41,7 @@ class BaseModel:
         self._config = replace(config, model=source)
         self._build = build
         self._offline = offline
+        self._shelf = shelf  # where it is put if it has to be fetched
         self._tokenizers = tokenizers  # where those that are inside a GGUF file are unpacked
         self._place = Path(source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None
@@ -69,9 +73,7 @@ class BaseModel:
 
     def _build_here(self) -> Engine:
         if self._config.kind == "torch" and not self._place.exists():
-            from huggingface_hub import snapshot_download
-
-            self._place = Path(snapshot_download(self.source, local_files_only=self._offline))
+            self._place = models.obtain(self.source, self._shelf, offline=self._offline)
         return self._build(replace(self._config, model=str(self._place)))
 
     def max_context(self) -> int | None:
@@ -84,6 +86,10 @@ class BaseModel:
             return self._config.max_context
         own = config.get("max_position_embeddings")
         return min((n for n in (own, self._config.max_context) if n is not None), default=None)
+
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a sample, once the engine is there to say."""
+        return frozenset() if self.engine is None else frozenset(self.engine.info.eos_ids)
 
     def tokenizer_dir(self) -> Path | None:
         """The directory whose tokenizer is this model's; None if it has none of its own."""
@@ -125,26 +131,38 @@ class Engines:
         self._config = config
         self._build = build
         self._models: dict[str, BaseModel] = {}
+        self._fetched: dict[str, BaseModel] = {}  # by a name that leads to no file here, or did not at first
         for name, source in config.models.items():
             self._add(name, source)
 
     def _add(self, name: str, source: str) -> BaseModel:
-        config = self._config
-        model = self._models[name] = BaseModel(
-            name, source, config.engine, self._build, config.home / "tokenizers", config.offline
-        )
+        model = self._models[name] = self._make(name, source)
         return model
+
+    def _make(self, name: str, source: str) -> BaseModel:
+        config = self._config
+        shelf = config.model_shelf or config.home / "models"
+        return BaseModel(
+            name, source, config.engine, self._build, config.home / "tokenizers", shelf, config.offline
+        )
 
     def find(self, name: str) -> BaseModel:
         """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
         for spelling in dict.fromkeys((name, name.partition(":")[0])):
             if spelling in self._models:
                 return self._models[spelling]
+            if spelling in self._fetched:
+                return self._fetched[spelling]
             if (place := self._on_shelf(spelling)) is not None:
                 return self._add(spelling, str(place))
-            if self._config.any_path and (place := _model_at(Path(spelling).expanduser())) is not None:
+            if not self._config.any_path:
+                continue
+            if (place := shelf.model_at(Path(spelling).expanduser())) is not None:
                 full = str(place.resolve())
                 return self._models.get(full) or self._add(full, full)
+            if models.can_be_named(spelling):
+                model = self._fetched[spelling] = self._make(spelling, spelling)
+                return model
         raise Refusal(404, self._unknown(name))
 
     def _unknown(self, name: str) -> str:
@@ -152,42 +170,29 @@ class Engines:
         ways = ""
         if self._config.any_path:
             ways = (
-                "; a directory with a config.json or a GGUF file can be named by its path, or be put at "
+                f"; {models.DEFAULT} and models of a hub (ORG/NAME) are fetched when they are named; a "
+                "directory with a config.json or a GGUF file can be named by its path, or be put at "
                 f"{self._config.model_shelf}/ORG--NAME"
             )
         return f"no base model is called {name!r}; there are: {known}{ways}"
 
     def _on_shelf(self, name: str) -> Path | None:
-        shelf, parts = self._config.model_shelf, PurePosixPath(name).parts
-        if shelf is None or not parts or ".." in parts or PurePosixPath(name).is_absolute():
-            return None
-        places = (shelf / name, shelf / name.replace("/", "--"))
-        return next((found for place in places if (found := _model_at(place)) is not None), None)
+        place = self._config.model_shelf
+        return None if place is None else shelf.on_shelf(place, name)
 
     def __iter__(self) -> Iterator[BaseModel]:
-        """Those that were configured, found, or lie on the shelf."""
-        shelf = self._config.model_shelf
-        for place in sorted(shelf.glob("*")) if shelf is not None and shelf.is_dir() else ():
-            inside = [place] if _model_at(place) else sorted(place.glob("*")) if place.is_dir() else []
-            for found in inside:
-                if _model_at(found) is not None:
-                    name = found.relative_to(shelf).as_posix().replace("--", "/", 1)  # type: ignore[arg-type]
-                    if name not in self._models:
-                        self._add(name, str(_model_at(found)))
-        return iter(list(self._models.values()))
+        """Those that were configured, found or fetched, or lie on the shelf."""
+        place = self._config.model_shelf
+        for name, source in shelf.names(place) if place is not None else ():
+            if name not in self._models and name not in self._fetched:
+                self._add(name, str(source))
+        fetched = [model for model in self._fetched.values() if model.engine is not None]
+        return iter([*self._models.values(), *fetched])
 
     async def load_all(self) -> None:
         await asyncio.gather(*(model.load() for model in self))
 
     async def close(self) -> None:
-        for model in self._models.values():
+        for model in (*self._models.values(), *self._fetched.values()):
             if model.engine is not None:
                 await in_thread(model.engine.close)
-
-
-def _model_at(place: Path) -> Path | None:
-    """The model at a path: a Hugging Face directory, a GGUF file, or one without its ending."""
-    if (place / "config.json").is_file() or (place.suffix == ".gguf" and place.is_file()):
-        return place
-    file = place.with_name(place.name + ".gguf") if place.name else place
-    return file if file.is_file() else None

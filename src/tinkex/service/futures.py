@@ -29,7 +29,7 @@ QueueState = tuple[str, str | None]
 ACTIVE: QueueState = ("active", None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Future:
     """One accepted request. `outcome` is its result, or a RequestFailedResponse."""
 
@@ -56,10 +56,7 @@ class Future:
                 self.on_done(self)
             except Exception:  # whoever waits must be told all the same
                 log.exception("the outcome of %s could not be noted", self.request_id)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        wake(self._waiters)
 
     def fail(self, message: str, category: str = "server") -> None:
         self.resolve(RequestFailedResponse(error=message, category=RequestErrorCategory.parse(category)))
@@ -71,14 +68,33 @@ class Future:
     async def wait(self, seconds: float) -> bool:
         """True once it is done, False after `seconds`."""
         if not self.done:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await asyncio.wait([waiter], timeout=seconds)
-            finally:
-                if not waiter.done():
-                    self._waiters.remove(waiter)
+            await wait_among(self._waiters, seconds)
         return self.done
+
+
+async def wait_among(waiters: list[asyncio.Future[None]], seconds: float) -> None:
+    """Wait to be woken with all of `waiters`, or for `seconds`. (asyncio.wait would cost five times this.)"""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+    waiters.append(waiter)
+    timer = loop.call_later(seconds, _wake, waiter)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        if waiter in waiters:
+            waiters.remove(waiter)
+
+
+def wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        _wake(waiter)
+    waiters.clear()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def _nowhere(request_id: str, caller: Caller) -> Future | None:

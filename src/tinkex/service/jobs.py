@@ -20,12 +20,13 @@ from tinkex.service.core import Core
 from tinkex.service.engines import BaseModel
 from tinkex.service.futures import Future
 from tinkex.service.journal import Entry, Journal
-from tinkex.service.rows import RunRow
+from tinkex.service.rows import CustomLossRow, RunRow
 from tinkex.service.worker import Job
 from tinkex.types.training import ForwardBackwardRequest
 
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 UNREADABLE = "unreadable"  # the op of an entry whose request could not be read
+REFUSED = "refused"  # the op of an unreadable whose client was told so at once: it only takes its place
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ class Jobs:
         """What an answered request must do again for the run to be as it was; `diverged` if it cannot."""
         future = Future("", run.row.owner)
         backward = isinstance(entry.request, ForwardBackwardRequest) and not entry.request.forward_only
-        if answered.failed:
+        if isinstance(entry.request, Unreadable):
+            job = self.first(run, entry, future, None)
+        elif answered.failed:
             job = _refusing(future, entry.op, answered.outcome.error, breaks_window=backward)
             if entry.seq_id == 0:
                 run.broken = f"run {run.id} could not be made: {answered.outcome.error}"
@@ -109,8 +112,12 @@ class Jobs:
         if work.loss_fn == "custom":
             row = self._core.ledger.custom_loss(str(config.pop("loss_id", "")))
             if row is not None and row.owner == run.row.owner:
-                custom = CustomLoss(tuple(item["name"] for item in row.inputs), tuple(row.nodes))
+                custom = custom_loss(row)
         return Pass(run.id, work.data, work.loss_fn, config, not request.forward_only, custom)
+
+
+def custom_loss(row: CustomLossRow) -> CustomLoss:
+    return CustomLoss(tuple(item["name"] for item in row.inputs), tuple(row.nodes))
 
 
 def _refusing(future: Future, op: str, message: str, *, breaks_window: bool) -> Job:

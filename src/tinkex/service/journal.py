@@ -112,10 +112,13 @@ class Journal:
     def forget(self, request_ids: Iterable[str]) -> None:
         """These outcomes were delivered, or nobody will ask for them."""
         with self._lock:
-            index = self._index
-            ids = [i for i in request_ids if i in index.known and i not in index.forgotten]
-            if ids:
-                index.forgot(self._results.append(["forget", *ids]))
+            self._forget(request_ids)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        index = self._index
+        ids = [i for i in request_ids if i in index.known and i not in index.forgotten]
+        if ids:
+            index.forgot(self._results.append(["forget", *ids]))
 
     # -- snapshots ---------------------------------------------------------------------------------------
 
@@ -134,10 +137,12 @@ class Journal:
             self._begun = part, next_seq
             return part
 
-    def commit_snapshot(self, path: Path) -> None:
+    def commit_snapshot(self, path: Path, delivered: Iterable[str] = ()) -> None:
         """From now on a restart begins here; what only led up to it is deleted.
 
-        JournalError if the outcome of a request that it covers was not kept: that could never be delivered.
+        So are the outcomes of those requests among `delivered` that it covers: nobody will ask for them, and
+        no replay either. JournalError if the outcome of a request that it covers was not kept: that could
+        never be delivered.
         """
         if self._fsync:
             for inside in path.rglob("*"):
@@ -155,6 +160,8 @@ class Journal:
             if self._fsync:
                 sync(self.directory)
             self.snapshot, self.next_seq, self._begun = snapshot, next_seq, None
+            known = self._index.known
+            self._forget([i for i in delivered if i in known and known[i].seq_id < next_seq])
             self._trim()
 
     def _trim(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinkex.service.futures import wait_among, wake
 from tinkex.types.futures import FutureFailed, FutureFinished
 
 REWRITE = 10_000  # lines that say nothing any more, before the file is written anew
@@ -56,22 +57,19 @@ class Lanes:
     def end(self, lane: str, request_id: str, *, failed: bool) -> None:
         """It is done: whoever polls is told."""
         self._add(lane, request_id, failed)
-        waiters, self._lanes[lane].waiters = self._lanes[lane].waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        wake(self._lanes[lane].waiters)
 
     def fetched(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more."""
-        for request_id in request_ids:
-            lane = self._open.pop(request_id, None)
-            if lane is not None:
-                self._write(f"-{request_id}\n")
-                self._stale += 2
-                self._counts[lane] -= 1
-                if not self._counts[lane]:
-                    del self._counts[lane]
-                self._tidy(lane)
+        gone = [(i, lane) for i in request_ids if (lane := self._open.pop(i, None)) is not None]
+        if gone:
+            self._write("".join(f"-{request_id}\n" for request_id, _ in gone))
+        for _, lane in gone:
+            self._stale += 2
+            self._counts[lane] -= 1
+            if not self._counts[lane]:
+                del self._counts[lane]
+            self._tidy(lane)
         if self._stale > REWRITE + 2 * len(self._open):
             self._rewrite()
 
@@ -110,13 +108,7 @@ class Lanes:
         self.fetched(i for i in told if i in self._lost)
         lane = self._lanes.setdefault(key, lane)
         if not lane.events:
-            waiter = asyncio.get_running_loop().create_future()
-            lane.waiters.append(waiter)
-            try:
-                await asyncio.wait([waiter], timeout=seconds)
-            finally:
-                if waiter in lane.waiters:
-                    lane.waiters.remove(waiter)
+            await wait_among(lane.waiters, seconds)
         completions = [
             FutureFailed(request_id=i) if failed else FutureFinished(request_id=i)
             for _, i, failed in lane.events

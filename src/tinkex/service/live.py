@@ -12,8 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
+from tinkex import tracing
 from tinkex.engine.protocol import (
     DropAdapter,
     Engine,
@@ -142,13 +144,14 @@ class Live:
         for seq_id in range(restored.next_seq, last_done):
             if seq_id not in present:  # it was given up, for good
                 scheduler.consume(run.id, seq_id, time.monotonic())
-        open_seqs = [e.seq_id for e in restored.entries if e.request_id not in restored.done]
+        # Of those without an answer only the first can have been executed before.
+        open_seq = min((e.seq_id for e in restored.entries if e.request_id not in restored.done), default=-1)
         for entry in restored.entries:
             future = self._promise(run, entry.request_id)
-            if entry.request_id in restored.done:
+            if entry.request_id in restored.outcomes:
                 future.resolve(restored.outcomes[entry.request_id])
-            # Only the first one without an answer can have been executed before.
-            self.schedule(run, entry, future, again=entry.seq_id == min(open_seqs, default=-1))
+            was_done = entry.request_id in restored.done  # its answer may be forgotten: then it is made anew
+            self.schedule(run, entry, future, again=was_done or entry.seq_id == open_seq)
 
     def _promise(self, run: Run, request_id: str) -> Future:
         """The future of a journaled request: a new one, unless this process has it still."""
@@ -163,13 +166,24 @@ class Live:
             job = self._jobs.again(run, entry, future, lambda failed: self._diverged(run, entry, failed))
         else:
             job = self._jobs.first(run, entry, future, entry.accepted_at if again else None)
+            if (hop := tracing.begin(f"scheduler {job.name}")) is not None:
+                job = replace(job, hop=hop)
             future.on_done = lambda done: self._resolved(run, done)
             future.why = lambda: self._why(run)
         tokens = tokens_of(entry.request)
         is_pass = job.one_pass is not None
         work = Work(run.id, entry.seq_id, entry.request_id, is_pass, tokens, entry.digest, job)
-        worker = self.worker(run.model)
-        worker.scheduler.submit(work, time.monotonic())
+        worker, now = self.worker(run.model), time.monotonic()
+        if entry.seq_id and worker.scheduler.next_seq(run.id) == 0 and worker.scheduler.idle(run.id):
+            # Its client has its id, so it was made; nobody will ever send that again.
+            run.broken = (
+                f"run {run.id} could not be restored: its creation is not in its journal; go on from one of "
+                "its checkpoints"
+            )
+            self._corrupted(run.row, run.broken)
+            for missing in range(entry.seq_id):
+                worker.scheduler.consume(run.id, missing, now)
+        worker.scheduler.submit(work, now)
         worker.wake()
 
     def _diverged(self, run: Run, entry: Entry, future: Future) -> None:
@@ -254,13 +268,12 @@ class Live:
         try:
             part = await asyncio.to_thread(run.journal.begin_snapshot, next_seq)
             await execute(engine, SaveAdapter(run.id, part / SNAPSHOT, optimizer=True))
-            await asyncio.to_thread(run.journal.commit_snapshot, part)
+            await asyncio.to_thread(run.journal.commit_snapshot, part, tuple(run.forgettable))
         except (EngineError, JournalError, OSError) as error:
             log.error("no snapshot of %s: %s", run.id, error)
             return False
         run.steps = 0
-        run.journal.forget(run.forgettable)
-        run.forgettable.clear()
+        run.forgettable = {i for i in run.forgettable if seq_of(i) >= next_seq}
         return True
 
     # -- going -------------------------------------------------------------------------------------------
@@ -335,6 +348,10 @@ def request_id_of(run_id: str, seq_id: int) -> str:
 
 def run_of(request_id: str) -> str:
     return request_id.rpartition("#")[0]
+
+
+def seq_of(request_id: str) -> int:
+    return int(request_id.rpartition("#")[2])
 
 
 def tokens_of(request: Any) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tinkex.engine.protocol import Engine, EngineError
@@ -29,17 +27,19 @@ class Published:
         self._used = Counter[str]()
         self._lock = asyncio.Lock()
 
-    @asynccontextmanager
-    async def hold(self, engine: Engine, row: SamplerRow) -> AsyncIterator[None]:
-        """While inside, the engine has this sampler's adapter."""
+    async def take(self, engine: Engine, row: SamplerRow) -> None:
+        """From now until `leave`, the engine has this sampler's adapter."""
         if row.adapter is None:
-            yield
             return
         self._used[row.adapter] += 1
         try:
             await self._ensure(engine, row, self._directory(row))
-            yield
-        finally:
+        except BaseException:
+            self.leave(row)
+            raise
+
+    def leave(self, row: SamplerRow) -> None:
+        if row.adapter is not None:
             self._used[row.adapter] -= 1
             if not self._used[row.adapter]:
                 del self._used[row.adapter]

@@ -22,6 +22,8 @@ class Caller:
     project: str | None = None
     public_url: str = ""  # where this caller reaches the server, for links; "" in the same process
     same_machine: bool = False  # paths of this machine mean something to the caller
+    weights_token: str | None = None  # opens the checkpoints of a run of another's, to be read
+    attempt: str = ""  # the same for every repetition of one request; "" if the caller does not say
 
     def must_own(self, owner: str, what: str) -> None:
         if owner != self.user:

@@ -1,25 +1,28 @@
 """Runs: hop 4 of training. Each request is checked, journaled, put in its run's order, and promised.
 
-Promises: a request is acknowledged only once the journal holds it; one with wrong content is accepted and its
-future fails (a 4xx would leave official clients stuck); an unknown run, a foreign one, a refused operation is
-a 4xx and counts as consumed. How runs come and go is in live.py. Knows nothing of HTTP.
+Promises: a request is acknowledged only once the journal holds it; one with wrong content, or for a pass that
+we do not offer, is accepted and its future fails (a 4xx leaves official clients stuck); an unknown run or a
+foreign one is a 4xx, and so is any other refusal, whose seq id counts as used, over a restart too. How runs
+come and go is in live.py. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import Any
 
+from tinkex.engine.protocol import EngineError
 from tinkex.service.barriers import Barriers, shown
 from tinkex.service.core import Core
 from tinkex.service.futures import Future
-from tinkex.service.jobs import UNREADABLE, Unreadable
+from tinkex.service.jobs import REFUSED, UNREADABLE, Unreadable, custom_loss
 from tinkex.service.journal import Entry, JournalFullError
 from tinkex.service.live import Live, request_id_of, run_of, tokens_of
 from tinkex.service.losses import check_loss
@@ -30,7 +33,7 @@ from tinkex.service.worker import Worker
 from tinkex.types import checkpoints as saves
 from tinkex.types import losses, training
 from tinkex.types.checkpoints import Cursor
-from tinkex.types.data import EncodedTextChunk
+from tinkex.types.data import EncodedTextChunk, ForwardBackwardInput
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.params import AdamParams, LoraConfig
 
@@ -91,16 +94,19 @@ class Runs:
     async def forward_backward(
         self, request: training.ForwardBackwardRequest, caller: Caller
     ) -> UntypedAPIFuture:
-        row, work = self._run(request.model_id, caller), request.forward_backward_input
-        if work.loss_fn == "stable_reinforce":
-            await self._refuse(
-                row, request.seq_id, "this server has no loss stable_reinforce: its rule is not public"
-            )
-        if len(work.data) > (most := self._core.config.max_datums):
-            message = f"{len(work.data)} datums; at most {most} a request"
+        row = self._run(request.model_id, caller)
+        if why := self._not_offered(request.forward_backward_input):
             op = "forward" if request.forward_only else "forward_backward"
-            return await self._submit_unreadable(row, request.seq_id, op, message)
+            return await self._submit_unreadable(row, request.seq_id, op, why)
         return await self._submit(row, request.seq_id, "forward_backward", request)
+
+    def _not_offered(self, work: ForwardBackwardInput) -> str:
+        """Why no engine of ours would execute this pass; "" if one might."""
+        if work.loss_fn == "stable_reinforce":
+            return "this server has no loss stable_reinforce: its rule is not public"
+        if len(work.data) > (most := self._core.config.max_datums):
+            return f"{len(work.data)} datums; at most {most} a request"
+        return ""
 
     async def forward(self, request: training.ForwardBackwardRequest, caller: Caller) -> UntypedAPIFuture:
         return await self.forward_backward(replace(request, forward_only=True), caller)
@@ -141,7 +147,7 @@ class Runs:
     async def create_custom_loss(
         self, request: losses.CreateCustomLossRequest, caller: Caller
     ) -> UntypedAPIFuture:
-        """Keep a loss under an id. What an engine refuses in it, it refuses when the loss is used."""
+        """Keep a loss under an id."""
         self._core.active_session(request.session_id, caller)
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
         row = CustomLossRow(
@@ -149,8 +155,7 @@ class Runs:
             [item.model_dump() for item in request.inputs],
             [node.model_dump() for node in request.graph.nodes],
         )  # fmt: skip
-        why = check_loss(request)
-        if why:
+        if why := check_loss(request) or self._refused_by_engines(row):
             future = self._core.futures.create(caller.user)
             future.fail(why, "user")
             return UntypedAPIFuture(future.request_id)
@@ -160,6 +165,17 @@ class Runs:
         # The loss's own id is the promise's: after a restart it is found in the ledger.
         self._loss_future(loss_id, caller.user)
         return UntypedAPIFuture(loss_id)
+
+    def _refused_by_engines(self, row: CustomLossRow) -> str:
+        """Why an engine would not run this loss; "" if none is loaded yet: then it says so on use."""
+        for model in self._core.engines:
+            check = getattr(model.engine, "check_loss", None)
+            try:
+                if check is not None:
+                    check(custom_loss(row))
+            except EngineError as error:
+                return error.message
+        return ""
 
     def _loss_future(self, loss_id: str, owner: str) -> Future:
         future = self._core.futures.create(owner, request_id=loss_id)
@@ -309,19 +325,14 @@ class Runs:
             raise Refusal(503, f"{error}; this request was not accepted") from error
 
     async def _checked(self, row: RunRow, request: Any, check: Callable[[], Any]) -> None:
-        """Run a check; if it refuses, the request's seq id is used up all the same."""
+        """Run a check; if it refuses, the request's seq id is used up all the same, over a restart too."""
         try:
             check()
         except Refusal as refusal:
-            await self._refuse(row, request.seq_id, refusal.message, refusal.status)
-
-    async def _refuse(self, row: RunRow, seq_id: int | None, message: str, status: int = 422) -> NoReturn:
-        if seq_id is not None:
-            run = await self._live.find(row)
-            if not run.gone:
-                self._live.scheduler(run).consume(run.id, seq_id, time.monotonic())
-                self._live.worker(run.model).wake()
-        raise Refusal(status, message)
+            if request.seq_id is not None:
+                with contextlib.suppress(Refusal):  # its place may be taken already
+                    await self._submit_unreadable(row, request.seq_id, REFUSED, refusal.message)
+            raise
 
 
 def _check_optimizer(kind: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineError, OnTokens, SampleWork
 from tinkex.errors import InvalidInputError
 from tinkex.service.core import Core
@@ -27,11 +28,17 @@ from tinkex.service.published import Published, name_of
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import SamplerRow
 from tinkex.types import sampling as types
-from tinkex.types.futures import FuturesRetrieveRequest, FuturesRetrieveResponse, UntypedAPIFuture
+from tinkex.types.futures import (
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
+    RequestFailedResponse,
+    UntypedAPIFuture,
+)
 from tinkex.types.outputs import SampleResponse
 
 CLONE_STRIDE = 1_000_000_000
 REMEMBERED = 100_000  # seq ids, for recognising repeats
+Outcome = SampleResponse | RequestFailedResponse
 
 
 class Samplers:
@@ -46,9 +53,9 @@ class Samplers:
         self._used_at: dict[str, float] = {}  # unnamed samplers
         self._started = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Told of every finished sample: its sampler, how long it took, its outcome (None if it failed).
-        self.observers: list[Callable[[SamplerRow, float, SampleResponse | None], None]] = []
-        self.observe: Callable[[SamplerRow, float, SampleResponse | None], None] = lambda *_: None
+        # Told of every finished sample: its sampler, how long it took, what came of it.
+        self.observers: list[Callable[[SamplerRow, float, Outcome], None]] = []
+        self.observe: Callable[[SamplerRow, float, Outcome], None] = lambda *_: None
 
     # -- sampling sessions -------------------------------------------------------------------------------
 
@@ -189,22 +196,10 @@ class Samplers:
         request: types.SampleRequest,
         on_tokens: OnTokens | None,
     ) -> None:
-        started, response = time.monotonic(), None
-        gate = self._gates.setdefault(model.name, FairGate(self._core.config.samples_in_flight))
+        started = time.monotonic()
         try:
-            if model.engine is None:
-                future.why = lambda: ("paused_capacity", f"the base model {model.name} is being loaded")
-            engine = await model.load()
-            self._check(request, engine.info.max_context)
-            future.why = lambda: ("paused_capacity", f"{gate.waiting()} requests wait for room to be sampled")
-            await gate.enter(row.owner, request.num_samples)
-            future.why = lambda: ACTIVE
-            try:
-                async with self._published_of(model).hold(engine, row):
-                    response = await engine.sampler.sample(await self._work(request, row, model, on_tokens))
-            finally:
-                gate.leave(row.owner, request.num_samples)
-            future.resolve(response)
+            engine = model.engine or await self._loaded(future, model, request)
+            future.resolve(await self._sampled(future, row, model, engine, request, on_tokens))
         except asyncio.CancelledError:
             future.fail("cancelled", "user")
             raise
@@ -215,9 +210,46 @@ class Samplers:
         except Exception as error:
             future.fail(f"{type(error).__name__}: {error}")
         finally:
-            self._account(row, request, response)
+            self._account(row, request, future.outcome)
             for observer in (*self.observers, self.observe):
-                observer(row, time.monotonic() - started, response)
+                observer(row, time.monotonic() - started, future.outcome)
+
+    async def _loaded(self, future: Future, model: BaseModel, request: types.SampleRequest) -> Engine:
+        future.why = lambda: ("paused_capacity", f"the base model {model.name} is being loaded")
+        engine = await model.load()
+        self._check(request, engine.info.max_context)  # it may not have been known before
+        return engine
+
+    async def _sampled(
+        self,
+        future: Future,
+        row: SamplerRow,
+        model: BaseModel,
+        engine: Engine,
+        request: types.SampleRequest,
+        on_tokens: OnTokens | None,
+    ) -> SampleResponse:
+        """Wait for room among other owners' samples, have the adapter there, and sample."""
+        gate, published = self._gate_of(model), self._published_of(model)
+        future.why = lambda: ("paused_capacity", f"{gate.waiting()} requests wait for room to be sampled")
+        with tracing.span("scheduler sample", within=True):
+            await gate.enter(row.owner, request.num_samples)
+        future.why = lambda: ACTIVE
+        try:
+            await published.take(engine, row)
+            try:
+                work = await self._work(request, row, model, on_tokens)
+                with tracing.span("engine sample", within=True):
+                    return await engine.sampler.sample(work)
+            finally:
+                published.leave(row)
+        finally:
+            gate.leave(row.owner, request.num_samples)
+
+    def _gate_of(self, model: BaseModel) -> FairGate:
+        if model.name not in self._gates:
+            self._gates[model.name] = FairGate(self._core.config.samples_in_flight)
+        return self._gates[model.name]
 
     async def _work(
         self, request: types.SampleRequest, row: SamplerRow, model: BaseModel, on_tokens: OnTokens | None
@@ -243,10 +275,8 @@ class Samplers:
             on_tokens,
         )
 
-    def _account(
-        self, row: SamplerRow, request: types.SampleRequest, response: SampleResponse | None
-    ) -> None:
-        if response is None or not row.session_id:
+    def _account(self, row: SamplerRow, request: types.SampleRequest, response: Outcome) -> None:
+        if not isinstance(response, SampleResponse) or not row.session_id:
             return
         cached = response.prompt_cache_hit_tokens
         self._core.count("sampling_prefill_cached", cached, row)
@@ -257,7 +287,9 @@ class Samplers:
     # -- published adapters ------------------------------------------------------------------------------
 
     def _published_of(self, model: BaseModel) -> Published:
-        return self._published.setdefault(model.name, Published(self._core))
+        if model.name not in self._published:
+            self._published[model.name] = Published(self._core)
+        return self._published[model.name]
 
     async def publish(self, engine: Engine, row: SamplerRow, run: str) -> None:
         """Make a run's adapter sampleable as it is now, under an unnamed sampler."""

@@ -2,7 +2,8 @@
 
 Promises: a run's work is done in seq-id order whatever order it arrives in, a repeated seq id is the same
 work, a gap is waited for and then given up for good; passes of different runs share a batch; no owner can
-starve another, by passes or by barriers. Knows nothing of what the work is, except whether it is a pass.
+starve another, by passes or by barriers, nor a run another run of its owner: whoever waited longest since its
+last turn is next. Knows nothing of what the work is, except whether it is a pass.
 
 A round is some barriers (steps, saves, loads), then one batch of passes. Barriers first: each one done may
 free a pass that can join the batch.
@@ -10,6 +11,7 @@ free a pass that can join the batch.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -49,6 +51,7 @@ class _Run:
     waiting: dict[int, Work] = field(default_factory=dict)
     gap_since: float | None = None  # since when the head has been missing while something waits behind it
     running: int = 0
+    turn: int = 0  # when it last had one, counted in turns of all runs
     known: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)  # seq ids that will never come
 
@@ -65,6 +68,7 @@ class Scheduler:
         self._runs: dict[str, _Run] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
+        self._turns = itertools.count(1)
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -175,6 +179,7 @@ class Scheduler:
     def next_batch(self) -> list[Work]:
         """What to execute now: one barrier, or a batch of passes; empty if nothing is ready."""
         heads = [head for queue in self._runs.values() if (head := queue.head()) is not None]
+        heads.sort(key=lambda head: self._runs[head.run].turn)
         barrier = self._next_barrier(heads)
         if barrier is not None:
             self._barriers[self._runs[barrier.run].owner] += 1
@@ -216,6 +221,7 @@ class Scheduler:
         for work in batch:
             queue = self._runs[work.run]
             queue.running += 1
+            queue.turn = next(self._turns)
             queue.next_seq = work.seq_id + 1
             del queue.waiting[work.seq_id]
         return batch

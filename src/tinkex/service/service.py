@@ -1,6 +1,6 @@
 """The service: hop 4. One method per operation, found by the operation's name among the parts.
 
-    Sessions · Runs · Samplers · Futures · Checkpoints · Accounts       over one Core
+    Sessions · Runs · Samplers · Futures · Checkpoints · Accounts · History       over one Core
 
 Promises: `call` answers, or raises Refusal; one home directory has one owner at a time; what was acknowledged
 before a crash is there after it. Knows neither HTTP nor torch: the server and the embedded transport both
@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineConfig, build_engine
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.service.accounts import Accounts
@@ -26,6 +27,7 @@ from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.core import Core
 from tinkex.service.engines import Engines
+from tinkex.service.history import History
 from tinkex.service.lanes import Lanes
 from tinkex.service.ledger import Ledger, LedgerError
 from tinkex.service.live import Live
@@ -60,7 +62,10 @@ class Service:
         """Take the home, open the ledger, and take up what an earlier process left."""
         self._take_home()
         try:
-            await self._open()
+            self._open()
+            await self._take_up_runs()
+            if self.config.preload:
+                await self.core.engines.load_all()
         except BaseException:
             if self.core is not None:
                 self.core.ledger.close()
@@ -69,7 +74,13 @@ class Service:
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
         self.ready = True
 
-    async def _open(self) -> None:
+    async def look(self) -> None:
+        """Open the home beside whoever owns it: to list what is there and tidy up, not to compute."""
+        self.config.home.mkdir(parents=True, exist_ok=True)
+        self._open()
+        self.ready = True
+
+    def _open(self) -> None:
         config = self.config
         self.core = core = Core(config, Ledger(config.home / "ledger.sqlite"), Engines(config, self._build))
         barriers = Barriers(core)
@@ -80,20 +91,21 @@ class Service:
         self.samplers = Samplers(core, lanes)
         self.checkpoints = Checkpoints(core, barriers, self.sessions)
         self.accounts = Accounts(core)
+        self.history = History(core)
         barriers.publish = self.samplers.publish
         core.futures.elsewhere = self.runs.find_future
         core.futures.on_drop = self._dropped
-        self.live.observers.append(self.accounts.worked)
+        self.live.observers += [self.accounts.worked, self.history.worked]
         self.samplers.observers.append(self.accounts.sampled)
-        parts = (self.sessions, self.runs, self.samplers, self.checkpoints, self.accounts, core.futures)
+        parts = (
+            self.sessions, self.runs, self.samplers, self.checkpoints, self.accounts, self.history,
+            core.futures,
+        )  # fmt: skip
         self._methods = {
             name: method
             for name in OPS
             if (method := next((m for part in parts if (m := getattr(part, name, None))), None)) is not None
         }
-        await self._take_up_runs()
-        if config.preload:
-            await core.engines.load_all()
 
     def _dropped(self, request_ids: list[str]) -> None:
         self._lanes.fetched(request_ids)
@@ -150,7 +162,8 @@ class Service:
         if method is None:
             raise Refusal(404, f"this service does not offer {op.name}")
         try:
-            return await method(request, caller)
+            with tracing.span(f"service {op.name}", within=True):
+                return await method(request, caller)
         except InvalidInputError as error:
             raise Refusal(422, str(error)) from None
         except (LedgerError, JournalError) as error:

@@ -31,11 +31,18 @@ class Sessions:
         project = self._core.project(request.project_id, caller)
         return types.CreateSessionResponse(session_id=self.open(request, caller, project))
 
-    def open(self, request: types.CreateSessionRequest, caller: Caller, project: str | None) -> str:
-        session_id, now = str(uuid.uuid4()), time.time()
+    def open(
+        self,
+        request: types.CreateSessionRequest,
+        caller: Caller,
+        project: str | None,
+        session_id: str | None = None,
+    ) -> str:
+        session_id, now = session_id or str(uuid.uuid4()), time.time()
+        metadata = None if request.user_metadata is None else dict(request.user_metadata)
         row = SessionRow(
             session_id, caller.user, now, now, project, request.tags,
-            request.user_metadata, request.display_name, request.sdk_version,
+            metadata, request.display_name, request.sdk_version,
         )  # fmt: skip
         self._core.ledger.add_session(row)
         self._core.seen[session_id] = now
@@ -68,12 +75,22 @@ class Sessions:
         """End those that nobody will come back to. A service that was itself away waits for them first."""
         if time.time() - self._started > self._core.config.session_lapse:
             for session_id in self._silent_for(self._core.config.session_expiry):
-                self._end(session_id, types.SessionCancelled(detail="it was not heard of for too long"))
+                self._abandon(session_id, "it was not heard of for too long")
 
     def end_all(self) -> None:
         """No client of an earlier process is left."""
         for row in self._core.ledger.active_sessions(seen_before=self._started):
-            self._end(row.session_id, types.SessionCancelled(detail="its process has ended"))
+            self._abandon(row.session_id, "its process has ended")
+
+    def _abandon(self, session_id: str, why: str) -> None:
+        """End a session that its client did not: it failed if one of its runs did."""
+        broken = [run for run in self._core.ledger.runs_of_session(session_id) if run.corrupted]
+        status = types.SessionCancelled(detail=why)
+        if broken:
+            reason = types.SessionFailedTrainingRunReason(training_run_id=broken[0].run_id)
+            message = f"run {broken[0].run_id} could not be restored"
+            status = types.SessionFailed(category="internal", reason=reason, message=message)
+        self._end(session_id, status)
 
     def _silent_for(self, seconds: float) -> set[str]:
         limit = time.time() - seconds

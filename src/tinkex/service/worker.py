@@ -13,9 +13,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tinkex import tracing
 from tinkex.engine.protocol import (
     ClearGradients,
     Command,
@@ -46,6 +48,7 @@ class Job:
     barrier: Callable[[Engine], Awaitable[Any]] | None = None
     breaks_window: bool = False  # if it fails, so must the next step of its run
     replayed: bool = False  # it was done, and counted, in an earlier life
+    hop: tracing.Hop | None = None  # its wait for its turn, for whoever traces
 
 
 class Worker:
@@ -128,6 +131,9 @@ class Worker:
 
     async def _execute(self, batch: list[Work]) -> None:
         started = time.monotonic()
+        for work in batch:
+            if work.what.hop is not None:
+                work.what.hop.end()
         try:
             engine = await self.model.load()
             ready = [work for work in batch if await self._prepared(engine, work)]
@@ -158,7 +164,8 @@ class Worker:
             if work.what.one_pass.backward:
                 self._windows.setdefault(work.run, None)
         command = ForwardBackward(tuple(work.what.one_pass for work in batch))
-        outcomes = await execute(engine, command)
+        with _traced(batch):
+            outcomes = await execute(engine, command)
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Failure):
                 self._fail(work, EngineError(outcome.message, outcome.category))
@@ -168,8 +175,14 @@ class Worker:
     async def _barrier(self, engine: Engine, work: Work) -> None:
         job: Job = work.what
         assert job.barrier is not None
+        with _traced([work]):
+            await self._do_barrier(engine, work, job, job.barrier)
+
+    async def _do_barrier(
+        self, engine: Engine, work: Work, job: Job, barrier: Callable[[Engine], Awaitable[Any]]
+    ) -> None:
         if job.name != "optim_step":
-            job.future.resolve(await job.barrier(engine))
+            job.future.resolve(await barrier(engine))
             if job.name == "load_weights":
                 self._windows.pop(work.run, None)  # loading has cleared the gradients
                 await self.settled(engine, work)
@@ -182,7 +195,7 @@ class Worker:
                     "discarded with it",
                     "user",
                 )
-            job.future.resolve(await job.barrier(engine))
+            job.future.resolve(await barrier(engine))
         except Exception:
             with contextlib.suppress(EngineError):  # the run is not there at all
                 await execute(engine, ClearGradients(work.run))
@@ -199,6 +212,16 @@ class Worker:
         if job.breaks_window:
             self._windows[work.run] = self._windows.get(work.run) or str(error)
         job.future.fail(str(error) or type(error).__name__, category)
+
+
+def _traced(batch: list[Work]) -> AbstractContextManager[Any]:
+    """The engine's hop: a part of the first request's trace, linked to those of the others in the batch."""
+    hops = [work.what.hop for work in batch if work.what.hop is not None]
+    if not hops:
+        return contextlib.nullcontext()
+    name = f"engine {batch[0].what.name}"
+    hop = tracing.begin(name, parent=hops[0], links=hops[1:], tinkex_requests=len(batch))
+    return contextlib.nullcontext() if hop is None else hop
 
 
 async def _nothing(engine: Engine, work: Work) -> None:

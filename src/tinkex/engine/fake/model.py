@@ -23,10 +23,13 @@ BASE = _RNG.normal(size=(D, D)) * 0.3
 
 def features(tokens: np.ndarray, state: np.ndarray | None = None) -> np.ndarray:
     """[N, D]: at each position the tokens so far, older ones fading; `state` is the position before."""
-    x = np.zeros(D) if state is None else state
-    out = np.empty((len(tokens), D))
-    for i, token in enumerate(tokens):
-        out[i] = x = _EMBED[token] + _DECAY * x
+    out = _EMBED[tokens]
+    if state is not None:
+        out[:1] += _DECAY * state
+    reach, fade = 1, _DECAY  # sums over 1, 2, 4, … tokens, until those farther back have faded out
+    while reach < len(out) and fade > 1e-18:
+        out[reach:] += fade * out[:-reach]
+        reach, fade = 2 * reach, fade * fade
     return out
 
 
@@ -66,7 +69,7 @@ class Adapter:
         metrics = {"grad_norm": 0.0, "learning_rate": p.learning_rate, "grad_clipped": 0.0, "skipped": 1.0}
         grad, self.grad = self.grad, None
         if grad is None:
-            return metrics | {"step": float(self.step)}
+            return metrics | {"optimizer_step": float(self.step)}
         norm = float(np.linalg.norm(grad))
         if not np.isfinite(norm):
             raise user_error(f"the gradient is not finite (global norm {norm}); the step was not applied")
@@ -83,5 +86,5 @@ class Adapter:
             "grad_norm": norm,
             "grad_clipped": clipped,
             "skipped": 0.0,
-            "step": float(self.step),
+            "optimizer_step": float(self.step),
         }

@@ -149,15 +149,17 @@ def _advance(work: SampleWork, sample: _Sample, matrix: np.ndarray, key: np.ndar
     params = work.params
     logits = sample.state @ matrix.T @ UNEMBED.T
     logprobs = log_softmax(logits / (params.temperature or 1.0))
-    order = np.argsort(-logprobs, kind="stable")
     p = np.exp(logprobs)
-    if params.top_k > 0:
-        p[order[params.top_k :]] = 0
-    if params.top_p < 1:
-        ranked = p[order] / p.sum()
-        p[order[1:][(ranked.cumsum() - ranked)[1:] >= params.top_p]] = 0
-    drawn = int(np.argmax(p / exponentials(key, VOCAB)[0]))
-    token = int(order[0]) if params.temperature == 0 else drawn
+    if params.top_k > 0 or params.top_p < 1:
+        order = np.argsort(-logprobs, kind="stable")
+        if params.top_k > 0:
+            p[order[params.top_k :]] = 0
+        if params.top_p < 1:
+            ranked = p[order] / p.sum()
+            p[order[1:][(ranked.cumsum() - ranked)[1:] >= params.top_p]] = 0
+    if params.temperature > 0:
+        p /= exponentials(key, VOCAB)[0]
+    token = int(np.argmax(p))
     sample.tokens.append(token)
     sample.logprobs.append(float(logprobs[token]))
     if work.topk_sample_logprobs:

@@ -1,0 +1,217 @@
+"""The whole line on a 5 M parameter model: the official client, our server, our engine: `make bench-line`.
+
+    client 0.36.0 (a process of its own environment) → HTTP → `tinkex serve` → engine, 2 cores, fp32
+
+against what people write without a service, in the same run: a plain peft loop and `generate`, on the same
+weights, with the same number of threads. 8 sequences of 128 tokens a batch, rank 8. Sides take turns over
+rounds and the table shows medians. A goal that is missed never fails the run; a crash does. On a busy machine
+every figure here is the scheduler's: the load average is in the first line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shapes import write_model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: ours, the peer's, and a bound on ours or, where there is a peer, on ours / peer."""
+
+    title: str
+    ours: str
+    peer: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+ROWS = [
+    Row("train 8x128, tokens/s: plain peft loop", "train.in_turn", "peft.rate", at_least=1.0),
+    Row("  submitted ahead, tokens/s", "train.ahead", "peft.rate"),
+    Row("optim_step, ms", "optim_step.ms"),
+    Row("  over a call that does nothing, ms", "optim_step.more_ms", at_most=5.0),
+    Row("import torch to the end of the first step, s", "first.seconds", at_most=3.0),
+    Row("  of which until the server is ready, s", "first.ready_s"),
+    Row("one-token sample, ms", "one_token.ms", at_most=20.0),
+    Row("sample 8x64, tokens/s: generate", "sample.rate", "generate.rate", at_least=3.0),
+    Row("4 runs of 2x16 tokens, tokens/s: one alone", "tenants.together", "tenants.alone", at_least=1.5),
+]
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process that answers in lines of JSON."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("TINK")}
+        self.process = subprocess.Popen(
+            command, env=kept | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, name: str) -> Figures:
+        assert self.process.stdin is not None
+        print(name, file=self.process.stdin, flush=True)
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.process.args}: exit status {self.process.wait()}")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def child(*command: str, **environment: str) -> Iterator[Child]:
+    started = Child(*command, **environment)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+@contextlib.contextmanager
+def ours(python: Path, *arguments: str) -> Iterator[Child]:
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    with child(str(python), str(HERE / "line_child.py"), *arguments, PYTHONPATH=path) as started:
+        yield started
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace, model: str, home: str) -> dict[str, float]:
+    seen: dict[str, list[float]] = defaultdict(list)
+    threads = str(options.threads)
+    with (
+        ours(options.ours, "peer", model, threads) as peer,
+        child(str(options.official), str(HERE / "line_client.py"), TINKER_TELEMETRY="0") as client,
+    ):
+        peer.hear()
+        client.hear()  # all is imported on both sides: the server has the machine to itself
+        with ours(options.ours, "serve", home, model, threads) as server:
+            torch_at = server.hear()["torch_at"]
+            ready = server.hear()
+            seen["first.ready_s"] = [ready["at"] - torch_at]
+            client.ask(ready["url"])
+            seen["first.seconds"] = [client.ask("first")["at"] - torch_at]
+            for turn in range(-1, options.rounds):  # the first one warms both sides up
+                for name, figures in one_round(client, peer, turn):
+                    if turn >= 0:
+                        for key, value in figures.items():
+                            seen[f"{name}.{key}"].append(value)
+    found = {key: statistics.median(values) for key, values in seen.items()}
+    found["optim_step.more_ms"] = found["optim_step.ms"] - found["optim_step.nothing_ms"]
+    return found
+
+
+def one_round(client: Child, peer: Child, turn: int) -> Iterator[tuple[str, Figures]]:
+    pairs = [("train", "peft", "train"), ("sample", "generate", "sample")]
+    for name, peer_name, peer_measure in pairs:
+        if turn % 2:  # nobody always goes first
+            yield peer_name, peer.ask(peer_measure)
+            yield name, client.ask(name)
+        else:
+            yield name, client.ask(name)
+            yield peer_name, peer.ask(peer_measure)
+    for name in ("optim_step", "one_token", "tenants"):
+        yield name, client.ask(name)
+
+
+# -- telling -------------------------------------------------------------------------------------------------
+
+
+def summary(figures: Figures) -> list[dict[str, Any]]:
+    found = []
+    for row in ROWS:
+        value, base = figures[row.ours], figures.get(row.peer)
+        ratio = value / base if base else None
+        judged = value if ratio is None else ratio
+        goal = row.at_least or row.at_most
+        met = None if goal is None else (judged >= goal if row.at_least else judged <= goal)
+        found.append(
+            {"title": row.title, "base": base, "ours": value, "ratio": ratio, "goal": _goal(row), "met": met}
+        )
+    return found
+
+
+def _goal(row: Row) -> str:
+    times = "x" if row.peer else ""
+    if row.at_least is not None:
+        return f"≥ {row.at_least:g}{times}"
+    return "" if row.at_most is None else f"≤ {row.at_most:g}{times}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    head = f"{'measure':<50}{'base':>9}{'ours':>9}{'ratio':>8}  {'goal':<8}met"
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+        met = {True: "yes", False: "NO", None: ""}[row["met"]]
+        numbers = f"{number(row['base']):>9}{number(row['ours']):>9}{ratio:>8}"
+        lines.append(f"{row['title']:<50}{numbers}  {row['goal']:<8}{met}".rstrip())
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of both sides")
+    parser.add_argument(
+        "--official", type=Path, default=ROOT / ".venv-official/bin/python", help="its interpreter"
+    )
+    parser.add_argument("--ours", type=Path, default=ROOT / ".venv/bin/python", help="our interpreter")
+    options = parser.parse_args()
+    options.rounds = 2 if options.quick else options.rounds
+    return options
+
+
+def main() -> None:
+    options = parse()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as directory:
+        model = write_model("line", Path(directory), "cpu")
+        rows = summary(measure(options, model, str(Path(directory) / "home")))
+    about = {
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
+    if options.json:
+        print(json.dumps({"about": about, "measures": rows}, indent=2))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
