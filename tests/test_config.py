@@ -115,6 +115,17 @@ def test_the_documented_times() -> None:
     assert times.lost == 300
 
 
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), "4", None, True])
+def test_times_that_are_none_are_refused(wrong: object) -> None:
+    with pytest.raises(InvalidInputError, match=r"Timeouts\.lost must be seconds above 0, got"):
+        Timeouts(lost=wrong)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_time_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="Timeouts has no 'conect'; did you mean 'connect'"):
+        Timeouts(conect=1)  # type: ignore[call-arg]
+
+
 def test_the_console_is_the_servers_own() -> None:
     assert console_url("http://127.0.0.1:8000", "sessions") == "http://127.0.0.1:8000/sessions"
     assert console_url(HOSTED_URL) == "https://tinker.thinkingmachines.ai"

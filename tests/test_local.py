@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.engine.test_gguf import write_gguf
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tinkex import local
 from tinkex.config import Settings
@@ -69,6 +71,50 @@ print(run.forward(data, "cross_entropy").result(30).metrics["loss:sum"])
     )
     assert resumed.returncode == 0, resumed.stderr
     assert float(resumed.stdout) < float(lines[2])
+
+
+LOSS = """
+import tinkex
+run = tinkex.ServiceClient().create_lora_training_client(NAME, rank=4, seed=1)
+data = [tinkex.Datum(tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
+print(run.forward(data, "cross_entropy").result(30).metrics["loss:sum"])
+"""
+
+
+def test_a_gguf_file_and_a_name_in_the_hubs_cache_are_base_models(tmp_path: Path):
+    model = tiny_model(tmp_path, "smollm2")
+    write_gguf(tmp_path / "small.gguf", "llama", model)
+    cache = tmp_path / "hf" / "hub" / "models--org--name"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(model, cache / "snapshots" / ("0" * 40))
+    found = {}
+    for name in (str(model), str(tmp_path / "small.gguf"), "org/name"):
+        done = python(
+            f"NAME = {name!r}\n{LOSS}", tmp_path / "home", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1"
+        )
+        assert done.returncode == 0, done.stderr
+        found[name] = float(done.stdout)
+    directory, *others = found.values()
+    assert others == pytest.approx([directory] * 2, rel=1e-5)
+
+
+LEAVE = """
+import tinkex
+sampler = tinkex.ServiceClient().create_sampling_client(base_model=NAME)
+prompt, params = tinkex.ModelInput.from_ints([5]), tinkex.SamplingParams(max_tokens=4000, stop=[])
+stream = sampler.sample_stream(prompt, params, 4)
+samples = [sampler.sample(prompt, 4, params) for _ in range(4)]
+next(stream)
+"""
+
+
+def test_a_script_may_end_while_the_engine_computes(tmp_path: Path):
+    """Promise 2: it ends, and well; the work that nobody waits for is given up."""
+    model = tiny_model(tmp_path, "llama3", max_position_embeddings=4096)
+    done = python(f"NAME = {str(model)!r}\n{LEAVE}", tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_without_the_engine_the_two_ways_out_are_named(tmp_path: Path):

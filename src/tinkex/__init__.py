@@ -20,14 +20,19 @@ _CLIENT = {
     "RestClient": "tinkex.client.rest",
     "AdminClient": "tinkex.client.admin",
     "APIFuture": "tinkex.client.future",
+    "LossHandle": "tinkex.client.custom_loss",
+    "PerDatumLossFn": "tinkex.client.custom_loss",
+    "RecoveryPolicy": "tinkex.recovery",
     "RetryConfig": "tinkex.client.retry",
+    "SampleStream": "tinkex.client.streaming",
     "Timeouts": "tinkex.config",
     "render_chat": "tinkex.tokenizers",
 }
 _TYPES = (
     "AdamOptimizerConfig", "AdamParams", "Checkpoint", "CheckpointType", "Datum", "DimuonOptimizerConfig",
     "DimuonParams", "DmelChunk", "EncodedTextChunk", "ForwardBackwardOutput", "ImageChunk", "LoraConfig",
-    "ModelID", "ModelInput", "ModelInputChunk", "OptimParams", "OptimStepRequest", "OptimStepResponse",
+    "ModelID", "ModelInput", "ModelInputChunk", "NewTokens", "OptimParams", "OptimStepRequest",
+    "OptimStepResponse",
     "ParsedCheckpointTinkerPath", "PromptProvenanceSpan", "SampleRequest", "SampleResponse",
     "SampledProvenanceSpan", "SampledSequence", "SamplingParams", "StopReason", "TensorData", "TensorDtype",
     "TrainingRun",
@@ -36,8 +41,9 @@ _ERRORS = (
     "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
     "AuthenticationError", "BadRequestError", "BillingError", "ClientClosedError", "ConflictError",
     "CredentialError", "ExperimentalWarning", "ExpiredError", "ForkedClientError", "InternalServerError",
-    "InvalidInputError", "NotFoundError", "PassIncompleteError", "PermissionDeniedError", "RateLimitError",
-    "RequestErrorCategory", "RequestFailedError", "ResultTimeoutError", "TinkerError",
+    "InvalidInputError", "ModelError", "NotFoundError", "PassIncompleteError", "PermissionDeniedError",
+    "RateLimitError", "RecoveryFailedError", "RequestErrorCategory", "RequestFailedError",
+    "ResultTimeoutError", "StreamBrokenError", "StreamingUnsupportedError", "TinkerError",
     "TokenizerError", "UnprocessableEntityError",
 )  # fmt: skip
 _HOME: dict[str, str] = {
@@ -45,7 +51,7 @@ _HOME: dict[str, str] = {
     **dict.fromkeys(_TYPES, "tinkex.types"),
     **dict.fromkeys(_ERRORS, "tinkex.errors"),
 }
-_MODULES = ("auth", "errors", "types")
+_MODULES = ("auth", "errors", "recovery", "regularizers", "types")
 
 __all__ = ["__title__", "__version__", *_HOME, *_MODULES]
 
@@ -76,16 +82,22 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from tinkex import auth as auth
     from tinkex import errors as errors
+    from tinkex import recovery as recovery
+    from tinkex import regularizers as regularizers
     from tinkex import types as types
     from tinkex.client.admin import AdminClient as AdminClient
+    from tinkex.client.custom_loss import LossHandle as LossHandle
+    from tinkex.client.custom_loss import PerDatumLossFn as PerDatumLossFn
     from tinkex.client.future import APIFuture as APIFuture
     from tinkex.client.rest import RestClient as RestClient
     from tinkex.client.retry import RetryConfig as RetryConfig
     from tinkex.client.sampling import SamplingClient as SamplingClient
     from tinkex.client.service import ServiceClient as ServiceClient
+    from tinkex.client.streaming import SampleStream as SampleStream
     from tinkex.client.training import TrainingClient as TrainingClient
     from tinkex.config import Timeouts as Timeouts
     from tinkex.errors import *  # noqa: F403
+    from tinkex.recovery import RecoveryPolicy as RecoveryPolicy
     from tinkex.tokenizers import render_chat as render_chat
     from tinkex.types.checkpoints import Checkpoint as Checkpoint
     from tinkex.types.checkpoints import CheckpointType as CheckpointType
@@ -104,6 +116,7 @@ if TYPE_CHECKING:
     from tinkex.types.optimizers import DimuonParams as DimuonParams
     from tinkex.types.optimizers import OptimParams as OptimParams
     from tinkex.types.outputs import ForwardBackwardOutput as ForwardBackwardOutput
+    from tinkex.types.outputs import NewTokens as NewTokens
     from tinkex.types.outputs import SampledSequence as SampledSequence
     from tinkex.types.outputs import SampleResponse as SampleResponse
     from tinkex.types.outputs import StopReason as StopReason

@@ -1,7 +1,7 @@
 """Every environment variable and default that the project reads, in one place.
 
     TINKER_API_KEY          the key; without it, and without a URL, the engine runs in this process
-    TINKER_BASE_URL         the server
+    TINKER_BASE_URL         the server; "local" is this process, even if there is a key
     TINKER_CREDENTIAL_CMD   a shell command that prints a token
     TINKER_PROJECT_ID       the project of new sessions
     TINKER_TAGS             tags of new sessions, separated by commas
@@ -26,19 +26,22 @@ line's library, which reads the options above).
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import check_seconds, strict
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
+LOCAL = "local"  # as a base URL: models run in this process, whatever keys there are
 
 
-@dataclass(frozen=True)
+@strict
 class Timeouts:
     """Seconds that each thing may take before it is an error. See docs/client.md for the table."""
 
@@ -49,6 +52,10 @@ class Timeouts:
     lost: float = 300.0  # a host that did answer, and stopped
     close: float = 5.0  # finishing a session at close() and at exit
     heartbeat_interval: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            check_seconds(f"Timeouts.{name}", value)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,26 @@ class Settings:
             http_proxy=any(map(get, ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))),
             offline=(get("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on"),
         )
+
+    @property
+    def embedded(self) -> bool:
+        """Neither a key nor a server is set: models run in the process that asks for them."""
+        chosen = self.base_url or self.api_key or self.credential_cmd
+        return self.base_url == LOCAL or (not chosen and not self._has_stored_key())
+
+    def _has_stored_key(self) -> bool:
+        """Also if the file cannot be read: whoever needs the key then says why."""
+        try:
+            return json.loads(self.credentials_file.read_bytes()).get("default") is not None
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, AttributeError):
+            return True
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with some variables changed, for a process that it starts."""
+    return {**os.environ, **changes}
 
 
 def normalize_url(url: str) -> str:

@@ -4,20 +4,24 @@
     ├── InvalidInputError (ValueError)       refused before anything was sent
     ├── CredentialError                      no usable key: nothing was sent
     ├── TokenizerError                       no tokenizer: what was tried, and how to do without a hub
+    ├── ModelError                           no base model of that name could be had, and why
     ├── ClientClosedError (RuntimeError)     the client, or its session, is closed
     ├── ForkedClientError (RuntimeError)     used in a forked child without reconnecting
     ├── PassIncompleteError                  a step held back: part of its batch was refused
     ├── ResultTimeoutError (TimeoutError)    not there yet; the request goes on
     ├── RequestFailedError                   the server accepted the request and failed it
+    ├── RecoveryFailedError                  a lost run could not be resumed: what was tried
     └── APIError
         ├── APIResponseValidationError       an answer that cannot be understood
         ├── APIConnectionError               no answer: url, cause and attempts are in the message
-        │   └── APITimeoutError
+        │   ├── APITimeoutError
+        │   └── StreamBrokenError            a stream that broke off: it has what came before
         └── APIStatusError                   an HTTP status that is an answer
             ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402
             ├── PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409
             ├── ExpiredError 410 · UnprocessableEntityError 422 · RateLimitError 429
-            └── InternalServerError ≥500
+            ├── InternalServerError ≥500
+            └── StreamingUnsupportedError    this server has no streams: use sample()
 
 Knows nothing of HTTP libraries: a response is anything with `status_code`, `headers` and `text`.
 All are picklable.
@@ -26,7 +30,7 @@ All are picklable.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -85,6 +89,10 @@ class TokenizerError(TinkerError):
     """A tokenizer could not be loaded; the message names what was tried."""
 
 
+class ModelError(TinkerError):
+    """A base model could not be had by its name; the message says why, and what to do."""
+
+
 class ClientClosedError(TinkerError, RuntimeError):
     """The client was closed; make a new one."""
 
@@ -109,6 +117,11 @@ class RequestFailedError(TinkerError):
         self.message = message
         self.request_id = request_id
         self.category = category
+        self.received: Sequence[Any] = ()  # of a stream: what came before it failed
+
+
+class RecoveryFailedError(TinkerError):
+    """A run is lost, and a RecoveryPolicy gave it up; the last failure is the cause."""
 
 
 class APIError(TinkerError):
@@ -146,6 +159,17 @@ class APITimeoutError(APIConnectionError):
 
     def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
         super().__init__(request, message)
+
+
+class StreamBrokenError(APIConnectionError):
+    """A stream ended before its result.
+
+    `received` has what came of it: for each sequence that had begun, its tokens and logprobs so far.
+    """
+
+    def __init__(self, request: Any = None, message: str = "The stream broke off.") -> None:
+        super().__init__(request, message)
+        self.received: Sequence[Any] = ()
 
 
 class APIStatusError(APIError):
@@ -195,6 +219,10 @@ class RateLimitError(APIStatusError):
 
 class InternalServerError(APIStatusError):
     """5xx: the server failed."""
+
+
+class StreamingUnsupportedError(APIStatusError):
+    """This server offers no streams of samples; `sample()` gives the same, all at once."""
 
 
 class ExperimentalWarning(FutureWarning):

@@ -459,7 +459,7 @@ def test_the_store_keeps_keys_for_its_owner_alone(tmp_path: Path):
             "2": {"type": "generated", "key": "tml-two", "name": "other"},
         },
     }
-    keys.set_default("2")
+    keys.add("2", StoredKey(key="tml-two", name="other", type="generated"))
     assert keys.default_key() == StoredKey(key="tml-two", name="other", type="generated")
     keys.remove("2")
     assert keys.default_key() is None
@@ -522,6 +522,27 @@ def test_the_key_is_exchanged_once_for_many_calls_at_a_time_and_not_sent_after(s
     sent = {request.headers["x-api-key"] for request in stub.sent("sessions")}
     assert len(sent) == 1
     assert decode_claims(sent.pop())["sub"] == "tml:user:1"
+
+
+@pytest.mark.parametrize(
+    ("preferred", "argument", "shown"),
+    [
+        ("credential_cmd", None, "tml-printed"),
+        ("api_key", None, KEY),
+        ("credential_cmd", "tml-arg", "tml-arg"),
+    ],
+)
+def test_a_server_may_prefer_what_a_command_prints_to_a_key_that_is_only_there(
+    clean_environment: pytest.MonkeyPatch, stub: Stub, preferred: str, argument: str | None, shown: str
+):
+    """`credential_default_source` (§2.3): a key given in so many words is still the one that is meant."""
+    stub.config = {"pjwt_auth_enabled": True, "credential_default_source": preferred}
+    clean_environment.setenv("TINKER_API_KEY", KEY)
+    clean_environment.setenv("TINKER_CREDENTIAL_CMD", "echo tml-printed")
+    with RestClient(base_url=stub.url, api_key=argument) as rest:
+        rest.list_sessions().result(10)
+    (exchange,) = stub.sent("auth/token")
+    assert exchange.headers["x-api-key"] == shown
 
 
 def test_calls_that_wait_for_a_token_do_not_hold_the_place_that_its_exchange_needs(stub: Stub):

@@ -274,3 +274,29 @@ def test_a_slow_callback_of_the_users_holds_nothing_up(stub: Stub, sampler: Any)
     done.set()
     assert threads
     assert threads[0].startswith("tinkex-callback")
+
+
+def test_threads_that_wait_are_all_woken_and_waits_that_ran_out_leave_nothing_behind() -> None:
+    """Its lock is one of our own: it must do what threading.Condition does for a future."""
+    future: APIFuture[int] = APIFuture()
+    for _ in range(3):
+        with pytest.raises(ResultTimeoutError):
+            future.result(0.001)
+    assert future._condition._sleepers == ()  # type: ignore[attr-defined]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(future.result, 5) for _ in range(4)]
+        waiting += [pool.submit(future.exception, 5) for _ in range(4)]  # type: ignore[arg-type]
+        while len(future._condition._sleepers) < 8:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        future.set_result(3)
+        assert [wait.result(5) for wait in waiting] == [3] * 4 + [None] * 4
+
+
+def test_cancelling_from_another_thread_at_any_moment_stops_the_work() -> None:
+    for pause in [0, 0, 0, 0.0005, 0.002, 0.005] * 5:
+        work = Work()
+        time.sleep(pause)
+        assert work.future.cancel()
+        assert work.stopped.wait(5) if work.calls else True
+        with pytest.raises(concurrent.futures.CancelledError):
+            work.future.result(1)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from tests.client.conftest import PARAMS, PROMPT, close, eventually
-from tests.stub import Stub, status
-from tinkex import ServiceClient
+from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
+from tests.stub import Stub, delay, status
+from tinkex import (
+    APIConnectionError,
+    ExpiredError,
+    InternalServerError,
+    ModelInput,
+    ResultTimeoutError,
+    RetryConfig,
+    ServiceClient,
+)
 from tinkex.client.limits import Gate, RateLimit, shared_rate_limit
 
 
@@ -175,3 +184,91 @@ def test_many_limited_samples_go_on_when_the_server_does(stub: Stub, sampler: An
     for future in futures:
         future.result(10)
     assert stub.count("asample") == 50
+
+
+# -- what a server's settings say (§2.3) -----------------------------------------------------------------
+
+
+LONG = ModelInput.from_ints(range(1000))  # about 7 kB of JSON
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 5), (15_000, 2), (1, 1)])
+def test_prompts_on_their_way_are_limited_by_their_bytes(
+    stub: Stub, service: ServiceClient, limit: int, at_once: int
+) -> None:
+    """One that is larger than the limit goes alone."""
+    stub.config = {"sample_dispatch_bytes_semaphore_size": limit}
+    sampler = service.create_sampling_client(base_model="stub/base")
+    stub.script("asample", *[delay(0.5)] * at_once)
+    futures = [sampler.sample(LONG, 1, PARAMS) for _ in range(5)]
+    stub.wait_for("asample", at_once)
+    time.sleep(0.2)
+    assert stub.count("asample") == at_once
+    for future in futures:
+        future.result(5)
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 4), (9_000, 2), (1, 1)])
+def test_passes_on_their_way_are_limited_by_their_bytes(
+    stub: Stub, service: ServiceClient, limit: int, at_once: int
+) -> None:
+    stub.config = {"fwdbwd_dispatch_bytes_semaphore_size": limit, "fwdbwd_max_chunk_len": 1}
+    run = service.create_lora_training_client("stub/base")
+    stub.script("forward_backward", *[delay(0.5)] * at_once)
+    future = run.forward([datum(400) for _ in range(5)], "cross_entropy")  # 4.8 kB each; the first goes last
+    stub.wait_for("forward_backward", at_once)
+    time.sleep(0.2)
+    assert stub.count("forward_backward") == at_once
+    assert len(future.result(5).loss_fn_outputs) == 5
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 5), (1, 1)])
+@pytest.mark.parametrize("batch", [False, True])
+def test_results_on_their_way_are_limited_by_their_bytes(
+    stub: Stub, service: ServiceClient, limit: int, at_once: int, batch: bool
+) -> None:
+    """A server that says how large a result is has it fetched when there is room for it."""
+    stub.config = {"inflight_response_bytes_semaphore_size": limit, "sample_use_retrieve_futures": batch}
+    stub.metadata_first = True
+    sampler = service.create_sampling_client(base_model="stub/base")
+    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    before = len(fetched := [r for r in stub.sent("retrieve_future") if not r.json["allow_metadata_only"]])
+    assert before == 1, fetched
+    wanted = lambda request: not request.json["allow_metadata_only"]  # noqa: E731
+    stub.script("retrieve_future", *[delay(0.5)] * at_once, where=wanted)
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]
+    eventually(lambda: sum(map(wanted, stub.sent("retrieve_future"))) == before + at_once)
+    time.sleep(0.2)
+    assert sum(map(wanted, stub.sent("retrieve_future"))) == before + at_once
+    for future in futures:
+        assert future.result(5).sequences[0].tokens == [1, 2, 3, 4]
+
+
+def test_a_server_that_wants_no_retries_of_samples_gets_none(stub: Stub, service: ServiceClient) -> None:
+    stub.config = {"sample_no_retries": True}
+    sampler = service.create_sampling_client(base_model="stub/base")
+    stub.script("asample", status(500))
+    with pytest.raises(InternalServerError):
+        sampler.sample(PROMPT, 1, PARAMS).result(5)
+    stub.script("retrieve_future", status(410))
+    with pytest.raises(ExpiredError):
+        sampler.sample(PROMPT, 1, PARAMS).result(5)
+    assert stub.count("asample") == 2
+    stub.script("asample", status(429, {"retry-after-ms": "20"}))  # its pace, not a failure
+    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    stub.script("optim_step", status(500))
+    service.create_lora_training_client("stub/base").optim_step().result(5)  # said of samples only
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_server_can_have_stuck_samples_waited_for(
+    stub: Stub, service: ServiceClient, watched: bool
+) -> None:
+    stub.config = {"sample_enable_stuck_detection": watched}
+    config = RetryConfig(progress_timeout=0.2)
+    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
+    stub.hold("asample")
+    future = sampler.sample(PROMPT, 1, PARAMS)
+    with pytest.raises(APIConnectionError if watched else ResultTimeoutError):
+        future.result(1)
+    stub.release()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.client.conftest import datum
 from tests.stub import Stub
 from tinkex import Datum, InvalidInputError, ModelInput
-from tinkex.client.passes import check_pass, cut, datum_bytes, join, reduce_metrics
+from tinkex.client.passes import check_pass, cut, join, reduce_metrics
 from tinkex.types import ForwardBackwardOutput, ImageAssetPointerChunk, ImageChunk, TensorData
 
 IMAGE = ImageAssetPointerChunk(format="png", location="s3://x", expected_tokens=4)
@@ -48,8 +48,22 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
         ),
         (
             [datum(1, target_tokens=np.array([-3]))],
-            "cross_entropy", None, r"data\[0\].loss_fn_inputs\['target_tokens'\] has a negative token id: -3",
+            "cross_entropy", None, r"data\[0\].*\['target_tokens'\]\[0\] is -3; token ids are 0\.\.",
         ),
+        (
+            [datum(), datum(3, target_tokens=np.array([0, 2**31 - 1, 2**31]))],
+            "cross_entropy", None, r"data\[1\].*\['target_tokens'\]\[2\] is 2147483648; token ids are 0",
+        ),
+        (
+            [datum(weights=TensorData([0, 1, 1, 1]))],
+            "cross_entropy", None, r"data\[0\].*\['weights'\] must be float32, got int64",
+        ),
+        (
+            [datum(), Datum(ModelInput.empty(), {"target_tokens": []})],
+            "cross_entropy", None, r"data\[1\]\.model_input is empty",
+        ),
+        ([datum()], "custom", None, r"needs loss_fn_config=\{'loss_id': …\}; .*forward_backward_custom"),
+        ([datum()], "custom", {"loss": "x"}, "'custom' needs loss_fn_config"),
         (
             [datum(1, target_tokens=np.array([1.0]))],
             "cross_entropy", None, r"data\[0\].*\['target_tokens'\] must be int64 token ids, got float32",
@@ -75,6 +89,8 @@ def test_what_is_wrong_is_said_at_the_call_and_nothing_is_sent(
 def test_good_passes_are_let_through(loss_fn: str) -> None:
     check_pass([datum(**RL)], loss_fn, {"clip_low_threshold": 0.8})
     check_pass([datum(extra=np.ones(2))], "cross_entropy", None)
+    check_pass([datum(weights=np.array([0, 1, 1, 0]))], "cross_entropy", None)  # a mask becomes floats
+    check_pass([datum(1, target_tokens=np.array([2**31 - 1]))], "cross_entropy", None)
     check_pass([datum(anything=np.ones(2))], "custom", None)
     huge = np.full(4, 3e38, np.float32)  # finite, though their sum is not
     check_pass([datum(weights=huge)], "cross_entropy", None)
@@ -95,9 +111,9 @@ def test_chunks_keep_the_order_and_the_limits(lengths: list[int], most: int, lim
     assert [id(d) for chunk in chunks for d in chunk] == list(map(id, data))
     for chunk in chunks:
         assert 1 <= len(chunk) <= most
-        assert len(chunk) == 1 or sum(map(datum_bytes, chunk)) <= limit
+        assert len(chunk) == 1 or sum(d.nbytes for d in chunk) <= limit
     for chunk, following in itertools.pairwise(chunks):
-        full = len(chunk) == most or sum(map(datum_bytes, [*chunk, following[0]])) > limit
+        full = len(chunk) == most or sum(d.nbytes for d in [*chunk, following[0]]) > limit
         assert full, "no chunk is cut short"
 
 

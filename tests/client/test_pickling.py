@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, close
 from tests.stub import Stub
-from tinkex import CredentialError, InvalidInputError, RetryConfig, SamplingClient, ServiceClient
+from tinkex import CredentialError, InvalidInputError, RetryConfig, SamplingClient, ServiceClient, Timeouts
 
 KEY = "tml-the-very-secret"
 
@@ -64,6 +65,53 @@ def test_the_retry_config_travels(service: ServiceClient, send: Any) -> None:
     config = RetryConfig(max_connections=3, progress_timeout=5, retry_delay_base=0.1)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
     assert load(dump(sampler)).retry_config == config
+
+
+def test_headers_and_timeouts_travel_but_no_credential_does(
+    stub: Stub, send: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = {"X-Team": "red", "Accept-Language": "en"}
+    secret = {
+        "Authorization": "Bearer sesame", "Cookie": "id=sesame", "X-API-Key": "tml-sesame",
+        "CF-Access-Client-Secret": "sesame", "X-Gateway-Token": "sesame", "X-Trace": "Basic sesame",
+    }  # fmt: skip
+    times = Timeouts(request=7, lost=20)
+    service = ServiceClient(base_url=stub.url, default_headers_overrides={**mine, **secret}, timeouts=times)
+    dump, load = send
+    data = dump(service.create_sampling_client(base_model="stub/base"))
+    for form in (data, base64.urlsafe_b64decode(data + b"==") if dump is not pickle.dumps else data):
+        assert b"sesame" not in form
+    assert "authorization" in caplog.text
+    assert "sesame" not in caplog.text
+    copy = load(data)
+    copy.sample(PROMPT, 1, PARAMS).result(5)
+    assert copy._connection.timeouts == times
+    sent = stub.sent("asample")[0].headers
+    assert {name: sent.get(name.lower()) for name in (*mine, *secret)} == {
+        **mine, **dict.fromkeys(secret), "X-API-Key": "tml-local",
+    }  # fmt: skip
+    close(service)
+
+
+def test_a_receiver_can_give_the_headers_that_stayed_behind(stub: Stub) -> None:
+    mine = {"x-team": "red", "authorization": "Bearer sesame"}
+    service = ServiceClient(base_url=stub.url, default_headers_overrides=mine)
+    handle = service.create_sampling_client(base_model="stub/base").get_sampler_handle()
+    again = {"Authorization": "Bearer other"}
+    copy = SamplingClient.from_sampler_handle(handle, default_headers_overrides=again)
+    copy.sample(PROMPT, 1, PARAMS).result(5)
+    sent = stub.sent("asample")[0].headers
+    assert (sent["x-team"], sent["authorization"]) == ("red", "Bearer other")
+    with pytest.raises(InvalidInputError, match="'authorization' has a line break"):
+        SamplingClient.from_sampler_handle(handle, default_headers_overrides={"authorization": "a\nb"})
+    close(service)
+
+
+def test_a_handle_of_an_older_release_still_works(stub: Stub, sampler: Any) -> None:
+    state = json.loads(base64.urlsafe_b64decode(sampler.get_sampler_handle()))
+    older = {name: value for name, value in state.items() if name not in ("headers", "timeouts")}
+    handle = base64.urlsafe_b64encode(json.dumps(older).encode()).decode()
+    SamplingClient.from_sampler_handle(handle).sample(PROMPT, 1, PARAMS).result(5)
 
 
 @pytest.mark.parametrize("source", ["argument", "environment"])

@@ -464,7 +464,7 @@ def test_bad_arguments_are_refused_and_the_client_goes_on(stub: Stub, rest: Rest
         rest.get_session("")
     with pytest.raises(InvalidInputError, match="tinker://RUN/weights/NAME"):
         rest.delete_checkpoint(RUN, "step-1")
-    with pytest.raises(InvalidInputError, match="ttl_seconds must be at least 1"):
+    with pytest.raises(InvalidInputError, match="ttl_seconds must be a whole number from 1 on"):
         rest.set_checkpoint_ttl_from_tinker_path(PATH, 0)
     with pytest.raises(InvalidInputError, match=r"TINKER_PROJECT_ID"):
         rest.copy_weights(PATH)

@@ -171,6 +171,11 @@ def test_a_bad_retry_config_is_refused(bad: dict[str, Any]) -> None:
         RetryConfig(**bad)
 
 
+def test_a_misspelt_wish_is_no_wish() -> None:
+    with pytest.raises(InvalidInputError, match="no 'max_conections'; did you mean 'max_connections'"):
+        RetryConfig(max_conections=3)  # type: ignore[call-arg]
+
+
 # -- over sockets ------------------------------------------------------------------------------------------
 
 
@@ -295,6 +300,8 @@ def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) 
     [
         {"progress_timeout": 0}, {"progress_timeout": -1}, {"max_connections": "3"}, {"max_connections": 0},
         {"retry_delay_base": 0}, {"retryable_exceptions": [ValueError]}, {"retryable_exceptions": (3,)},
+        {"retry_delay_max": float("nan")}, {"jitter_factor": "much"}, {"jitter_factor": float("nan")},
+        {"enable_retry_logic": "no"}, {"enable_stuck_detection": None}, {"progress_timeout": "long"},
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_work_is_refused(wrong: dict[str, object]) -> None:

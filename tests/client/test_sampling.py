@@ -189,6 +189,29 @@ def test_without_retry_logic_a_forgotten_result_is_an_error(stub: Stub, service:
         sampler.sample(PROMPT, 1, PARAMS).result(5)
 
 
+def test_samples_fail_in_their_own_time_however_many_there_are(stub: Stub, service: ServiceClient) -> None:
+    """What is being retried does not hold the others back: all were sent when the first gives up."""
+    fast_retries(service, status_budget=1.0)
+    sampler = service.create_sampling_client(base_model="stub/base")
+    stub.script("asample", status(500), always=True)
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(200)]
+    with pytest.raises(InternalServerError):
+        futures[0].result(10)
+    assert len({request.json["seq_id"] for request in stub.sent("asample")}) == 200
+    for future in futures:
+        assert isinstance(future.exception(10), InternalServerError)
+
+
+def test_samples_that_wait_to_be_sent_can_be_cancelled_and_leave_no_gap(stub: Stub, sampler: Any) -> None:
+    stub.script("asample", *[delay(0.05)] * 16)
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(300)]
+    for future in futures[::2]:
+        future.cancel()
+    for future in futures[1::2]:
+        assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
+    eventually(lambda: sampler._dispatch.used == 0 and len(sampler._dispatch) == 0)
+
+
 def test_exceptions_that_the_user_wants_retried(stub: Stub, service: ServiceClient) -> None:
     config = RetryConfig(retryable_exceptions=(RequestFailedError,), retry_delay_base=0.01)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
@@ -354,6 +377,7 @@ def test_a_paused_queue_is_said_once_and_so_is_its_end(
     stub.script("retrieve_future", *[status(408, body=paused)] * 3)
     with caplog.at_level(logging.INFO, "tinkex"):
         watching.sample(PROMPT, 1, PARAMS).result(5)
+    eventually(lambda: len(seen) == 2)
     assert seen == [("paused_rate_limit", "too keen"), ("active", None)]
     assert caplog.text.count("is paused (paused_rate_limit): too keen") == 1
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, close, datum
-from tests.stub import Stub, fail, hang, status
+from tests.stub import Stub, fail, status
 from tinkex import (
     AdamParams,
     ClientClosedError,
     CredentialError,
     InvalidInputError,
     RequestFailedError,
-    ResultTimeoutError,
     ServiceClient,
     TinkerError,
 )
@@ -121,22 +120,6 @@ def test_a_session_that_could_not_be_opened_is_opened_later(stub: Stub, service:
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda s: s.create_lora_training_client("stub/base", timeout=0.1),
-        lambda s: s.create_sampling_client(base_model="stub/base", timeout=0.1),
-        lambda s: asyncio.run(s.create_lora_training_client_async("stub/base", timeout=0.1)),
-        lambda s: s.get_server_capabilities(timeout=0.1),
-    ],
-)
-def test_every_call_that_waits_takes_a_timeout(stub: Stub, service: ServiceClient, call: Any) -> None:
-    """K4."""
-    stub.script("client/config", hang())
-    with pytest.raises(ResultTimeoutError):
-        call(service)
-
-
-@pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda s: s.create_lora_training_client(""), "base_model is required"),
@@ -156,13 +139,54 @@ def test_bad_input_is_refused_at_the_call(stub: Stub, service: ServiceClient, ca
 
 
 def test_unknown_arguments_are_ignored_with_a_warning(stub: Stub) -> None:
-    with pytest.warns(FutureWarning, match="does not know telemetry"):
-        ServiceClient(base_url=stub.url, telemetry=True)
+    with pytest.warns(FutureWarning, match="does not know max_retries"):
+        ServiceClient(base_url=stub.url, max_retries=3)
 
 
 def test_a_remote_server_needs_a_key_and_says_every_way_to_give_one() -> None:
     with pytest.raises(CredentialError, match=r"api_key=.*TINKER_API_KEY.*TINKER_CREDENTIAL_CMD"):
         ServiceClient(base_url="https://tinker.example")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"x-trace": "a\r\nx-api-key: b"}, "'x-trace' has a line break"),
+        ({"x-trace": "caf\u00e9 \u2603"}, "'x-trace' has a line break in it, or another control character"),
+        ({"x trace": "a"}, "'x trace' cannot be the name of a header"),
+        ({"x-trace:": "a"}, "cannot be the name"),
+        ({"": "a"}, "cannot be the name"),
+        ({3: "a"}, "3 cannot be the name"),
+        ({"x-trace": 3}, "'x-trace' must be a string, got int"),
+        ("x-trace: a", "headers must be a dict of strings, got str"),
+    ],
+)
+def test_what_cannot_be_a_header_is_refused_when_the_client_is_made(wrong: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        ServiceClient(base_url="http://127.0.0.1:9", default_headers_overrides=wrong)
+    with pytest.raises(InvalidInputError, match=words):
+        ServiceClient(default_headers_overrides=wrong)  # in this process, where none would be sent
+
+
+def test_headers_of_the_users_go_with_every_request_and_win(stub: Stub) -> None:
+    mine = {"X-Trace": "a", "User-Agent": "mine/1", "X-API-Key": "tml-of-the-gateway"}
+    with ServiceClient(base_url=stub.url, default_headers_overrides=mine) as service:
+        service.get_server_capabilities()
+    sent = stub.sent("get_server_capabilities")[0]
+    assert {name: sent.headers[name.lower()] for name in mine} == mine
+    assert sent.head.lower().count(b"x-api-key") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"user_metadata": ["a"]}, {"user_metadata": {"a": object()}}, {"project_id": 3},
+        {"display_name": b"\xff"}, {"base_url": 0}, {"api_key": 5}, {"timeouts": 3},
+    ],
+)  # fmt: skip
+def test_a_client_is_not_made_of_the_wrong_things(stub: Stub, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        ServiceClient(**{"base_url": stub.url, **wrong})
 
 
 def test_a_bad_url_is_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import (
@@ -33,12 +34,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", params=["fake", "torch"])
+@pytest.fixture(scope="session", params=["fake", "torch", "cuda"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     if request.param == "fake":
         return EngineConfig("fake-model", kind="fake", max_context=256)
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     path = tiny_model(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=256)
-    return EngineConfig(str(path), device="cpu", kv_bytes=2 << 20, threads=1)
+    device = "cuda" if request.param == "cuda" else "cpu"
+    return EngineConfig(str(path), device=device, dtype="float32", kv_bytes=2 << 20, threads=1)
 
 
 @pytest.fixture(scope="module")

@@ -152,8 +152,9 @@ def test_what_is_not_offered_is_refused(run: TrainingClient, client: ServiceClie
         client.create_lora_training_client("no/such")
     with pytest.raises(UnprocessableEntityError, match="rank must be at most"):
         client.create_lora_training_client(MODEL, rank=100_000)
-    with pytest.raises(UnprocessableEntityError, match="stable_reinforce"):
+    with pytest.raises(RequestFailedError, match="stable_reinforce") as failed:
         run.forward_backward([datum(0)], "stable_reinforce").result(SECONDS)
+    assert failed.value.category is RequestErrorCategory.User
     assert losses(run, 1)
 
 

@@ -171,7 +171,10 @@ class Futures:
             wake(promise.waiters)
             if promise.channel is not None:
                 state = "failed" if promise.failure else "finished"
-                promise.channel.events.append({"state": state, "request_id": promise.request_id})
+                event: dict[str, Any] = {"state": state, "request_id": promise.request_id}
+                if self.metadata_first and promise.result[0] is not None:
+                    event["response_payload_uncompressed_size"] = len(promise.result[0])
+                promise.channel.events.append(event)
                 wake(promise.channel.waiters)
         if promise.run is not None and promise.run.current is promise:
             promise.run.current = None

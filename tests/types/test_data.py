@@ -67,6 +67,19 @@ def test_pictures_have_a_length_only_if_it_is_said():
         t.ImageChunk(data=b"x", format="png").length
     with pytest.raises(InvalidInputError, match="'png' or 'jpeg', got 'gif'"):
         t.ImageChunk(data=b"x", format="gif")
+    with pytest.raises(InvalidInputError, match="'png' or 'jpeg', got 'gif'"):
+        t.ImageAssetPointerChunk(format="gif", location="a")
+    with pytest.raises(InvalidInputError, match="location must be where the image is, got None"):
+        t.ImageAssetPointerChunk(format="png", location=None)
+    for wrong in (-1, 0, 1.5, "7", True):
+        with pytest.raises(InvalidInputError, match="expected_tokens must be a whole number from 1 on"):
+            t.ImageChunk(data=b"x", format="png", expected_tokens=wrong)
+    with pytest.raises(InvalidInputError, match=r"ImageChunk\.data must be the bytes of an image, got b''"):
+        t.ImageChunk(data=b"", format="png")
+    with pytest.raises(InvalidInputError, match=r"DmelChunk\.dmel must be bytes, got 'x'"):
+        t.DmelChunk("x")
+    with pytest.raises(InvalidInputError, match="type must be 'image', got 'text'"):
+        t.ImageChunk(data=b"x", format="png", type="text")
     with pytest.raises(InvalidInputError, match="also holds ImageChunk"):
         t.ModelInput([image]).to_ints()
     assert t.DmelChunk(dmel=bytes([0xFE, 1, 2, 0x80, 1, 4])).length == 128
@@ -108,8 +121,21 @@ def test_a_tensor_that_needs_a_gradient():
         (lambda: t.TensorData.from_numpy(np.array([1e300])), "too large for float32"),
         (lambda: t.TensorData.from_numpy(np.array([2**64 - 1], np.uint64)), "too large for int64"),
         (lambda: t.TensorData([1.5], dtype="int64"), "floats given where int64 is needed"),
-        (lambda: t.TensorData(["a"]), "cannot be sent"),
-        (lambda: t.TensorData([[1, 2], [3]]), "rectangular"),
+        (lambda: t.TensorData(["a"]), r"not a rectangular list of numbers: \[0\] is 'a'"),
+        (lambda: t.TensorData([1.0, float("nan"), None]), r"\[2\] is None"),
+        (lambda: t.TensorData([10**30]), r"\[0\] is 10{30}"),
+        (lambda: t.TensorData([[1, 2], [3]]), r"\[1\] is 1 long, \[0\] is 2 long"),
+        (lambda: t.TensorData([[1], 2]), r"\[1\] is a number, \[0\] is 1 long"),
+        (lambda: t.TensorData([[[1], ["x"]]]), r"\[0\]\[1\]\[0\] is 'x'"),
+        (lambda: t.TensorData(np.array([1j])), "dtype complex128 cannot be sent"),
+        (lambda: t.TensorData({"a": 1}), "it is {'a': 1}"),
+        (lambda: t.TensorData(dat=[1]), "TensorData has no 'dat'; did you mean 'data'"),
+        (lambda: t.TensorData([1], "int64", [1], None, None, 6), "too many positional arguments"),
+        (lambda: t.TensorData([1], shape=1), "shape must be a list of whole numbers from 0 on, got 1"),
+        (lambda: t.TensorData([1], shape=[1.0]), r"whole numbers from 0 on, got \[1\.0\]"),
+        (lambda: t.TensorData([1], shape="ab"), "got 'ab'"),
+        (lambda: t.TensorData([1], dtype=np.dtype("int64")), "'float32' or 'int64', got dtype"),
+        (lambda: t.TensorData.from_torch([1]), "takes a torch tensor, got list"),
         (lambda: t.TensorData([1, 2], shape=[3]), r"shape \[3\] does not hold 2 values"),
         (lambda: t.TensorData([1, 2], shape=[-1, -2]), "from 0 on"),
         (lambda: t.TensorData([], dtype="int64", shape=[2**32, 2**32]), "does not hold 0 values"),
@@ -124,6 +150,54 @@ def test_a_tensor_that_needs_a_gradient():
 def test_tensors_that_cannot_be_kept(build, message):
     with pytest.raises(InvalidInputError, match=message):
         build()
+
+
+def read_only(array):
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@pytest.mark.parametrize("given", [lambda a: a, read_only, lambda a: a[:], lambda a: memoryview(a)])
+def test_a_tensor_does_not_change_with_what_it_was_made_of(given):
+    """Least of all while it is on its way."""
+    values, crow, col = np.ones(2, np.float32), np.array([0, 1, 2]), np.array([0, 1])
+    dense = t.TensorData(given(values))
+    sparse = t.TensorData(given(values), "float32", [2, 2], given(crow), given(col))
+    values[:], crow[:], col[:] = 7, 0, 0
+    assert dense.tolist() == [1, 1]
+    assert sparse.tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("tensor", [t.TensorData([1.0, 2.0]), t.TensorData([3.0], None, [1, 2], [0, 1], [0])])
+def test_nobody_can_write_into_a_tensor(tensor):
+    before = tensor.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        tensor.to_numpy()[:] = 9
+    with pytest.raises(ValueError, match="read-only"):
+        tensor.values_np[:] = 9
+    tensor.to_torch()[:] = 9
+    assert tensor.tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("values", "sound"),
+    [
+        ([0.0, 1.0], True), ([3e38, 3e38], True), ([], True), ([0.0, np.nan], False), ([np.inf, -1.0], False),
+        (np.array([0, 2**31 - 1]), True), (np.array([2**31]), False), (np.array([5, -1]), False),
+        (np.array([], np.int64), True),
+    ],
+)  # fmt: skip
+def test_values_that_make_sense(values, sound):
+    """Floats that are finite, though their squares are not; whole numbers that are token ids."""
+    with np.errstate(all="ignore"):
+        assert t.TensorData(values).sound == sound
+        assert t.TensorData(values).sound == sound  # and asked again
+
+
+def test_what_cannot_change_is_not_copied():
+    answer = np.frombuffer(np.arange(4, dtype=np.float32).tobytes(), np.float32)
+    assert np.shares_memory(t.TensorData(answer[1:3]).to_numpy(), answer)
 
 
 @pytest.mark.parametrize("nonzero", [0, 1, 5, 20, 48])
@@ -154,15 +228,24 @@ def test_lists_get_their_dtype_from_their_key():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("mask", [np.array([0, 1]), np.array([False, True]), torch.tensor([0, 1])])
+def test_a_mask_of_whole_numbers_is_what_its_key_calls_for(mask):
+    datum = t.Datum(PROMPT, {"target_tokens": mask, "weights": mask, "other": mask})
+    assert [v.dtype for v in datum.loss_fn_inputs.values()] == ["int64", "float32", "int64"]
+    assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("foo", [1], "only these keys may be: target_tokens, weights"),
         ("target_tokens", [1.5, 2], "floats given where int64"),
-        ("weights", [[1.0], [1.0, 2.0]], "rectangular"),
+        ("weights", [[1.0], [1.0, 2.0]], r"rectangular.*\[1\] is 2 long, \[0\] is 1 long"),
+        ("weights", [1.0, None], r"\[1\] is None"),
+        ("weights", {"data": [1.0], "shap": [1]}, "no 'shap'; did you mean 'shape'"),
         ("weights", "abc", "got str"),
         ("weights", 5, "got int"),
-        ("weights", ["a"], "cannot be sent"),
+        ("weights", ["a"], r"\[0\] is 'a'"),
     ],
 )
 def test_a_bad_input_is_named_by_its_key(key, value, message):
@@ -181,6 +264,13 @@ def test_provenance_comes_in_pairs():
         t.SampledProvenanceSpan(sequence_id="q", length=-1)
     with pytest.raises(InvalidInputError, match="needs 'length'"):
         t.SampledProvenanceSpan(sequence_id="q")
+    for wrong in ("q", 5, {"sequence_id": "q"}):
+        with pytest.raises(InvalidInputError, match="model_input_spans must be a list of spans, got"):
+            t.Datum(PROMPT).with_provenance(wrong, spans)
+    with pytest.raises(
+        InvalidInputError, match=r"loss_fn_input_spans\[1\] must be a PromptProv.*, got \(0, 2\)"
+    ):
+        t.Datum(PROMPT).with_provenance(spans, [spans[0], (0, 2)])
 
 
 # -- settings --------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_names_load_on_first_use():
         t.Checkpoint
         assert "pydantic" in sys.modules and "torch" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_name_that_is_not_there():

@@ -117,11 +117,13 @@ def test_an_image_that_only_the_server_has_cannot_be_trained_on():
         codec.encode_request(ops.FORWARD_BACKWARD, request)
 
 
-@pytest.mark.parametrize("metadata", [{"a": object()}, {"a": "\ud800"}, {"a": 2**70}])
-def test_what_json_cannot_say_is_refused_before_it_is_sent(metadata):
-    request = t.CreateSessionRequest(user_metadata=metadata)
+@pytest.mark.parametrize("value", [object(), "\ud800", 2**70, {"b": ["x", "\ud800"]}])
+def test_what_json_cannot_say_is_refused_when_it_is_built_and_before_it_is_sent(value):
+    with pytest.raises(InvalidInputError, match=r"CreateSessionRequest\.user_metadata\.a"):
+        t.CreateSessionRequest(user_metadata={"a": value})
+    unchecked = t.CreateSessionRequest().model_copy(update={"user_metadata": {"a": value}})
     with pytest.raises(InvalidInputError, match="create_session"):
-        codec.encode_request(ops.CREATE_SESSION, request)
+        codec.encode_request(ops.CREATE_SESSION, unchecked)
 
 
 def test_the_size_of_a_request_is_known_before_it_is_encoded():

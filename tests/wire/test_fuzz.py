@@ -26,7 +26,7 @@ anything = st.recursive(
 )
 
 
-def decode(op, body, path_params=None, query=None, **headers):
+def check_request(op, body, path_params=None, query=None, **headers):
     """Decodes, or refuses in the one permitted way."""
     headers = {k.replace("_", "-"): v for k, v in headers.items()}
     try:
@@ -38,13 +38,13 @@ def decode(op, body, path_params=None, query=None, **headers):
 @given(every_op, st.binary(max_size=200), content_types, st.sampled_from(["", "zstd", "gzip"]))
 @fuzz
 def test_random_bytes(op, body, kind, encoding):
-    decode(op, body, content_type=kind, content_encoding=encoding)
+    check_request(op, body, content_type=kind, content_encoding=encoding)
 
 
 @given(every_op, st.dictionaries(st.text(max_size=8), st.text(max_size=8)))
 @fuzz
 def test_random_queries(op, query):
-    decode(op, b"", query=query, path_params=query)
+    check_request(op, b"", query=query, path_params=query)
 
 
 @st.composite
@@ -70,7 +70,7 @@ def broken(draw, bodies):
 @settings(deadline=None, max_examples=600)
 def test_broken_passes(case):
     row, body = case
-    decode(row.op, body, **{k.replace("-", "_"): v for k, v in row.headers.items()})
+    check_request(row.op, body, **{k.replace("-", "_"): v for k, v in row.headers.items()})
 
 
 @st.composite
@@ -95,13 +95,13 @@ def twisted(draw):
 @settings(deadline=None, max_examples=600)
 def test_twisted_json(case):
     row, value = case
-    decode(row.op, json.dumps(value).encode(), row.path_params, row.query, content_type=codec.JSON)
+    check_request(row.op, json.dumps(value).encode(), row.path_params, row.query, content_type=codec.JSON)
 
 
 @given(anything, every_op)
 @fuzz
 def test_any_json(value, op):
-    decode(op, orjson.dumps(value) if not has_big(value) else json.dumps(value).encode())
+    check_request(op, orjson.dumps(value) if not has_big(value) else json.dumps(value).encode())
 
 
 def has_big(value):
@@ -115,7 +115,7 @@ def has_big(value):
 RESULT_OPS = [op for op in ops.OPS.values() if op.is_promise]
 
 
-def read_result(op, body, kind):
+def check_result(op, body, kind):
     try:
         codec.decode_result(op, 200, {"content-type": kind}, body)
     except InvalidInputError:
@@ -125,7 +125,7 @@ def read_result(op, body, kind):
 @given(st.sampled_from(RESULT_OPS), st.binary(max_size=200), content_types)
 @fuzz
 def test_random_results(op, body, kind):
-    read_result(op, body, kind)
+    check_result(op, body, kind)
 
 
 class Row:
@@ -141,7 +141,7 @@ ROWS = [Row(row) for row in stored_replies() if row["name"] in {**values.OUTPUTS
 @settings(deadline=None, max_examples=600)
 def test_broken_results(case):
     row, body = case
-    read_result(row.op, body, row.kind)
+    check_result(row.op, body, row.kind)
 
 
 @given(every_op, st.binary(max_size=100))
@@ -168,5 +168,5 @@ def test_deep_nesting_is_no_way_to_crash(depth):
     deep = b"[" * depth + b"]" * depth
     node = b'{"op":"output","name":"n","target":"t","args":' + deep + b"}"
     head = b'{"session_id":"s","custom_loss_seq_id":0,"name":"n","inputs":[],'
-    decode(ops.CREATE_CUSTOM_LOSS, head + b'"graph":{"nodes":[' + node + b"]}}")
-    decode(ops.CREATE_SESSION, b'{"user_metadata":{"a":' + deep + b"}}")
+    check_request(ops.CREATE_CUSTOM_LOSS, head + b'"graph":{"nodes":[' + node + b"]}}")
+    check_request(ops.CREATE_SESSION, b'{"user_metadata":{"a":' + deep + b"}}")

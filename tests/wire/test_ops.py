@@ -51,6 +51,7 @@ POST retrieve_future
 POST retrieve_futures
 GET training_runs
 GET training_runs/S:train:0
+GET training_runs/S:train:0/metrics
 GET training_runs/S:train:0/checkpoints
 GET checkpoints
 DELETE training_runs/S:train:0/checkpoints/weights/a

@@ -37,9 +37,12 @@ def tensors(draw, finite=True):
 
 
 tokens = st.lists(count, max_size=6).map(t.EncodedTextChunk)
-images = st.builds(t.ImageChunk, st.binary(max_size=9), st.sampled_from(["png", "jpeg"]), st.none() | count)
+positions = st.none() | st.integers(1, 2**31 - 1)
+images = st.builds(
+    t.ImageChunk, st.binary(min_size=1, max_size=9), st.sampled_from(["png", "jpeg"]), positions
+)
 dmels = st.builds(t.DmelChunk, st.binary(max_size=9))
-pointers = st.builds(t.ImageAssetPointerChunk, st.sampled_from(["png", "jpeg"]), text, st.none() | count)
+pointers = st.builds(t.ImageAssetPointerChunk, st.sampled_from(["png", "jpeg"]), text.filter(bool), positions)
 spans = st.lists(
     st.builds(t.PromptProvenanceSpan, text, count, length=count)
     | st.builds(t.SampledProvenanceSpan, text, count, length=count),

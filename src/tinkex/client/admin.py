@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import date, datetime
 
-from tinkex.client.calls import Calls
+from tinkex.client.calls import Calls, checks_timeouts
 from tinkex.client.future import APIFuture
 from tinkex.errors import InvalidInputError
 from tinkex.types.billing import (
@@ -22,6 +22,7 @@ from tinkex.types.billing import (
 from tinkex.wire import ops
 
 
+@checks_timeouts
 class AdminClient(Calls):
     """The audit log and billing of an organisation.
 

@@ -370,24 +370,15 @@ class CredentialStore:
             content["default"] = key_id
         self._save(content)
 
-    def set_default(self, key_id: str | None) -> None:
-        content = self._load()
-        self._require(content, key_id)
-        content["default"] = key_id
-        self._save(content)
-
     def remove(self, key_id: str) -> None:
         content = self._load()
-        self._require(content, key_id)
+        if key_id not in content["keys"]:
+            known = ", ".join(content["keys"]) or "none"
+            raise InvalidInputError(f"{self.path} has no key {key_id!r}; it has: {known}")
         del content["keys"][key_id]
         if content["default"] == key_id:
             content["default"] = None
         self._save(content)
-
-    def _require(self, content: dict[str, Any], key_id: str | None) -> None:
-        if key_id is not None and key_id not in content["keys"]:
-            known = ", ".join(content["keys"]) or "none"
-            raise InvalidInputError(f"{self.path} has no key {key_id!r}; it has: {known}")
 
     def _record(self, key_id: str, fields: Any) -> StoredKey:
         if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):

@@ -1,21 +1,51 @@
 """What RestClient and AdminClient share: a connection, one way to make a call, and how they end.
 
 Promises: a client made on its own sends nothing until its first call and opens no session; one that a
-ServiceClient made uses that one's connection and leaves it open. Knows no operation in particular.
+ServiceClient made uses that one's connection and leaves it open. Also the checks of arguments that several
+clients take. Knows no operation in particular.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tinkex.client.connection import Connection, connect
-from tinkex.client.future import APIFuture, completed, start
+from tinkex.client.future import APIFuture, check_timeout, completed, start
+from tinkex.client.telemetry import Telemetry
 from tinkex.errors import InvalidInputError
 from tinkex.wire.ops import Op
 
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
+C = TypeVar("C", bound=type)
+
+
+def checks_timeouts(cls: C) -> C:
+    """A client whose calls look at their `timeout` before they do anything, not when they begin to wait."""
+    for name, call in list(vars(cls).items()):
+        if not name.startswith("_") and inspect.isfunction(call) and "timeout" in _parameters(call):
+            setattr(cls, name, _with_checked_timeout(call))
+    return cls
+
+
+def _parameters(call: Any) -> Any:
+    return inspect.signature(call).parameters
+
+
+def _with_checked_timeout(call: Any) -> Any:
+    @functools.wraps(call)
+    def checked(*args: Any, timeout: Any = _parameters(call)["timeout"].default, **kwargs: Any) -> Any:
+        check_timeout(timeout)
+        return call(*args, timeout=timeout, **kwargs)
+
+    @functools.wraps(call)
+    async def checked_async(*args: Any, **kwargs: Any) -> Any:
+        return await checked(*args, **kwargs)
+
+    return checked_async if inspect.iscoroutinefunction(call) else checked
 
 
 class Calls:
@@ -34,8 +64,9 @@ class Calls:
     def _submit(self, op: Op[Req, Reply], request: Req, method: str) -> APIFuture[Reply]:
         return self._connection.submit(op, request, method=method)
 
-    def get_telemetry(self) -> None:
-        """Nothing: these clients send no telemetry."""
+    def get_telemetry(self) -> Telemetry | None:
+        """What tells the server of failures; None unless that was asked for."""
+        return self._connection.telemetry
 
     def close(self) -> APIFuture[None]:
         """Close the connection, if this client made it."""
@@ -59,6 +90,19 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._connection.base_url!r})"
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse what is neither a string nor None."""
+    if value is not None and not isinstance(value, str):
+        raise InvalidInputError(f"{name} must be a string or None, got {value!r:.80}")
+
+
+def check_ttl(seconds: int | None) -> int | None:
+    """`seconds`, if something can be kept for so long; None: for ever."""
+    if seconds is not None and (type(seconds) is not int or not 0 < seconds < 2**63):
+        raise InvalidInputError(f"ttl_seconds must be a whole number from 1 on, or None, got {seconds!r}")
+    return seconds
 
 
 def check_id(name: str, value: str) -> str:

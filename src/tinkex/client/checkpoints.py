@@ -5,9 +5,9 @@ Promises: a path that cannot be one is refused at the call, with what one looks 
 
 from __future__ import annotations
 
-from tinkex.client.calls import Calls, check_id
+from tinkex.client.calls import Calls, check_id, check_ttl, checks_timeouts
 from tinkex.client.future import APIFuture, start
-from tinkex.client.pages import Listing
+from tinkex.client.pages import Listing, check_page_size
 from tinkex.errors import InvalidInputError
 from tinkex.types.checkpoints import (
     Checkpoint,
@@ -26,6 +26,7 @@ from tinkex.types.checkpoints import (
 from tinkex.wire import ops
 
 
+@checks_timeouts
 class CheckpointCalls(Calls):
     """Everything that can be asked about checkpoints, or done to them."""
 
@@ -55,6 +56,9 @@ class CheckpointCalls(Calls):
         self, training_run_id: str | None = None, *, page_size: int = 1000, timeout: float | None = None
     ) -> Listing[CheckpointsListResponse, Checkpoint]:
         """All checkpoints: of one run, or yours; each page may take `timeout` seconds."""
+        check_page_size(page_size)
+        if training_run_id is not None:
+            check_id("training_run_id", training_run_id)
 
         def fetch(offset: int) -> APIFuture[CheckpointsListResponse]:
             if training_run_id is not None:
@@ -171,12 +175,11 @@ class CheckpointCalls(Calls):
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[None]:
         """Let a checkpoint expire in `ttl_seconds` from now; None: never."""
-        _check_ttl(ttl_seconds)
         parsed = _parse(tinker_path)
         request = SetCheckpointTTLRequest(
             training_run_id=parsed.training_run_id,
             checkpoint_id=parsed.checkpoint_id,
-            ttl_seconds=ttl_seconds,
+            ttl_seconds=check_ttl(ttl_seconds),
         )
         return self._submit(ops.SET_CHECKPOINT_TTL, request, "set_checkpoint_ttl_from_tinker_path")
 
@@ -199,11 +202,10 @@ class CheckpointCalls(Calls):
             raise InvalidInputError(
                 "copy_weights needs a project: pass destination_project_id or set TINKER_PROJECT_ID"
             )
-        _check_ttl(ttl_seconds)
         request = CopyWeightsRequest(
             source_path=_parse(path).tinker_path,
             destination_project_id=project,
-            ttl_seconds=ttl_seconds,
+            ttl_seconds=check_ttl(ttl_seconds),
             weights_access_token=weights_access_token,
         )
 
@@ -232,13 +234,8 @@ _parse = ParsedCheckpointTinkerPath.from_tinker_path
 
 
 def _join(training_run_id: str, checkpoint_id: str) -> ParsedCheckpointTinkerPath:
-    return _parse(f"tinker://{training_run_id}/{checkpoint_id}")
+    return _parse(f"tinker://{check_id('training_run_id', training_run_id)}/{checkpoint_id}")
 
 
 def _request(parsed: ParsedCheckpointTinkerPath) -> CheckpointRequest:
     return CheckpointRequest(training_run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id)
-
-
-def _check_ttl(ttl_seconds: int | None) -> None:
-    if ttl_seconds is not None and ttl_seconds < 1:
-        raise InvalidInputError(f"ttl_seconds must be at least 1, or None for no expiry, got {ttl_seconds}")

@@ -1,38 +1,85 @@
 """A server as a client sees it: the transport to it, and the settings it asked us to honour.
 
 Promises: the settings are fetched once, before the first call; every client object of one ServiceClient
-shares the connection. Knows nothing of sessions (see session.py): REST calls need none.
+shares the connection; what cannot be a header is refused when the client is made. Knows nothing of sessions
+(see session.py): REST calls need none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client import auth
 from tinkex.client.future import APIFuture, start
+from tinkex.client.limits import Gate
+from tinkex.client.queue_state import Listener, QueueStateObserver, QueueWatch
+from tinkex.client.retry import RetryConfig
+from tinkex.client.telemetry import Telemetry
 from tinkex.client.transport import CLOSED, HttpTransport, Transport
 from tinkex.config import HOSTED_URL, Settings, Timeouts, normalize_url
-from tinkex.errors import ClientClosedError, NotFoundError
+from tinkex.errors import ClientClosedError, InvalidInputError, NotFoundError, TinkerError
 from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
+ONCE = RetryConfig(enable_retry_logic=False)
+_NOTHING = nullcontext()
+
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
+# Headers that may carry a credential, by their names or by how their values begin.
+_SECRET_NAME = re.compile(r"auth|cookie|key|token|secret|passw|credential|signature|session|jwt", re.I)
+_SECRET_VALUE = re.compile(r"(basic|bearer|digest)\b|tml-|eyJ", re.I)
+
+
+def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """`headers` by their names in lower case; refuses what cannot be one, without showing its value."""
+    if headers is not None and not isinstance(headers, Mapping):
+        raise InvalidInputError(f"headers must be a dict of strings, got {type(headers).__name__}")
+    for name, value in (headers or {}).items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise InvalidInputError(f"{name!r} cannot be the name of a header: use letters, digits and '-'")
+        if not isinstance(value, str):
+            raise InvalidInputError(f"the header {name!r} must be a string, got {type(value).__name__}")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise InvalidInputError(
+                f"the header {name!r} has a line break in it, or another control character"
+            )
+    return {name.lower(): value for name, value in (headers or {}).items()}
+
+
+def may_travel(name: str, value: str) -> bool:
+    """May this header go into a pickle? Not if it looks as if it held a credential."""
+    return not _SECRET_NAME.search(name) and not _SECRET_VALUE.match(value)
 
 
 class Connection:
     """One server, its settings, and the way to it. Made without any traffic."""
 
-    def __init__(self, transport: Transport, settings: Settings, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        settings: Settings,
+        timeouts: Timeouts | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.transport = transport
         self.settings = settings
         self.timeouts = timeouts or Timeouts()
+        self.headers = headers or {}  # the user's own, of every request
+        self.telemetry: Telemetry | None = None
+        self.queue_observer: QueueStateObserver | None = None
         self.config = ClientConfigResponse()
+        self.responses = Gate(self.config.inflight_response_bytes_semaphore_size)  # bytes being fetched
         self.closed = False
         self._opened = False
         self._opening: asyncio.Task[None] | None = None
@@ -45,6 +92,11 @@ class Connection:
     def credential_source(self) -> str:
         """Where the credential came from, as `connect(source=…)` takes it; "" where none is needed."""
         return self.transport.credential.source if isinstance(self.transport, HttpTransport) else ""
+
+    @property
+    def at_once(self) -> int:
+        """How many samples can be on their way to the server at a time."""
+        return self.transport.at_once if isinstance(self.transport, HttpTransport) else 64
 
     def check_open(self) -> None:
         if self.closed:
@@ -64,16 +116,35 @@ class Connection:
             self.config = await self.transport.call(ops.GET_CLIENT_CONFIG, request)
         except NotFoundError:
             pass  # an older or other server: the defaults describe it
+        self.responses.resize(self.config.inflight_response_bytes_semaphore_size)
         if isinstance(self.transport, HttpTransport):
-            self.transport.honour(self.config)
+            self.transport.honour(self.config, self.settings.credential_cmd)
         self._opened = True
 
     async def call(self, op: Op[Req, Reply], request: Req, **context: Any) -> Reply:
         """Do one operation, opening the connection first if need be."""
         self.check_open()
-        if not self._opened:
-            await self.open()
-        return await self.transport.call(op, request, **context)
+        with self.reporting(op.name):
+            if not self._opened:
+                await self.open()
+            return await self.transport.call(op, request, **context)
+
+    def reporting(self, what: str) -> AbstractContextManager[None]:
+        """An error that goes to the user goes to telemetry too, if there is any; nobody waits for that."""
+        return _NOTHING if self.telemetry is None else _reporting(self.telemetry, what)
+
+    def watch(self, what: str, *listeners: Listener) -> QueueWatch:
+        """Follow the queue state of a run or a sampler, for all who want to know."""
+
+        def changed(old: str, new: str, lasted: float) -> None:
+            tracing.count_queue_state(old, new, lasted)
+            if self.telemetry is not None:
+                data = {"from": old, "to": new, "seconds": lasted}
+                self.telemetry.log("queue_state", data, "INFO" if new == "active" else "WARNING")
+
+        if self.queue_observer is not None:
+            listeners = (*listeners, self.queue_observer.on_queue_state_change)
+        return QueueWatch(what, *listeners, changed=changed)
 
     def submit(self, op: Op[Req, Reply], request: Req, **context: Any) -> APIFuture[Reply]:
         """The same from any thread, as a future."""
@@ -83,7 +154,19 @@ class Connection:
     async def close(self) -> None:
         if not self.closed:
             self.closed = True
+            if self.telemetry is not None:
+                await self.telemetry.close(self.timeouts.close)
             await self.transport.aclose()
+
+
+@contextmanager
+def _reporting(telemetry: Telemetry, what: str) -> Iterator[None]:
+    try:
+        yield
+    except TinkerError as error:
+        if not isinstance(error, ClientClosedError):
+            telemetry.log_exception(error, during=what)
+        raise
 
 
 def connect(
@@ -94,15 +177,18 @@ def connect(
     headers: Mapping[str, str] | None = None,
     source: str | None = None,
     timeouts: Timeouts | None = None,
+    telemetry: bool | None = None,
 ) -> Connection:
     """A connection to a server: the one given, TINKER_BASE_URL's, or the hosted one. Sends nothing yet.
 
-    `source` says where to find the credential, for a client that came from another process.
+    `source` says where to find the credential, for a client that came from another process. `telemetry` says
+    whether to tell the server of failures; None: as TINKER_TELEMETRY says, and not without it.
     """
     settings = settings or Settings.read()
     if settings.log:
         _log_to_stderr(settings.log)
     url = normalize_url(base_url or settings.base_url or HOSTED_URL)
+    headers = check_headers(headers)
     if source is not None:
         credential = auth.resolve_from_source(source, settings)
     else:
@@ -110,11 +196,23 @@ def connect(
     transport = HttpTransport(
         url,
         credential,
-        headers={**dict(settings.extra_headers), **(headers or {})},
+        headers={**check_headers(dict(settings.extra_headers)), **headers},
         timeouts=timeouts,
         direct=not settings.http_proxy,
     )
-    return Connection(transport, settings, timeouts)
+    connection = Connection(transport, settings, timeouts, headers)
+    if settings.telemetry if telemetry is None else telemetry:
+        connection.telemetry = _telemetry(
+            transport, (*headers.values(), *dict(settings.extra_headers).values())
+        )
+    return connection
+
+
+def _telemetry(transport: HttpTransport, headers: Iterable[str]) -> Telemetry:
+    def allowed(name: str, value: str) -> bool:
+        return may_travel(name, value) and not any(header and header in value for header in headers)
+
+    return Telemetry(lambda request: transport.call(ops.SEND_TELEMETRY, request, retry=ONCE), allowed)
 
 
 def _log_to_stderr(level: str) -> None:

@@ -11,15 +11,63 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
+from tinkex import tracing
 from tinkex.client import loop as background
-from tinkex.errors import ForkedClientError, ResultTimeoutError
+from tinkex.errors import ForkedClientError, InvalidInputError, ResultTimeoutError
 
 T = TypeVar("T")
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuse what is no time to wait. None: as long as it takes; 0 and less: not at all."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout == timeout
+    if timeout is not None and not number:
+        raise InvalidInputError(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
+
+
+class _Condition:
+    """What a future needs of a threading.Condition, in a tenth of its memory: thousands are in flight."""
+
+    __slots__ = ("_lock", "_sleepers")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._sleepers: tuple[threading.Lock, ...] = ()
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Let go of the lock until `notify_all`, or until time is up. It must be held once."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers = (*self._sleepers, sleeper)
+        self._lock.release()
+        try:
+            sleeper.acquire(timeout=-1 if timeout is None else max(0, min(timeout, threading.TIMEOUT_MAX)))
+        finally:
+            self._lock.acquire()
+            self._sleepers = tuple(other for other in self._sleepers if other is not sleeper)
+
+    def notify_all(self) -> None:
+        sleepers, self._sleepers = self._sleepers, ()
+        for sleeper in sleepers:
+            sleeper.release()
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
@@ -31,12 +79,14 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def __init__(self, what: str = "request") -> None:
         super().__init__()
+        self._condition = _Condition()  # type: ignore[assignment]
+        self._task: asyncio.Task[Any] | None = None  # what is cancelled with it
         self._what = what
         self._pid = os.getpid()
 
     def result(self, timeout: float | None = None) -> T:
         """The result, waiting for it up to `timeout` seconds (None: as long as it takes)."""
-        self._check_can_wait()
+        self._check_can_wait(timeout)
         try:
             return super().result(timeout)
         except TimeoutError:
@@ -45,7 +95,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             raise self._timed_out(timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._check_can_wait()
+        self._check_can_wait(timeout)
         try:
             return super().exception(timeout)
         except TimeoutError:
@@ -66,10 +116,13 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         with self._condition:
             if self._state == concurrent.futures._base.CANCELLED:
                 self.set_running_or_notify_cancel()  # or concurrent.futures.wait would never hear of it
+        if (task := self._task) is not None:
+            background.call_soon(task.cancel)
         return True
 
     async def result_async(self, timeout: float | None = None) -> T:
         """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
+        check_timeout(timeout)
         self._check_fork()
         if not self.done():
             # A waiter of its own: cancelling one task that awaits must not take the result from the others.
@@ -94,7 +147,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         if self._pid != os.getpid() and not self.done():
             raise ForkedClientError(background.FORKED)
 
-    def _check_can_wait(self) -> None:
+    def _check_can_wait(self, timeout: float | None) -> None:
+        check_timeout(timeout)
         self._check_fork()
         if not self.done() and background.on_loop():
             raise RuntimeError(
@@ -168,20 +222,32 @@ def fail(future: concurrent.futures.Future[Any], error: BaseException) -> None:
 def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> APIFuture[T]:
     """Run a coroutine on the background loop; cancelling the future cancels it. Call from any thread."""
     future: APIFuture[T] = APIFuture(what)
+    hop = traced(future, what)
 
     def begin() -> None:
-        if future.cancelled():
-            return
-        task = background.spawn(_drive(make(), future))
-        future.when_done(lambda f: f.cancelled() and background.call_soon(task.cancel))
+        if not future.cancelled():
+            future._task = background.spawn(_drive(make(), future, hop))
+        if future.cancelled() and future._task is not None:
+            future._task.cancel()  # meanwhile, by another thread
 
     background.call_soon(begin)
     return future
 
 
-async def _drive(coroutine: Coroutine[Any, Any, T], future: APIFuture[T]) -> None:
+def traced(future: APIFuture[Any], what: str) -> tracing.Hop | None:
+    """Hop 1, for whoever traces: from the caller's own span on, until the future is done."""
+    hop = tracing.begin(f"client {what}")
+    if hop is not None:
+        cancelled = asyncio.CancelledError()
+        future.when_done(lambda f: hop.end(cancelled if f.cancelled() else f.exception()))
+    return hop
+
+
+async def _drive(coroutine: Coroutine[Any, Any, T], future: APIFuture[T], hop: tracing.Hop | None) -> None:
     try:
-        resolve(future, await coroutine)
+        with tracing.current(hop):
+            result = await coroutine
+        resolve(future, result)
     except asyncio.CancelledError as error:
         fail(future, error)
     except BaseException as error:

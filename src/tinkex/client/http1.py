@@ -42,7 +42,7 @@ class Http1:
     async def execute(self, method: str, url: str, headers: dict[str, str], content: Body | None) -> Answer:
         """Send one request and read its answer. `url` is one of this server's."""
         target = url.removeprefix(self._origin) or "/"
-        pieces = _request(method, target, {"host": self._netloc, **headers}, content)
+        pieces = write_request(method, target, {"host": self._netloc, **headers}, content)
         while self._idle:
             try:
                 return await self._on(self._idle.pop(), pieces, method)
@@ -80,7 +80,7 @@ class Http1:
             self._idle.pop().close()
 
 
-def _request(
+def write_request(
     method: str, target: str, headers: dict[str, str], body: Body | None
 ) -> list[bytes | memoryview]:
     """A request as what is to be written, the body as it is."""
@@ -94,6 +94,19 @@ def _request(
     if head.count("\n") != len(lines) + 1:
         raise ConnectionError("a header has a line break in it")  # or it would be two headers
     return [head.encode("latin-1", "replace"), *parts]
+
+
+def read_head(raw: bytes) -> tuple[str, int, dict[str, str]]:
+    """Version, status and headers of an answer; `raw` goes up to its empty line. ValueError if it is none."""
+    first, *lines = raw[:-4].decode("latin-1").split("\r\n")
+    version, status = first.split(" ", 2)[:2]
+    if not version.startswith("HTTP/1."):
+        raise ValueError(first[:40])
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return version, int(status), headers
 
 
 class _Connection(asyncio.Protocol):
@@ -178,19 +191,12 @@ class _Connection(asyncio.Protocol):
                 raise ValueError("its head has no end")
             self._buffer = data
             return b""
-        first, *lines = data[:end].decode("latin-1").split("\r\n")
-        version, status = first.split(" ", 2)[:2]
-        if not version.startswith("HTTP/1."):
-            raise ValueError(first[:40])
-        headers: dict[str, str] = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
+        version, status, headers = read_head(data[: end + 4])
         self._buffer, data = b"", data[end + 4 :]
-        if status.startswith("1"):  # "continue" and the like: the answer is still to come
+        if status < 200:  # "continue" and the like: the answer is still to come
             return self._read_head(data)
-        self._head = (int(status), headers)
-        if self._bodiless or status in ("204", "304"):
+        self._head = (status, headers)
+        if self._bodiless or status in (204, 304):
             self._left = 0
         elif "chunked" in headers.get("transfer-encoding", ""):
             self._chunked = True

@@ -1,40 +1,48 @@
-"""How much may be under way at once: FIFO gates, and the rate limit that all samplers of a process share.
+"""How much may be under way at once: gates, and what all clients of a process know of a server together.
 
-Promises: O(1) for every acquire and release however many wait, first come first served, a waiter that is
-cancelled gives its place up. Lives on the background loop; knows nothing of what is being limited.
+Promises: O(1) for every acquire and release however many wait; owners take turns, and those of one owner are
+first come first served; a waiter that is cancelled gives its place up. Lives on the background loop; knows
+nothing of what is being limited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+
+from tinkex.client.retry import Breaker
+from tinkex.errors import ClientClosedError
 
 
 class Gate:
     """At most `capacity` units at a time; one request larger than all of it may pass alone.
 
-    >>> gate = Gate(2)  # async with gate.hold(1): …
+    Owners take turns: whoever asks for one thing does not wait for all that another has asked for before.
+
+    >>> gate = Gate(2)  # async with gate.hold(1, owner="a run"): …
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()  # by owner
 
     def __len__(self) -> int:
         """How many are waiting."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def _fits(self, units: int) -> bool:
         return self.used == 0 or self.used + units <= self.capacity
 
-    async def acquire(self, units: int = 1) -> None:
+    async def acquire(self, units: int = 1, owner: str = "") -> None:
         if not self._waiting and self._fits(units):
             self.used += units
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((units, turn))
+        self._waiting.setdefault(owner, deque()).append((units, turn))
         try:
             await turn
         except asyncio.CancelledError:
@@ -52,32 +60,45 @@ class Gate:
 
     def _admit(self) -> None:
         while self._waiting:
-            units, turn = self._waiting[0]
-            if turn.done():  # cancelled while waiting
-                self._waiting.popleft()
-                continue
-            if not self._fits(units):
+            owner, lane = next(iter(self._waiting.items()))
+            units, turn = lane[0]
+            if not turn.done() and not self._fits(units):
                 return
-            self._waiting.popleft()
-            self.used += units
-            turn.set_result(None)
+            lane.popleft()
+            if not lane:
+                del self._waiting[owner]
+            elif not turn.done():
+                self._waiting.move_to_end(owner)
+            if not turn.done():  # else it was cancelled while waiting
+                self.used += units
+                turn.set_result(None)
 
-    def hold(self, units: int = 1) -> _Hold:
+    def hold(self, units: int = 1, owner: str = "") -> Hold:
         """`async with gate.hold(n):` acquires and always releases."""
-        return _Hold(self, units)
+        return Hold(self, units, owner)
 
 
-class _Hold:
-    __slots__ = ("_gate", "_units")
+class Hold:
+    """A place within a gate, from `async with` to its end, or until it is left before."""
 
-    def __init__(self, gate: Gate, units: int) -> None:
-        self._gate, self._units = gate, units
+    __slots__ = ("_gate", "_owner", "_units")
 
-    async def __aenter__(self) -> None:
-        await self._gate.acquire(self._units)
+    def __init__(self, gate: Gate, units: int, owner: str) -> None:
+        self._gate: Gate | None = gate
+        self._units, self._owner = units, owner
+
+    async def __aenter__(self) -> Hold:
+        assert self._gate is not None, "a place can be held once"
+        await self._gate.acquire(self._units, self._owner)
+        return self
+
+    def leave(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.release(self._units)
 
     async def __aexit__(self, *_: object) -> None:
-        self._gate.release(self._units)
+        self.leave()
 
 
 class RateLimit:
@@ -135,3 +156,84 @@ def shared_rate_limit(base_url: str, identity: str) -> RateLimit:
     if limit is None:
         limit = _shared[key] = RateLimit()
     return limit
+
+
+class Host:
+    """One server, for everyone who calls it: whether it can be reached, and waiting together if it cannot."""
+
+    def __init__(self) -> None:
+        self.breaker = Breaker()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._prober: asyncio.Task[None] | None = None
+
+    def failed(self, cause: BaseException) -> None:
+        self.breaker.failed(cause, time.monotonic())
+
+    def answered(self) -> None:
+        if self.breaker.failures:
+            self.breaker.answered()
+            self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            _let_go(waiter)
+
+    async def reachable(
+        self, within: float, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]
+    ) -> bool:
+        """Wait until the host answers; False if it did not `within` so many seconds.
+
+        One caller's `probe` (which raises OSError if it is in vain) is tried at a time, `delay(n)` seconds
+        after n were in vain.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within
+        while self.breaker.is_open:
+            waiter: asyncio.Future[None] = loop.create_future()
+            timer = loop.call_at(until, _let_go, waiter)
+            self._waiting.add(waiter)
+            if self._prober is None:
+                self._prober = loop.create_task(self._probe(probe, delay))
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiting.discard(waiter)
+            if loop.time() >= until:
+                break
+        return not self.breaker.is_open
+
+    async def _probe(self, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]) -> None:
+        """Ask whether it is back: once, and again for as long as somebody waits."""
+        try:
+            while self.breaker.is_open:
+                await asyncio.sleep(self.breaker.last + delay(self.breaker.probes) - time.monotonic())
+                try:
+                    await probe()
+                except OSError as cause:
+                    self.failed(cause)
+                except ClientClosedError:
+                    return  # whoever else waits goes on probing
+                else:
+                    self.answered()
+                if not self._waiting:
+                    break
+        finally:
+            self._prober = None
+            self._wake()
+
+
+def _let_go(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+_hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
+
+
+def shared_host(base_url: str) -> Host:
+    """The host behind a URL, the same object for every client of the process."""
+    host = _hosts.get(base_url)
+    if host is None:
+        host = _hosts[base_url] = Host()
+    return host

@@ -7,6 +7,7 @@ aware of fork: a child never waits on a thread that only its parent has. Knows n
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import threading
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+_stopped = False  # the interpreter is on its way out
 _workers: ThreadPoolExecutor | None = None
 _callbacks: ThreadPoolExecutor | None = None
 _owner_pid: int | None = None
@@ -41,8 +44,10 @@ def check_fork() -> None:
 
 def get_loop() -> asyncio.AbstractEventLoop:
     """The background loop, started on first use."""
-    global _loop, _owner_pid
+    global _loop, _thread, _owner_pid
     check_fork()
+    if _stopped:
+        raise TinkerError("the interpreter is exiting, so that nothing can be asked any more")
     if _loop is not None:
         return _loop
     with _lock:
@@ -55,7 +60,8 @@ def get_loop() -> asyncio.AbstractEventLoop:
                 loop.call_soon(ready.set)
                 loop.run_forever()
 
-            threading.Thread(target=run, name="tinkex", daemon=True).start()
+            _thread = threading.Thread(target=run, name="tinkex", daemon=True)
+            _thread.start()
             ready.wait()
             _owner_pid = os.getpid()
             _loop = loop
@@ -68,6 +74,17 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+@atexit.register  # at import: so it runs after the sessions' own, which needs the loop
+def _stop() -> None:
+    """End the loop's thread. One of uvloop's that wakes up after the interpreter has gone is a crash."""
+    global _stopped
+    if _loop is None or _thread is None or _owner_pid != os.getpid():
+        return
+    _stopped = True
+    _loop.call_soon_threadsafe(_loop.stop)
+    _thread.join(1.0)  # unless something blocks it, against the rules: then exit all the same
 
 
 def _reset_lock_in_child() -> None:

@@ -11,9 +11,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 
 from tinkex.client.future import APIFuture
+from tinkex.errors import InvalidInputError
 
 Page = TypeVar("Page")
 Item = TypeVar("Item")
+
+
+def check_page_size(size: int) -> None:
+    """Refuse it before anything is asked for: a page of none would look like the end."""
+    if type(size) is not int or not 1 <= size < 2**63:
+        raise InvalidInputError(f"page_size must be a whole number from 1 on, got {size!r}")
 
 
 class Pages(Generic[Page]):
@@ -79,7 +86,15 @@ class Listing(Generic[Page, Item]):
         timeout: float | None = None,
     ) -> None:
         self._items, self._identify = items, identify
-        self._pages = Pages(fetch, lambda page: len(items(page)), total, timeout)
+        self.total: int | None = None  # how many there are in all, as the last page said
+        self._pages = Pages(fetch, lambda page: len(items(page)), self._noting(total), timeout)
+
+    def _noting(self, total: Callable[[Page], int | None]) -> Callable[[Page], int | None]:
+        def noted(page: Page) -> int | None:
+            self.total = total(page)
+            return self.total
+
+        return noted
 
     def pages(self) -> Pages[Page]:
         """The same page by page."""

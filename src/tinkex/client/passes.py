@@ -7,7 +7,6 @@ Pure functions; knows nothing of how a pass travels.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -15,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.data import Datum, EncodedTextChunk, ImageAssetPointerChunk
+from tinkex.strict import did_you_mean
+from tinkex.types.data import MAX_TOKEN, Datum, EncodedTextChunk, ImageAssetPointerChunk
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import LOSSES
 
@@ -42,8 +42,7 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
     if not data:
         raise InvalidInputError("data is empty: a pass needs at least one Datum")
     if loss_fn not in LOSSES:
-        close = difflib.get_close_matches(str(loss_fn), LOSSES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
+        hint = did_you_mean(str(loss_fn), LOSSES)
         raise InvalidInputError(f"no loss_fn is called {loss_fn!r}{hint} There are: {', '.join(LOSSES)}")
     if config is not None and not isinstance(config, Mapping):
         raise InvalidInputError(f"loss_fn_config must be a dict, got {type(config).__name__}")
@@ -54,7 +53,7 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be a number or a string, got {value!r}")
         if not isinstance(value, str) and not abs(value) < math.inf:
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be finite, got {value!r}")
-    with np.errstate(over="ignore", invalid="ignore"):  # of the products in _check_tensors
+    with np.errstate(over="ignore", invalid="ignore"):  # of the products in TensorData.sound
         for index, datum in enumerate(data):
             if not isinstance(datum, Datum):
                 raise InvalidInputError(f"data[{index}] must be a Datum, got {type(datum).__name__}")
@@ -79,36 +78,32 @@ def _per_token_keys(loss_fn: str, given: tuple[str, ...]) -> tuple[str, ...]:
     missing = [key for key in optional if key not in given]
     for key in given:
         strange = needed and key not in needed and key not in optional
-        if strange and (close := difflib.get_close_matches(key, missing, n=1, cutoff=0.75)):
-            raise InvalidInputError(
-                f".loss_fn_inputs: {loss_fn} does not read {key!r}; did you mean {close[0]!r}?"
-            )
+        if strange and (hint := did_you_mean(key, missing, cutoff=0.75)) != ".":
+            raise InvalidInputError(f".loss_fn_inputs: {loss_fn} does not read {key!r}{hint}")
     return (*needed, *optional)
 
 
 def _check_datum(datum: Datum, loss_fn: str) -> None:
-    per_token = _per_token_keys(loss_fn, tuple(datum.loss_fn_inputs))
-    if any(isinstance(chunk, ImageAssetPointerChunk) for chunk in datum.model_input.chunks):
-        raise InvalidInputError(
-            ".model_input: an ImageAssetPointerChunk can be sampled from, not trained on; send an ImageChunk"
-        )
-    _check_tensors(datum, per_token)
-
-
-def _check_tensors(datum: Datum, per_token: tuple[str, ...]) -> None:
     length, inputs = _length(datum), datum.loss_fn_inputs
+    per_token = _per_token_keys(loss_fn, tuple(inputs))
+    if length == 0:
+        raise InvalidInputError(".model_input is empty: a model needs at least one token to read")
     for key, tensor in inputs.items():
-        shape, values = tensor.dense_shape, tensor.values_np
+        shape = tensor.dense_shape
         if length is not None and (not shape or shape[0] != length) and key in per_token:
             raise _wrong(key, f" has shape {list(shape)}, but model_input has {length} positions")
         if tensor.dtype == "float32":
-            # Finite unless something in it is not (or it overflowed); several times cheaper than isfinite.
-            if not math.isfinite(values.dot(values)):
-                _check_finite(key, values)
             if key == "target_tokens":
                 raise _wrong(key, " must be int64 token ids, got float32")
-        elif key == "target_tokens" and values.size and values.min() < 0:
-            raise _wrong(key, f" has a negative token id: {int(values.min())}")
+            if not tensor.sound:
+                at = int(np.argmin(np.isfinite(tensor.values_np)))
+                raise _wrong(key, f"[{at}] is {tensor.values_np[at]}; every value must be finite")
+        elif key == "target_tokens":
+            if not tensor.sound:
+                at = int(np.argmax((tensor.values_np < 0) | (tensor.values_np > MAX_TOKEN)))
+                raise _wrong(key, f"[{at}] is {tensor.values_np[at]}; token ids are 0..{MAX_TOKEN}")
+        elif key in per_token:
+            raise _wrong(key, " must be float32, got int64")
         if key == "weights" and "target_tokens" in inputs and shape != inputs["target_tokens"].dense_shape:
             wanted = list(inputs["target_tokens"].dense_shape)
             raise _wrong(key, f" has shape {list(shape)}, target_tokens has {wanted}")
@@ -118,18 +113,17 @@ def _wrong(key: str, what: str) -> InvalidInputError:
     return InvalidInputError(f".loss_fn_inputs[{key!r}]{what}")
 
 
-def _check_finite(key: str, values: np.ndarray) -> None:
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size:
-        raise _wrong(key, f"[{bad[0]}] is {values[bad[0]]}; every value must be finite")
-
-
 def _length(datum: Datum) -> int | None:
-    """Positions of the model input; None where an image does not say."""
+    """Positions of the model input; None where an image does not say. Refuses what cannot be trained on."""
     total = 0
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
             total += chunk.tokens_np.size
+        elif isinstance(chunk, ImageAssetPointerChunk):
+            raise InvalidInputError(
+                ".model_input: an ImageAssetPointerChunk can be sampled from, not trained on; "
+                "send an ImageChunk"
+            )
         elif getattr(chunk, "expected_tokens", 0) is None:
             return None
         else:
@@ -140,28 +134,16 @@ def _length(datum: Datum) -> int | None:
 # -- chunks --------------------------------------------------------------------------------------------
 
 
-def datum_bytes(datum: Datum) -> int:
-    """About how much of a request's body this datum is."""
-    total = sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
-    for chunk in datum.model_input.chunks:
-        if isinstance(chunk, EncodedTextChunk):
-            total += chunk.tokens_np.nbytes
-        else:
-            total += len(getattr(chunk, "data", None) or getattr(chunk, "dmel", b""))
-    return total
-
-
 def cut(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
     """`data` in order, in chunks within the server's limits; a larger single datum goes alone."""
     chunks: list[list[Datum]] = []
     room = 0
     for datum in data:
-        size = datum_bytes(datum)
-        if not chunks or len(chunks[-1]) >= max_datums or size > room:
+        if not chunks or len(chunks[-1]) >= max_datums or datum.nbytes > room:
             chunks.append([])
             room = max_bytes
         chunks[-1].append(datum)
-        room -= size
+        room -= datum.nbytes
     return chunks
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from tinkex.client import loop as background
 from tinkex.client.connection import Connection
+from tinkex.client.queue_state import Listener
 from tinkex.client.retry import retryable
 from tinkex.errors import APIConnectionError, APIStatusError, RequestErrorCategory, RequestFailedError
 from tinkex.types.futures import (
@@ -28,7 +28,6 @@ from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
-Observer = Callable[[str, str | None], None]  # queue state, its reason
 MAX_FAILURES = 8  # of a batch poll in a row, before single polls take over for good
 EARLY_KEPT = 120.0  # seconds; a submit that is answered later than that was given up
 QUICK_POLL = 1.0  # a "not yet" that came back sooner than this was no long poll: wait before the next
@@ -39,19 +38,45 @@ async def retrieve(
     op: Op[Any, Any],
     request_id: str,
     *,
-    observe: Observer | None = None,
-    ready: bool = False,
+    observe: Listener | None = None,
+    size: int | None = None,
+    owner: str = "",
 ) -> Any:
     """The result of a promise of `op`; raises RequestFailedError if the server failed it.
 
-    `ready` says that the result is known to be there, so that the request is a short one.
+    `size` says that the result is known to be there, and how many bytes it has (0: nobody said). `owner` is
+    the run or sampler that waits, as limits are shared.
     """
-    request = FutureRetrieveRequest(request_id=request_id)
+    with connection.reporting(op.name):
+        return await _retrieve(connection, op, request_id, observe, size, owner)
+
+
+async def _retrieve(
+    connection: Connection,
+    op: Op[Any, Any],
+    request_id: str,
+    observe: Listener | None,
+    size: int | None,
+    owner: str,
+) -> Any:
+    async def ask(*, ready: bool) -> Any:
+        request = FutureRetrieveRequest(request_id, allow_metadata_only=not ready)
+        return await connection.transport.call(
+            ops.RETRIEVE_FUTURE, request, awaiting=op, ready=ready, owner=owner
+        )
+
     now = asyncio.get_running_loop().time
     pause = 0.0
     while True:
         asked = now()
-        answer = await connection.transport.call(ops.RETRIEVE_FUTURE, request, awaiting=op, ready=ready)
+        if size is None:
+            answer = await ask(ready=False)
+        else:
+            async with connection.responses.hold(size, owner):
+                answer = await ask(ready=True)
+        if isinstance(answer, MetadataOnly) and size is None:
+            size = answer.size
+            continue
         if isinstance(answer, RequestFailedResponse):
             raise RequestFailedError(
                 f"{op.name} failed ({answer.category}): {answer.error}",
@@ -65,7 +90,7 @@ async def retrieve(
             if observe is not None:
                 observe("active", None)
             return answer
-        ready = False
+        size = None
         pause = min(max(0.05, pause * 2), QUICK_POLL) if now() - asked < QUICK_POLL else 0.0
         if pause:
             await asyncio.sleep(pause)
@@ -79,37 +104,35 @@ class BatchPoller:
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
-        self._waiting: dict[str, asyncio.Future[bool]] = {}  # True: its result is there
-        # Finished before anyone asked, and when: the answer to the submit was slower, or it was cancelled.
-        self._early: dict[str, float] = {}
+        # How large the result is, once it is there; None: it had better be asked for on its own.
+        self._waiting: dict[str, asyncio.Future[int | None]] = {}
+        # Finished before anyone asked (the submit's answer was slower, or it was cancelled): when, how large.
+        self._early: dict[str, tuple[float, int]] = {}
         self._retrieved: list[str] = []
         self._cursor = 0
         self._task: asyncio.Task[None] | None = None
         self._broken = False
 
-    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: Observer | None = None) -> Any:
+    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: Listener | None = None) -> Any:
         """As `retrieve` above, through the shared poll."""
+        size = None
         if request_id in self._early:
-            ready = True
-        else:
-            ready = not self._broken and await self._finished(request_id)
+            size = self._early[request_id][1]
+        elif not self._broken:
+            waiter = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+            if self._task is None:
+                self._task = background.spawn(self._poll())
+            try:
+                size = await waiter
+            finally:
+                del self._waiting[request_id]
         try:
-            return await retrieve(self._connection, op, request_id, observe=observe, ready=ready)
+            owner = self._target.sampling_session_id
+            return await retrieve(self._connection, op, request_id, observe=observe, size=size, owner=owner)
         finally:  # whatever came of it, nobody will ask again
             self._early.pop(request_id, None)
             if not self._broken:
                 self._retrieved.append(request_id)
-
-    async def _finished(self, request_id: str) -> bool:
-        """Wait for the shared poll to name it; False if it had better be asked for on its own."""
-        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = waiter
-        if self._task is None:
-            self._task = background.spawn(self._poll())
-        try:
-            return await waiter
-        finally:
-            self._waiting.pop(request_id, None)
 
     async def _poll(self) -> None:
         failures = 0
@@ -139,7 +162,7 @@ class BatchPoller:
         self._cursor = 0  # and it may count anew
         for waiter in self._waiting.values():
             if not waiter.done():
-                waiter.set_result(False)
+                waiter.set_result(None)
 
     async def _poll_once(self) -> None:
         retrieved, self._retrieved = self._retrieved, []
@@ -157,35 +180,13 @@ class BatchPoller:
         self._cursor = reply.cursor
         for completion in reply.completions:
             waiter = self._waiting.get(completion.request_id)
+            size = getattr(completion, "response_payload_uncompressed_size", None) or 0
             if waiter is None:
-                self._early[completion.request_id] = asked
+                self._early[completion.request_id] = asked, size
             elif not waiter.done():
-                waiter.set_result(True)
-        while self._early and next(iter(self._early.values())) < asked - EARLY_KEPT:
+                waiter.set_result(size)
+        while self._early and next(iter(self._early.values()))[0] < asked - EARLY_KEPT:
             del self._early[next(iter(self._early))]
         quick = asyncio.get_running_loop().time() - asked < QUICK_POLL
         if not reply.completions and quick and self._waiting:
             await asyncio.sleep(0.1)
-
-
-class QueueWatch:
-    """Turns a stream of queue states into one log line per change, and tells whoever listens."""
-
-    def __init__(self, what: str, listener: Observer | None = None) -> None:
-        self._what = what
-        self._listener = listener
-        self._state = "active"
-
-    def __call__(self, state: str, reason: str | None) -> None:
-        if state == self._state:
-            return
-        self._state = state
-        if state == "active":
-            log.info("%s is running again", self._what)
-        else:
-            log.warning("%s is paused (%s)%s", self._what, state, f": {reason}" if reason else "")
-        if self._listener is not None:
-            try:
-                self._listener(state, reason)
-            except Exception:  # a user's code: it must not cost the result that was being waited for
-                log.exception("%s: its queue state listener failed", self._what)

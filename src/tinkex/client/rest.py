@@ -8,6 +8,7 @@ fetch page after page. Needs no session. Knows nothing of how a call travels.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import warnings
@@ -15,13 +16,14 @@ from datetime import date, datetime
 
 from tinkex.client.admin import AdminClient
 from tinkex.client.auth import JwtCredential, decode_claims
-from tinkex.client.calls import check_id
+from tinkex.client.calls import check_id, checks_timeouts
 from tinkex.client.checkpoints import CheckpointCalls
 from tinkex.client.future import APIFuture, start
-from tinkex.client.pages import Listing
+from tinkex.client.pages import Listing, check_page_size
 from tinkex.errors import (
     CredentialError,
     ExperimentalWarning,
+    InvalidInputError,
     RequestErrorCategory,
     RequestFailedError,
     ResultTimeoutError,
@@ -60,6 +62,7 @@ TRACE_POLL_INTERVAL = 5.0
 TRACE_TIMEOUT = 1800.0  # seconds that a trace may take to build, unless the caller says otherwise
 
 
+@checks_timeouts
 class RestClient(CheckpointCalls):
     """Runs, checkpoints and sessions of a server.
 
@@ -132,13 +135,36 @@ class RestClient(CheckpointCalls):
         timeout: float | None = None,
     ) -> Listing[TrainingRunsResponse, TrainingRun]:
         """All runs, newest first; each page may take `timeout` seconds."""
+        check_page_size(page_size)
+        request = ListTrainingRunsRequest(limit=page_size, access_scope=access_scope, project_id=project_id)
         return Listing(
-            lambda offset: self.list_training_runs(page_size, offset, access_scope, project_id),
+            lambda offset: self._submit(
+                ops.LIST_TRAINING_RUNS, request.model_copy(update={"offset": offset}), "list_training_runs"
+            ),
             items=lambda page: page.training_runs,
             identify=lambda run: run.training_run_id,
             total=lambda page: page.cursor.total_count,
             timeout=timeout,
         )
+
+    def get_run_metrics(self, training_run_id: str) -> APIFuture[list[dict[str, float]]]:
+        """What each step of a run said: `step`, `time`, `loss`, … Only servers of ours keep it.
+
+        >>> [line["loss"] for line in rest.get_run_metrics(run_id).result()]  # doctest: +SKIP
+        """
+        request = GetTrainingRunRequest(training_run_id=check_id("training_run_id", training_run_id))
+
+        async def fetch() -> list[dict[str, float]]:
+            lines = await self._connection.call(ops.GET_RUN_METRICS, request, method="get_run_metrics")
+            return _read_lines(lines)
+
+        self._connection.check_open()
+        return start(fetch, "get_run_metrics")
+
+    async def get_run_metrics_async(
+        self, training_run_id: str, *, timeout: float | None = None
+    ) -> list[dict[str, float]]:
+        return await self.get_run_metrics(training_run_id).result_async(timeout)
 
     # -- sessions and samplers ---------------------------------------------------------------------------
 
@@ -175,8 +201,12 @@ class RestClient(CheckpointCalls):
         self, access_scope: AccessScope = "owned", *, page_size: int = 100, timeout: float | None = None
     ) -> Listing[ListSessionsResponse, str]:
         """All session ids, newest first; each page may take `timeout` seconds."""
+        check_page_size(page_size)
+        request = ListSessionsRequest(limit=page_size, access_scope=access_scope)
         return Listing(
-            lambda offset: self.list_sessions(page_size, offset, access_scope),
+            lambda offset: self._submit(
+                ops.LIST_SESSIONS, request.model_copy(update={"offset": offset}), "list_sessions"
+            ),
             items=lambda page: page.sessions,
             identify=str,
             timeout=timeout,
@@ -185,13 +215,18 @@ class RestClient(CheckpointCalls):
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         """One page of the sessions that match; go on with `next_cursor`. Experimental."""
         _warn_experimental("search_sessions")
-        return self._submit(ops.SEARCH_SESSIONS, request, "search_sessions")
+        return self._search(request)
 
     async def search_sessions_async(
         self, request: SessionSearchRequest, *, timeout: float | None = None
     ) -> SessionSearchResponse:
         _warn_experimental("search_sessions_async")
-        return await self._submit(ops.SEARCH_SESSIONS, request, "search_sessions").result_async(timeout)
+        return await self._search(request).result_async(timeout)
+
+    def _search(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
+        if not isinstance(request, SessionSearchRequest):
+            raise InvalidInputError(f"request must be a SessionSearchRequest, got {type(request).__name__}")
+        return self._submit(ops.SEARCH_SESSIONS, request, "search_sessions")
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Put a session into a project."""
@@ -219,7 +254,7 @@ class RestClient(CheckpointCalls):
     async def export_session_trace_async(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
     ) -> str:
-        return await self.export_session_trace(session_id, timeout=timeout)
+        return await self.export_session_trace(session_id, timeout=timeout).result_async(timeout)
 
     async def _trace_url(self, request: ExportSessionTraceRequest, timeout: float | None) -> str:
         started, told = time.monotonic(), False
@@ -322,6 +357,12 @@ class RestClient(CheckpointCalls):
         _warn_moved("get_current_checkpoint_storage_usage_async")
         admin = AdminClient(self._connection)
         return await admin.get_current_checkpoint_storage_usage_async(project_id, timeout=timeout)
+
+
+def _read_lines(text: bytes) -> list[dict[str, float]]:
+    """JSON lines; the last one may have been cut off by whoever ended the writer."""
+    complete = text[: text.rfind(b"\n") + 1]
+    return [json.loads(line) for line in complete.splitlines() if line.strip()]
 
 
 def _warn_moved(name: str) -> None:

@@ -7,6 +7,9 @@
                                           429 on sampling: no limit but the progress timeout
     anything else                         never
 
+After a few failures to connect in a row the circuit of that host is open (`Breaker`): all its callers then
+wait for one probe together, each for as long as the table gives it, instead of each knocking by itself.
+
 `x-should-retry` overrides the table; `retry-after-ms` beats `retry-after` in seconds, which beats a date.
 Pure: decides from a failure and the time spent, sleeps nowhere, knows no HTTP library.
 """
@@ -21,13 +24,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import check_seconds, strict
 
 NO_HEADERS: Mapping[str, str] = {}
 MAX_RETRY_AFTER = 60.0
 _dice = random.Random()  # not the global ones: a seed of the user's gives the same numbers, retries or not
 
 
-@dataclass(frozen=True)
+@strict
 class RetryConfig:
     """How a sampling client queues and retries; the fields are the official ones.
 
@@ -50,11 +54,14 @@ class RetryConfig:
                 f"RetryConfig.max_connections must be a whole number from 1 on, got {self.max_connections!r}"
             )
         for name in ("progress_timeout", "retry_delay_base", "retry_delay_max"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise InvalidInputError(f"RetryConfig.{name} must be seconds above 0, got {value!r}")
-        if not 0 <= self.jitter_factor <= 1:
-            raise InvalidInputError(f"RetryConfig.jitter_factor must be in [0, 1], got {self.jitter_factor}")
+            check_seconds(f"RetryConfig.{name}", getattr(self, name))
+        jitter = self.jitter_factor
+        if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
+            raise InvalidInputError(f"RetryConfig.jitter_factor must be a number in [0, 1], got {jitter!r}")
+        for name in ("enable_retry_logic", "enable_stuck_detection"):
+            if not isinstance(getattr(self, name), bool):
+                given = getattr(self, name)
+                raise InvalidInputError(f"RetryConfig.{name} must be True or False, got {given!r}")
         kinds = self.retryable_exceptions
         if not isinstance(kinds, tuple) or not all(
             isinstance(k, type) and issubclass(k, BaseException) for k in kinds
@@ -62,6 +69,14 @@ class RetryConfig:
             raise InvalidInputError(
                 f"RetryConfig.retryable_exceptions must be a tuple of exception classes, got {kinds!r}"
             )
+
+
+def check_wishes(retry_config: object, record_stability_info: object) -> None:
+    """Refuse what a sampler cannot be made with."""
+    if retry_config is not None and not isinstance(retry_config, RetryConfig):
+        raise InvalidInputError(f"retry_config must be a RetryConfig, got {type(retry_config).__name__}")
+    if not isinstance(record_stability_info, bool):
+        raise InvalidInputError(f"record_stability_info must be True or False, got {record_stability_info!r}")
 
 
 def _is_count(value: object) -> bool:
@@ -93,12 +108,14 @@ class RetryPolicy:
     cap: float = 10.0
     jitter: float = 0.25
     enabled: bool = True
+    queues: bool = True  # a 429 is waited out though nothing is retried: it is the server's pace
+    probe_cap: float = 2.0  # seconds between two probes of a host whose circuit is open, at most
 
     def tuned(self, config: RetryConfig) -> RetryPolicy:
         """This policy with a sampling client's own wishes."""
         return replace(
             self, base=config.retry_delay_base, cap=config.retry_delay_max, jitter=config.jitter_factor,
-            enabled=config.enable_retry_logic,
+            enabled=config.enable_retry_logic, queues=config.enable_retry_logic,
         )  # fmt: skip
 
     def with_billing(self, seconds: float) -> RetryPolicy:
@@ -111,7 +128,8 @@ class RetryPolicy:
         a 429 is then waited out whatever it takes.
         """
         forced = should_retry(failed.headers)
-        if forced is False or not self.enabled:
+        queueing = self.queues and patient and failed.status == 429
+        if forced is False or not (self.enabled or queueing):
             return None
         if forced is not True and not retryable(failed.status, failed.empty_body):
             return None
@@ -137,10 +155,56 @@ class RetryPolicy:
             return math.inf
         return self.status_budget
 
+    def patience(self, reached: bool, elapsed: float) -> float:
+        """Seconds for which a caller goes on waiting for a host whose circuit is open."""
+        if not self.enabled:
+            return 0.0
+        return max(0.0, (self.lost_budget if reached else self.connect_budget) - elapsed)
+
+    def probe_delay(self, probes: int) -> float:
+        """Seconds before the next probe, after so many in vain."""
+        return min(self.backoff(probes + 1), self.probe_cap)
+
     def backoff(self, tries: int) -> float:
         """Exponential from `base` to `cap`, jittered downwards so that no one waits longer than said."""
         delay = min(self.base * 2.0 ** min(tries - 1, 30), self.cap)
         return delay * (1.0 - self.jitter * _dice.random())
+
+
+@dataclass
+class Breaker:
+    """What all callers of one host know of it together.
+
+    closed: they send. After `limit` failures to connect in a row, open: nobody sends but one probe at a
+    time, until anything at all is answered.
+    """
+
+    limit: int = 5
+    failures: int = 0  # to connect, in a row
+    probes: int = 0  # in vain, since it is open
+    first: float = 0.0  # when the failures began, by time.monotonic()
+    last: float = 0.0
+    cause: BaseException | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.failures >= self.limit
+
+    def failed(self, cause: BaseException, now: float) -> None:
+        if not self.failures:
+            self.first = now
+        self.probes += self.is_open
+        self.failures, self.last, self.cause = self.failures + 1, now, cause
+
+    def answered(self) -> None:
+        self.failures, self.probes, self.cause = 0, 0, None
+
+    def state(self) -> str:
+        """For people: part of an error's message."""
+        if not self.is_open:
+            return "circuit closed"
+        span = self.last - self.first
+        return f"circuit open: {self.failures} failures to connect in a row over {span:.1f} s"
 
 
 def retryable(status: int, empty_body: bool = False) -> bool:

@@ -15,20 +15,34 @@ import logging
 import random
 import time
 import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from tinkex.client import loop as background
-from tinkex.client.connection import Connection, connect
+from tinkex.client.calls import checks_timeouts
+from tinkex.client.connection import Connection, check_headers, connect, may_travel
 from tinkex.client.future import APIFuture, fail, start
 from tinkex.client.limits import Gate
-from tinkex.client.poller import BatchPoller, QueueWatch, retrieve
-from tinkex.client.retry import RetryConfig, RetryPolicy
+from tinkex.client.poller import BatchPoller, retrieve
+from tinkex.client.queue_state import QueueStats
+from tinkex.client.retry import RetryConfig, RetryPolicy, check_wishes
 from tinkex.client.session import Session
+from tinkex.client.streaming import Feed, SampleStream, draw, unsupported
+from tinkex.client.telemetry import Telemetry
 from tinkex.client.tokenizer_files import fetcher
-from tinkex.errors import APIConnectionError, ClientClosedError, ExpiredError, InvalidInputError, TinkerError
-from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, tokenizer_name
-from tinkex.types.data import ModelInput
+from tinkex.config import Timeouts
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    ClientClosedError,
+    ExpiredError,
+    InvalidInputError,
+    TinkerError,
+)
+from tinkex.tokenizers import load_tokenizer, tokenizer_name
+from tinkex.types.data import EncodedTextChunk, ModelInput
 from tinkex.types.futures import CancelFutureRequest, UntypedAPIFuture
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
@@ -37,6 +51,7 @@ from tinkex.types.sampling import (
     GetSamplerRequest,
     GetSamplerResponse,
     JoinSamplingSessionRequest,
+    SampleEvent,
     SampleRequest,
 )
 from tinkex.types.tensor import TensorData
@@ -46,6 +61,7 @@ log = logging.getLogger("tinkex")
 CLONE_STRIDE = 1_000_000_000  # seq ids of one copy of a sampler
 
 
+@checks_timeouts
 class SamplingClient:
     """A sampler. Made by `create_sampling_client` and `save_weights_and_get_sampling_client`.
 
@@ -78,8 +94,10 @@ class SamplingClient:
         self._seq = itertools.count()
         self._first_seq = 0  # of a copy: where its own numbers begin, known once it is ready
         self._gate = Gate(1)  # sized when the server's settings are known
+        # Samples being sent: those that no connection is free for wait here, where they take little memory.
+        self._dispatch = Gate(1)
         self._batch: BatchPoller | None = None
-        self._watch = QueueWatch(f"sampler {sampling_session_id}", self.on_queue_state_change)
+        self._watch = self._connection.watch(f"sampler {sampling_session_id}", self.on_queue_state_change)
         self._in_flight: set[asyncio.Task[Any] | None] = set()
         self._stuck: APIConnectionError | None = None  # why those taken out of `_in_flight` were given up
         self._last_success = time.monotonic()
@@ -99,8 +117,29 @@ class SamplingClient:
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """`num_samples` continuations of `prompt`."""
+        request = self._request(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
+            topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
+            seq_id=next(self._seq),
+        )  # fmt: skip
+        return start(lambda: self._admitted(self._sample_patiently, request), "sample")
+
+    def _request(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool,
+        topk_prompt_logprobs: int,
+        topk_sample_logprobs: int,
+        target_prompt_logprobs: TensorData | None,
+        prompt_alt_tokens_k: int,
+        prompt_logprobs_last_n: int | None,
+        *,
+        seq_id: int | None,
+    ) -> SampleRequest:
         request = SampleRequest(
-            prompt, sampling_params, num_samples, self._sampling_session_id, next(self._seq),
+            prompt, sampling_params, num_samples, self._sampling_session_id, seq_id,
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
@@ -110,9 +149,11 @@ class SamplingClient:
             record_stability_info=self._record_stability_info,
         )  # fmt: skip
         self._connection.check_open()
+        if _is_empty(prompt):
+            raise InvalidInputError("prompt is empty: sampling needs at least one token to go on from")
         if request.target_prompt_logprobs is not None:
             _check_targets(request)
-        return start(lambda: self._sample(request), "sample")
+        return request
 
     async def sample_async(
         self,
@@ -134,6 +175,54 @@ class SamplingClient:
         )  # fmt: skip
         return await _owned(future, timeout)
 
+    def sample_stream(
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+        timeout: float | None = None,
+    ) -> SampleStream:
+        """The same as `sample`, token by token: iterate it with `for` or `async for`.
+
+        `timeout` limits the wait for each next piece; running out of it cancels nothing. Not every server
+        has streams: one that does not raises StreamingUnsupportedError.
+        """
+        # Without a number: what breaks off is cancelled by the server, and must not be found again.
+        request = self._request(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
+            topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
+            seq_id=None,
+        )  # fmt: skip
+        feed = Feed()
+        return SampleStream(feed, start(lambda: self._stream(request, feed), "sample_stream"), timeout)
+
+    async def _stream(self, request: SampleRequest, feed: Feed) -> SampleResponse:
+        transport = self._connection.transport
+
+        def progress(state: str, reason: str | None) -> None:
+            self._last_success = time.monotonic()
+            self._watch(state, reason)
+
+        def opening() -> AsyncGenerator[SampleEvent, None]:
+            return transport.stream(request, retry=self._wishes, observe=self._watch.submitting)
+
+        policy = getattr(transport, "policy", RetryPolicy()).tuned(self.retry_config)
+        with self._connection.reporting(ops.STREAM_SAMPLE.name):
+            try:
+                response = await self._admitted(
+                    lambda: draw(opening, feed, policy, self.retry_config, progress)
+                )
+            except APIStatusError as error:
+                raise unsupported(error, request) from None
+        return _checked(response, request, UntypedAPIFuture(""))
+
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
@@ -151,13 +240,16 @@ class SamplingClient:
     ) -> list[float | None]:
         return await _owned(self.compute_logprobs(prompt, prompt_logprobs_last_n), timeout)
 
-    async def _sample(self, request: SampleRequest) -> SampleResponse:
+    async def _admitted(
+        self, sample: Callable[..., Awaitable[SampleResponse]], *given: Any
+    ) -> SampleResponse:
+        """Sample within this client's limits, and give up if nothing moves any more."""
         await self._open()
         task = asyncio.current_task()
         self._in_flight.add(task)
         try:
             async with self._gate.hold():
-                response = await self._sample_patiently(request)
+                response = await sample(*given)
             self._last_success = time.monotonic()
             return response
         except asyncio.CancelledError:
@@ -177,21 +269,25 @@ class SamplingClient:
                 raise
             except (ExpiredError, *self.retry_config.retryable_exceptions):
                 # Expired: the server no longer has the result (it restarted, say); ask for a new one.
-                if not self.retry_config.enable_retry_logic:
+                if not self.retry_config.enable_retry_logic or self._connection.config.sample_no_retries:
                     raise
             await asyncio.sleep(RetryPolicy().tuned(self.retry_config).backoff(tries))
             request = replace(request, seq_id=self._first_seq + next(self._seq))
         raise AssertionError("unreachable")
 
     async def _sample_once(self, request: SampleRequest) -> SampleResponse:
-        promise = await self._connection.call(ops.SAMPLE, request, retry=self._wishes)
+        async with self._dispatch.hold() as place:
+            promise = await self._connection.call(
+                ops.SAMPLE, request, retry=self._wishes, observe=self._watch.submitting, place=place
+            )
         try:
             if self._batch is not None:
                 response = await self._batch.retrieve(ops.SAMPLE, promise.request_id, self._watch)
             else:
                 response = await retrieve(
-                    self._connection, ops.SAMPLE, promise.request_id, observe=self._watch
-                )
+                    self._connection, ops.SAMPLE, promise.request_id, observe=self._watch,
+                    owner=self._sampling_session_id,
+                )  # fmt: skip
         except asyncio.CancelledError:
             background.spawn(_cancel(self._connection, promise.request_id))
             raise
@@ -215,9 +311,10 @@ class SamplingClient:
             clone_id = random.SystemRandom().randint(1, CLONE_STRIDE - 1)
         self._first_seq = clone_id * CLONE_STRIDE
         self._gate.resize(self.retry_config.max_connections or config.sample_max_concurrent_requests)
+        self._dispatch.resize(2 * self._connection.at_once)
         if config.sample_use_retrieve_futures:
             self._batch = BatchPoller(self._connection, self._sampling_session_id, clone_id)
-        if self.retry_config.enable_stuck_detection:
+        if self.retry_config.enable_stuck_detection and config.sample_enable_stuck_detection:
             self._last_success = time.monotonic()
             background.spawn(_watch_progress(weakref.ref(self), self.retry_config.progress_timeout))
 
@@ -238,6 +335,11 @@ class SamplingClient:
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called when the server pauses or resumes this sampler; override it to be told."""
 
+    @property
+    def queue_stats(self) -> QueueStats:
+        """How often this sampler was paused, why, and for how long."""
+        return self._watch.stats()
+
     # -- what this sampler is ----------------------------------------------------------------------------
 
     def get_base_model(self, *, timeout: float | None = None) -> str:
@@ -251,33 +353,47 @@ class SamplingClient:
             ops.GET_SAMPLER, GetSamplerRequest(sampler_id=self._sampling_session_id)
         )
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, *, timeout: float | None = None) -> Any:
         """The base model's tokenizer (a transformers one), cached."""
-        model = self.get_base_model()
-        return load_tokenizer(tokenizer_name(model), fetch=fetcher(self._connection, model))
+        return start(self._tokenizer, "tokenizer").result(timeout)
 
-    async def get_tokenizer_async(self) -> Any:
-        model = await self.get_base_model_async()
-        return await load_tokenizer_async(tokenizer_name(model), fetch=fetcher(self._connection, model))
+    # No coroutine function: programs that wrap all of those expect the official ones alone.
+    def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
+        return start(self._tokenizer, "tokenizer").result_async(timeout)
 
-    def get_telemetry(self) -> None:
-        """Telemetry is off."""
-        return None
+    async def _tokenizer(self) -> Any:
+        request = GetSamplerRequest(sampler_id=self._sampling_session_id)
+        model = (await self._connection.call(ops.GET_SAMPLER, request)).base_model
+        load = partial(load_tokenizer, tokenizer_name(model), fetch=fetcher(self._connection, model))
+        return await background.in_own_thread(load)
+
+    def get_telemetry(self) -> Telemetry | None:
+        """What tells the server of failures; None unless that was asked for."""
+        return self._connection.telemetry
 
     def __repr__(self) -> str:
         return f"SamplingClient({self._sampling_session_id!r})"
 
     # -- copies in other processes -----------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, timeout: float | None = None) -> dict[str, Any]:
         if not self._connection.base_url:
             raise TypeError(
                 "this sampler runs inside this process and cannot be sent to another one; start a server "
                 "with `tinkex serve` to share it"
             )
+        headers = self._connection.headers
+        if left := [name for name, value in headers.items() if not may_travel(name, value)]:
+            log.warning(
+                "%r travels without the header %s, which may hold a credential: "
+                "SamplingClient.from_sampler_handle(…, default_headers_overrides=…) takes it there",
+                self, ", ".join(left),
+            )  # fmt: skip
         return {
             "base_url": self._connection.base_url,
-            "session_id": start(self._session.open).result(),
+            "session_id": start(self._session.open).result(timeout),
+            "headers": {name: value for name, value in headers.items() if name not in left},
+            "timeouts": asdict(self._connection.timeouts),
             "sampling_session_id": self._sampling_session_id,
             "credential": self._connection.credential_source,
             "record_stability_info": self._record_stability_info,
@@ -288,20 +404,27 @@ class SamplingClient:
     def __reduce__(self):
         return _from_state, (self._state(), self.retry_config)
 
-    def get_sampler_handle(self) -> str:
+    def get_sampler_handle(self, *, timeout: float | None = None) -> str:
         """A string from which another process can make this sampler; it holds no credential."""
         config = asdict(replace(self.retry_config, retryable_exceptions=()))
-        state = {**self._state(), "retry_config": config}
+        state = {**self._state(timeout), "retry_config": config}
         return base64.urlsafe_b64encode(json.dumps(state).encode()).decode()
 
     @staticmethod
-    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """The sampler that `get_sampler_handle` described."""
+    def from_sampler_handle(
+        handle: str,
+        *,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+    ) -> SamplingClient:
+        """The sampler that `get_sampler_handle` described, with headers besides those that came along."""
+        more = check_headers(default_headers_overrides)
         try:
             state = json.loads(base64.urlsafe_b64decode(handle))
+            state["headers"] = {**state.get("headers", {}), **more}
             config = RetryConfig(**{**state.pop("retry_config"), "retryable_exceptions": ()})
             return _from_state(state, config, api_key=api_key)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, TinkerError):
                 raise
             raise InvalidInputError("not a sampler handle; make one with get_sampler_handle()") from None
@@ -320,10 +443,9 @@ def open_sampler(
         raise InvalidInputError("give model_path (tinker://…) or base_model")
     if base_model is not None and (not isinstance(base_model, str) or not base_model):
         raise InvalidInputError(f"base_model must be a model's name, got {base_model!r}")
-    if retry_config is not None and not isinstance(retry_config, RetryConfig):
-        raise InvalidInputError(f"retry_config must be a RetryConfig, got {type(retry_config).__name__}")
-    if model_path is not None and not str(model_path).startswith("tinker://"):
+    if model_path is not None and not (isinstance(model_path, str) and model_path.startswith("tinker://")):
         raise InvalidInputError(f"model_path must start with tinker://, got {model_path!r}")
+    check_wishes(retry_config, record_stability_info)
 
     async def create() -> SamplingClient:
         request = CreateSamplingSessionRequest(
@@ -342,14 +464,17 @@ def open_sampler(
 
 
 # Copies that came into this process share one session each, so that a thousand of them beat one heart.
-_joined: weakref.WeakValueDictionary[tuple[str, ...], Session] = weakref.WeakValueDictionary()
+_joined: weakref.WeakValueDictionary[tuple[Any, ...], Session] = weakref.WeakValueDictionary()
 
 
 def _from_state(
     state: dict[str, Any], retry_config: RetryConfig, *, api_key: str | None = None
 ) -> SamplingClient:
-    connection = connect(state["base_url"], api_key, source=None if api_key else state["credential"])
-    key = (state["base_url"], state["session_id"], connection.credential_source, api_key or "")
+    headers, timeouts = state.get("headers", {}), Timeouts(**state.get("timeouts", {}))
+    source = None if api_key else state["credential"]
+    connection = connect(state["base_url"], api_key, source=source, headers=headers, timeouts=timeouts)
+    ways = connection.credential_source, api_key or "", tuple(sorted(headers.items())), timeouts
+    key = (state["base_url"], state["session_id"], *ways)
     session = _joined.get(key)
     if session is None or session.connection.closed:
         session = _joined[key] = Session(connection, session_id=state["session_id"])
@@ -409,6 +534,10 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise TinkerError("the server did not return the prompt's logprobs")
     return response.prompt_logprobs
+
+
+def _is_empty(prompt: ModelInput) -> bool:
+    return all(isinstance(chunk, EncodedTextChunk) and not chunk.length for chunk in prompt.chunks)
 
 
 def _check_targets(request: SampleRequest) -> None:

@@ -9,19 +9,24 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinkex.client.connection import Connection, connect
+from tinkex.client.calls import check_text, check_ttl, checks_timeouts
+from tinkex.client.connection import Connection, check_headers, connect
+from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, start
 from tinkex.client.poller import retrieve
+from tinkex.client.queue_state import QueueStateObserver
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
+from tinkex.client.telemetry import Telemetry
 from tinkex.client.training import TrainingClient, open_run
-from tinkex.config import Settings, Timeouts, console_url
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.config import LOCAL, Settings, Timeouts, console_url
+from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.checkpoints import (
     CopyWeightsRequest,
     LoadWeightsRequest,
@@ -30,6 +35,7 @@ from tinkex.types.checkpoints import (
     WeightsInfoResponse,
 )
 from tinkex.types.config import EmptyRequest, GetServerCapabilitiesResponse
+from tinkex.types.losses import CreateCustomLossRequest, CustomLossInputRank
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 from tinkex.types.params import LoraConfig
 from tinkex.types.training import CreateModelRequest
@@ -45,6 +51,7 @@ log = logging.getLogger("tinkex")
 embedded: Callable[[Settings], Connection] | None = None
 
 
+@checks_timeouts
 class ServiceClient:
     """The way to a Tinker server: the one given, TINKER_BASE_URL's, or the hosted one.
 
@@ -62,6 +69,8 @@ class ServiceClient:
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
         timeouts: Timeouts | None = None,
+        telemetry: bool | None = None,
+        queue_state_observer: QueueStateObserver | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -72,18 +81,27 @@ class ServiceClient:
             raise InvalidInputError(f"timeouts must be a Timeouts, got {type(timeouts).__name__}")
         if api_key is not None and not isinstance(api_key, str):
             raise InvalidInputError(f"api_key must be a string, got {type(api_key).__name__}")
+        if telemetry is not None and not isinstance(telemetry, bool):
+            raise InvalidInputError(f"telemetry must be True, False or None, got {telemetry!r:.80}")
+        observer = queue_state_observer
+        if observer is not None and not callable(getattr(observer, "on_queue_state_change", None)):
+            raise InvalidInputError("queue_state_observer must have a method on_queue_state_change")
+        check_text("base_url", base_url)
+        headers = check_headers(default_headers_overrides)
         settings = Settings.read()
-        local = not (base_url or api_key or settings.base_url or settings.api_key or settings.credential_cmd)
-        if local and embedded is not None and not settings.credentials_file.exists():
+        here = base_url == LOCAL or (settings.embedded and not (base_url or api_key))
+        if embedded is not None and here:
             connection = embedded(settings)
         else:
             connection = connect(
-                base_url, api_key, settings=settings, headers=default_headers_overrides, timeouts=timeouts
+                base_url, api_key, settings=settings, headers=headers, timeouts=timeouts, telemetry=telemetry
             )
+        connection.queue_observer = queue_state_observer
         self._connection = connection
         self._session = Session(
             connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name
         )
+        self._losses: dict[tuple[str, str], LossHandle] = {}  # by session and what they compute
 
     # -- the server --------------------------------------------------------------------------------------
 
@@ -106,9 +124,9 @@ class ServiceClient:
     def get_console_url(self) -> str:
         return console_url(self._connection.base_url, "sessions")
 
-    def get_telemetry(self) -> None:
-        """Telemetry is off."""
-        return None
+    def get_telemetry(self) -> Telemetry | None:
+        """What tells the server of failures; None unless that was asked for."""
+        return self._connection.telemetry
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -155,14 +173,15 @@ class ServiceClient:
         if not isinstance(base_model, str) or not base_model:
             raise InvalidInputError(f"base_model is required; got {base_model!r}")
         self._connection.check_open()
-        seq = next(self._session.run_seq)
+        request = CreateModelRequest(
+            session_id="", model_seq_id=0, base_model=base_model, lora_config=lora,
+            user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(),
+        )  # fmt: skip
+        seq = next(self._session.run_seq)  # taken last: what is refused above leaves no gap
         return open_run(
             self._session,
-            lambda session_id: CreateModelRequest(
-                session_id=session_id, model_seq_id=seq, base_model=base_model, lora_config=lora,
-                user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(),
-            ),
-        )  # fmt: skip
+            lambda session_id: request.model_copy(update={"session_id": session_id, "model_seq_id": seq}),
+        )
 
     def create_training_client_from_state(
         self,
@@ -227,17 +246,19 @@ class ServiceClient:
     ) -> APIFuture[TrainingClient]:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         self._connection.check_open()
+        if base_model == "":
+            raise InvalidInputError("base_model must be a model's name, or None for the checkpoint's, got ''")
+        request = LoadWeightsRequest(
+            path=path, optimizer=with_optimizer, base_model=base_model, user_metadata=user_metadata,
+            optimizer_config=optimizer, weights_access_token=token,
+        )  # fmt: skip
         seq = next(self._session.run_seq)
 
         async def via_load() -> TrainingClient:
             """The server makes the run and loads it in one request; the run's id follows from its number."""
             session_id = await self._session.open()
-            request = LoadWeightsRequest(
-                session_id=session_id, model_seq_id=seq, path=path, optimizer=with_optimizer,
-                base_model=base_model, user_metadata=user_metadata, optimizer_config=optimizer,
-                weights_access_token=token,
-            )  # fmt: skip
-            promise = await self._session.call(ops.LOAD_WEIGHTS, request)
+            place = {"session_id": session_id, "model_seq_id": seq}
+            promise = await self._session.call(ops.LOAD_WEIGHTS, request.model_copy(update=place))
             loaded = await retrieve(self._connection, ops.LOAD_WEIGHTS, promise.request_id)
             return TrainingClient(self._session, loaded.model_id or f"{session_id}:train:{seq}")
 
@@ -261,6 +282,43 @@ class ServiceClient:
             return await via_create()
 
         return start(resume, "create_training_client_from_state")
+
+    def _session_alive(self) -> APIFuture[bool]:
+        """Whether the server still has this client's session; if not, another is opened (tinkex.recovery)."""
+        return start(self._session.alive, "session_heartbeat")
+
+    # -- losses ------------------------------------------------------------------------------------------
+
+    def create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """Trace a loss of your own, for `forward_backward_custom`; it is uploaded if the server takes it.
+
+        `fn(logprobs, *inputs) -> (loss, metrics)` is called once a datum and the losses are summed; the same
+        loss of the same session is created once. docs/losses.md has what can be traced.
+        """
+        loss = traced(fn, input_ranks)
+        self._connection.check_open()
+        return start(lambda: self._create_loss(loss), "create_custom_loss")
+
+    async def _create_loss(self, loss: LossHandle) -> LossHandle:
+        session_id = await self._session.open()
+        if (known := self._losses.get((session_id, loss.key))) is not None:
+            return known
+        loss_id = None
+        if self._connection.config.custom_loss_server_side:
+            request = CreateCustomLossRequest(
+                session_id=session_id, custom_loss_seq_id=next(self._session.custom_loss_seq), name=loss.name,
+                inputs=list(loss.inputs), graph=loss.wire,
+            )  # fmt: skip
+            promise = await self._session.call(ops.CREATE_CUSTOM_LOSS, request)
+            try:
+                reply = await retrieve(self._connection, ops.CREATE_CUSTOM_LOSS, promise.request_id)
+            except RequestFailedError as error:
+                raise loss.explain(error) from None
+            loss_id = reply.loss_id
+        created = replace(loss, session_id=session_id, loss_id=loss_id)
+        return self._losses.setdefault((session_id, loss.key), created)
 
     # -- samplers ----------------------------------------------------------------------------------------
 
@@ -303,14 +361,15 @@ class ServiceClient:
         """Copy a checkpoint into this session; the new path."""
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         self._connection.check_open()
+        request = CopyWeightsRequest(
+            source_path=path, ttl_seconds=check_ttl(ttl_seconds), weights_access_token=weights_access_token
+        )
         seq = next(self._session.run_seq)
 
         async def copy() -> str:
-            request = CopyWeightsRequest(
-                session_id=await self._session.open(), model_seq_id=seq, source_path=path,
-                ttl_seconds=ttl_seconds, weights_access_token=weights_access_token,
-            )  # fmt: skip
-            return (await self._session.call(ops.COPY_WEIGHTS, request)).tinker_path
+            place = {"session_id": await self._session.open(), "model_seq_id": seq}
+            reply = await self._session.call(ops.COPY_WEIGHTS, request.model_copy(update=place))
+            return reply.tinker_path
 
         return start(copy, "copy_weights")
 
@@ -322,6 +381,7 @@ class ServiceClient:
         """Finish the session and close every connection. Later calls raise ClientClosedError."""
         if status not in ("success", "errored", "interrupted"):
             raise InvalidInputError(f"status must be success, errored or interrupted, got {status!r}")
+        check_text("detail", detail)
         return start(lambda: self._session.close(status, detail), "close")
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.client.connection import Connection
 from tinkex.client.future import start
-from tinkex.errors import APITimeoutError, ExpiredError, TinkerError
+from tinkex.errors import APITimeoutError, ExpiredError, NotFoundError, TinkerError
 from tinkex.types.sessions import (
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
@@ -73,12 +73,18 @@ class Lease:
                     cause = str(error) or "no answer"
                     log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, cause)
 
+    def forget(self) -> None:
+        """Stop, saying nothing: the server does not know it any more."""
+        self.finished = True
+        self._heartbeat.cancel()
+
     async def finish(self, reason: FinishReason, detail: str | None) -> None:
         """Tell the server that this session is over, and stop."""
         if self.finished:
             return
         self.finished = True
         self._heartbeat.cancel()
+        telling = background.spawn(self._tell_of_the_end())
         try:
             if self.owned:
                 request = FinishSessionRequest(
@@ -91,6 +97,13 @@ class Lease:
             raise APITimeoutError(
                 message=f"session {self.session_id} could not be finished within {seconds:g} s"
             ) from None
+        finally:
+            await telling
+
+    async def _tell_of_the_end(self) -> None:
+        """What telemetry still has to say, within the time that finishing has."""
+        if self.connection.telemetry is not None:
+            await self.connection.telemetry.close(0.8 * self.connection.timeouts.close, ended=True)
 
 
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -112,9 +125,13 @@ class Session:
         session_id: str | None = None,
     ) -> None:
         self.connection = connection
-        self.user_metadata = user_metadata
-        self.project_id = project_id or connection.settings.project_id
-        self.display_name = display_name
+        self._request = CreateSessionRequest(  # now, so that what is wrong in it is refused at once
+            tags=list(connection.settings.tags),
+            user_metadata={} if user_metadata is None else user_metadata,
+            sdk_version=__version__,
+            project_id=connection.settings.project_id if project_id is None else project_id,
+            display_name=display_name,
+        )
         self._joined = session_id
         self._opening: asyncio.Task[Lease] | None = None
         self.run_seq = itertools.count()
@@ -132,19 +149,14 @@ class Session:
         await self.connection.open()
         session_id = self._joined or await self._create()
         lease = Lease(self.connection, session_id, owned=self._joined is None)
+        if self.connection.telemetry is not None:
+            self.connection.telemetry.begin(session_id)
         finalizer = weakref.finalize(self, _abandon, lease)
         finalizer.atexit = False  # _finish_all does it for all of them at once
         return lease
 
     async def _create(self) -> str:
-        request = CreateSessionRequest(
-            tags=list(self.connection.settings.tags),
-            user_metadata=self.user_metadata or {},
-            sdk_version=__version__,
-            project_id=self.project_id,
-            display_name=self.display_name,
-        )
-        reply = await self.connection.transport.call(ops.CREATE_SESSION, request)
+        reply = await self.connection.transport.call(ops.CREATE_SESSION, self._request)
         for level, message in (
             (logging.INFO, reply.info_message),
             (logging.WARNING, reply.warning_message),
@@ -158,8 +170,27 @@ class Session:
         return await self.connection.call(op, request, **context)
 
     @property
-    def opened(self) -> bool:
-        return self._opening is not None
+    def session_id(self) -> str | None:
+        """The session's id, once it is open."""
+        opening = self._opening
+        if opening is None or not opening.done() or opening.cancelled() or opening.exception() is not None:
+            return None
+        return opening.result().session_id
+
+    async def alive(self) -> bool:
+        """Whether the server still has the session; one that it has ended or forgotten is opened anew."""
+        session_id = await self.open()
+        try:
+            request = SessionHeartbeatRequest(session_id=session_id)
+            await self.connection.call(ops.SESSION_HEARTBEAT, request)
+            return True
+        except (ExpiredError, NotFoundError):
+            if self.session_id == session_id:  # else someone else has just done it
+                assert self._opening is not None
+                self._opening.result().forget()
+                self._opening = None
+            await self.open()
+            return False
 
     async def close(self, reason: FinishReason = "success", detail: str | None = None) -> None:
         """Finish the session and close its connections; closing twice is not an error."""

@@ -10,19 +10,29 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex.client import custom_loss, passes
+from tinkex.client.calls import check_ttl, checks_timeouts
 from tinkex.client.future import APIFuture, start
 from tinkex.client.loop import in_own_thread, off_loop
-from tinkex.client.poller import QueueWatch, retrieve
-from tinkex.client.retry import RetryConfig
+from tinkex.client.poller import retrieve
+from tinkex.client.queue_state import QueueStats
+from tinkex.client.retry import RetryConfig, check_wishes
 from tinkex.client.session import Session
+from tinkex.client.telemetry import Telemetry
 from tinkex.client.tokenizer_files import fetcher
 from tinkex.client.turns import Turns
 from tinkex.config import console_url
-from tinkex.errors import CredentialError, InvalidInputError, PassIncompleteError, TinkerError
-from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, tokenizer_name
+from tinkex.errors import (
+    CredentialError,
+    InvalidInputError,
+    PassIncompleteError,
+    RequestFailedError,
+    TinkerError,
+)
+from tinkex.tokenizers import load_tokenizer, tokenizer_name
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -58,6 +68,7 @@ LossConfig = Mapping[str, float | str]
 NEVER_SENT = (InvalidInputError, CredentialError)
 
 
+@checks_timeouts
 class TrainingClient:
     """One run. Made by `ServiceClient.create_lora_training_client` and its siblings.
 
@@ -77,7 +88,8 @@ class TrainingClient:
             None  # why the pass before came to nothing, which bars steps already called
         )
         self._failures = 0
-        self._watch = QueueWatch(f"run {model_id}")
+        self._cause: Exception | None = None  # what either of them came from
+        self._watch = session.connection.watch(f"run {model_id}")
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -106,17 +118,23 @@ class TrainingClient:
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: custom_loss.CustomLossFnV1,
+        loss_fn: custom_loss.CustomLossFnV1 | custom_loss.LossHandle | custom_loss.ArrayLoss,
         *,
         loss_type_input: str | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """As forward_backward, with a loss of your own: `fn(data, logprobs) -> (loss, metrics)`, in torch.
+        """As forward_backward, with a loss of your own.
 
+        It is a torch function `fn(data, logprobs) -> (loss, metrics)`, which runs here; a LossHandle of
+        `ServiceClient.create_custom_loss`; or an object that knows its gradients (tinkex.regularizers).
         `loss_type_input` is accepted for the official signature and has no effect.
         """
+        if isinstance(loss_fn, custom_loss.LossHandle):
+            return self._pass_of_handle(data, loss_fn)
         passes.check_pass(data, "cross_entropy", None)
-        if not callable(loss_fn):
-            raise InvalidInputError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+        if not callable(loss_fn) and not isinstance(loss_fn, custom_loss.ArrayLoss):
+            raise InvalidInputError(
+                f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"
+            )
         data = list(data)
         return self._enqueue(
             "forward_backward_custom", lambda: self._guarded(self._send_custom(data, loss_fn))
@@ -125,16 +143,35 @@ class TrainingClient:
     async def forward_backward_custom_async(
         self,
         data: Sequence[Datum],
-        loss_fn: custom_loss.CustomLossFnV1,
+        loss_fn: custom_loss.CustomLossFnV1 | custom_loss.LossHandle | custom_loss.ArrayLoss,
         *,
         loss_type_input: str | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
 
+    def _pass_of_handle(
+        self, data: Sequence[Datum], handle: custom_loss.LossHandle
+    ) -> APIFuture[ForwardBackwardOutput]:
+        passes.check_pass(data, "custom", None)
+        handle.check(data)
+        if handle.session_id != self._session.session_id:
+            raise InvalidInputError(
+                f"the loss {handle.name!r} was created in session {handle.session_id}, but this run is of "
+                f"session {self._session.session_id}: create it with this run's ServiceClient"
+            )
+        data = list(data)
+        send = self._send_uploaded if handle.loss_id is not None else self._send_traced
+        return self._enqueue("forward_backward_custom", lambda: self._guarded(send(data, handle)))
+
     def _pass(
         self, what: str, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
     ) -> APIFuture[ForwardBackwardOutput]:
         passes.check_pass(data, loss_fn, config)
+        if loss_fn == "custom" and "loss_id" not in (config or {}):
+            raise InvalidInputError(
+                "the loss_fn 'custom' needs loss_fn_config={'loss_id': …}; for a loss of your own call "
+                "forward_backward_custom"
+            )
         data = list(data)  # the caller may reuse theirs
         if forward_only:
             return self._enqueue(what, lambda: self._send_pass(data, loss_fn, config, True))
@@ -145,6 +182,7 @@ class TrainingClient:
         try:
             return await sending
         except Exception as error:
+            self._cause = error
             if self._incomplete is None:
                 self._failures += 1
                 self._failed = str(error) or type(error).__name__
@@ -169,7 +207,7 @@ class TrainingClient:
         """Post all chunks of a pass; if any is refused, say so and remember that the pass is incomplete."""
 
         def post(request: ForwardBackwardRequest) -> Awaitable[Any]:
-            return self._session.call(ops.FORWARD_BACKWARD, request)
+            return self._session.call(ops.FORWARD_BACKWARD, request, observe=self._watch.submitting)
 
         answers: list[Any] = []
         if parallel:
@@ -195,8 +233,26 @@ class TrainingClient:
         outputs = await asyncio.gather(*(self._result(ops.FORWARD_BACKWARD, r) for r in request_ids))
         return passes.join(outputs)
 
+    async def _send_uploaded(
+        self, data: list[Datum], handle: custom_loss.LossHandle
+    ) -> Awaitable[ForwardBackwardOutput]:
+        waiting = await self._send_pass(data, "custom", {"loss_id": handle.loss_id or ""}, False)
+
+        async def finish() -> ForwardBackwardOutput:
+            try:
+                return await waiting
+            except RequestFailedError as error:
+                raise handle.explain(error) from None
+
+        return finish()
+
+    def _send_traced(
+        self, data: list[Datum], handle: custom_loss.LossHandle
+    ) -> Awaitable[Awaitable[ForwardBackwardOutput]]:
+        return self._send_custom(data, handle.run_here)
+
     async def _send_custom(
-        self, data: list[Datum], loss_fn: custom_loss.CustomLossFnV1
+        self, data: list[Datum], loss_fn: custom_loss.CustomLossFnV1 | custom_loss.ArrayLoss
     ) -> Awaitable[ForwardBackwardOutput]:
         # All of it within one turn: what is called after this pass must be sent after its backward half.
         forward = await self._send_pass(custom_loss.probe(data), "cross_entropy", None, True)
@@ -225,8 +281,6 @@ class TrainingClient:
         if optim_params is not None and adam_params is not None:
             raise InvalidInputError("give optim_params or adam_params, not both")
         params = optim_params if optim_params is not None else adam_params
-        if isinstance(params, Mapping) and "type" not in params:
-            params = AdamParams(**params)
         # Built now, so that bad parameters are refused at the call; its number comes with its turn.
         params = AdamParams() if params is None else params
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
@@ -255,7 +309,7 @@ class TrainingClient:
             raise PassIncompleteError(
                 f"this optim_step was not sent: {reason}, so it would have applied a part of the batch. Call "
                 "optim_step again to apply what was accepted, or load a checkpoint to discard it"
-            )
+            ) from self._cause
         return await self._send(ops.OPTIM_STEP, request)
 
     # -- checkpoints -------------------------------------------------------------------------------------
@@ -268,8 +322,10 @@ class TrainingClient:
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
         """Save weights and optimizer, to go on from later."""
+        if not isinstance(overwrite, bool):
+            raise InvalidInputError(f"overwrite must be True or False, got {overwrite!r:.80}")
         request = SaveWeightsRequest(
-            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=_ttl(ttl_seconds),
+            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             overwrite=overwrite, user_metadata=user_metadata,
         )  # fmt: skip
         return self._enqueue("save_state", lambda: self._send(ops.SAVE_WEIGHTS, request))
@@ -321,7 +377,7 @@ class TrainingClient:
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Publish the adapter under a name, for sampling."""
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=_ttl(ttl_seconds),
+            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             user_metadata=user_metadata,
         )  # fmt: skip
 
@@ -344,7 +400,7 @@ class TrainingClient:
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Export the adapter as files to download, encrypted if recipients are given."""
         request = SaveWeightsExternalRequest(
-            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=_ttl(ttl_seconds),
+            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             age_encryption_recipients=age_encryption_recipients,
         )  # fmt: skip
 
@@ -421,6 +477,8 @@ class TrainingClient:
     def _publish(self, retry_config: RetryConfig | None, record: bool) -> APIFuture[SamplingClient]:
         from tinkex.client.sampling import SamplingClient
 
+        check_wishes(retry_config, record)
+
         async def send() -> Awaitable[SamplingClient]:
             request = SaveWeightsForSamplerRequest(
                 model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_seq)
@@ -454,24 +512,32 @@ class TrainingClient:
     def _info(self) -> APIFuture[GetInfoResponse]:
         return self._session.connection.submit(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, *, timeout: float | None = None) -> Any:
         """The base model's tokenizer (a transformers one), cached."""
-        info = self.get_info()
-        return load_tokenizer(_tokenizer_of(info), fetch=self._fetcher(info))
+        return start(self._tokenizer, "tokenizer").result(timeout)
 
-    async def get_tokenizer_async(self) -> Any:
-        info = await self.get_info_async()
-        return await load_tokenizer_async(_tokenizer_of(info), fetch=self._fetcher(info))
+    # No coroutine function: programs that wrap all of those expect the official ones alone.
+    def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
+        return start(self._tokenizer, "tokenizer").result_async(timeout)
 
-    def _fetcher(self, info: GetInfoResponse) -> Any:
-        return fetcher(self._session.connection, info.model_data.model_name or info.model_name or "")
+    async def _tokenizer(self) -> Any:
+        connection = self._session.connection
+        info = await connection.call(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
+        base_model = info.model_data.model_name or info.model_name or ""
+        load = partial(load_tokenizer, _tokenizer_of(info), fetch=fetcher(connection, base_model))
+        return await in_own_thread(load)
 
     def get_console_url(self) -> str:
         return console_url(self._session.connection.base_url, f"training_runs/{self.model_id}")
 
-    def get_telemetry(self) -> None:
-        """Telemetry is off."""
-        return None
+    def get_telemetry(self) -> Telemetry | None:
+        """What tells the server of failures; None unless that was asked for."""
+        return self._session.connection.telemetry
+
+    @property
+    def queue_stats(self) -> QueueStats:
+        """How often this run was paused, why, and for how long."""
+        return self._watch.stats()
 
     # -- sending -----------------------------------------------------------------------------------------
 
@@ -488,14 +554,17 @@ class TrainingClient:
         """Post one request with the next seq id; returns what waits for its result."""
         seq_id, self._seq = self._seq, self._seq + 1
         try:
-            promise = await self._session.call(op, request.model_copy(update={"seq_id": seq_id}))
+            numbered = request.model_copy(update={"seq_id": seq_id})
+            promise = await self._session.call(op, numbered, observe=self._watch.submitting)
         except NEVER_SENT:
             self._seq = seq_id
             raise
         return self._result(op, promise.request_id)
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
-        return await retrieve(self._session.connection, op, request_id, observe=self._watch)
+        return await retrieve(
+            self._session.connection, op, request_id, observe=self._watch, owner=self.model_id
+        )
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"
@@ -527,12 +596,6 @@ def _checkpoint_name(name: str) -> str:
     if not isinstance(name, str) or not name or "/" in name:
         raise InvalidInputError(f"a checkpoint's name must be a string without '/', got {name!r}")
     return name
-
-
-def _ttl(seconds: int | None) -> int | None:
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0):
-        raise InvalidInputError(f"ttl_seconds must be a positive number of seconds or None, got {seconds!r}")
-    return seconds
 
 
 def _tokenizer_of(info: GetInfoResponse) -> str:

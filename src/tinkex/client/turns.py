@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from tinkex import tracing
 from tinkex.client import loop as background
-from tinkex.client.future import APIFuture, fail, resolve
+from tinkex.client.future import APIFuture, fail, resolve, traced
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class Turns:
     """A queue of sends; `enqueue` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Send[Any], APIFuture[Any]]] = deque()
+        self._queue: deque[tuple[Send[Any], APIFuture[Any], tracing.Hop | None]] = deque()
         self._task: asyncio.Task[None] | None = None
         self._current: APIFuture[Any] | None = None
 
@@ -33,7 +34,7 @@ class Turns:
         """Queue a send; the future resolves to its result."""
         background.check_fork()
         future: APIFuture[T] = APIFuture(what)
-        self._queue.append((send, future))
+        self._queue.append((send, future, traced(future, what)))
         background.call_soon(self._wake)
         return future
 
@@ -44,16 +45,17 @@ class Turns:
     async def _run(self) -> None:
         try:
             while self._queue:
-                send, future = self._queue.popleft()
+                send, future, hop = self._queue.popleft()
                 if future.cancelled():
                     continue
                 self._current = future
-                try:
-                    waiting = await send()
-                except (Exception, asyncio.CancelledError) as error:
-                    fail(future, error)
-                else:
-                    _collect(waiting, future)
+                with tracing.current(hop):
+                    try:
+                        waiting = await send()
+                    except (Exception, asyncio.CancelledError) as error:
+                        fail(future, error)
+                    else:
+                        _collect(waiting, future)
                 self._current = None
                 del send, future  # or the last one would live until the next comes
         finally:

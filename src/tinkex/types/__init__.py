@@ -37,7 +37,7 @@ _NAMES = {
         LossFnOutput ModelInput ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
     """,
     "tinkex.types.outputs": """
-        ForwardBackwardOutput PromptAltTokens SampledSequence SampleResponse StopReason TopkLogprobs
+        ForwardBackwardOutput NewTokens PromptAltTokens SampledSequence SampleResponse StopReason TopkLogprobs
     """,
     "tinkex.types.optimizers": """
         AdamOptimizerConfig DimuonOptimizerConfig DimuonParams OptimizerConfig OptimParams

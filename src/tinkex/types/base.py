@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import core_schema
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.strict import unknown_field
+from tinkex.strict import unknown_field
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,6 +95,24 @@ class Model(BaseModel):
         return fields
 
 
+def _check_sayable(place: str, value: Any) -> None:
+    """Refuse what JSON in UTF-8 cannot say, at the call rather than when it is written."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_sayable(place, key)
+            _check_sayable(f"{place}.{key!s}", item)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_sayable(f"{place}[{i}]", item)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidInputError(f"{place} must fit into 64 bits, got {value!r:.80}")
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidInputError(f"{place} must be text that UTF-8 can say, got {value!r:.80}") from None
+
+
 if TYPE_CHECKING:
     _Strict = type(BaseModel)
 else:
@@ -107,9 +126,11 @@ else:
                     f"{cls.__name__} takes its fields by name: {', '.join(cls.model_fields)}"
                 )
             try:
-                return super().__call__(**kwargs)
+                value = super().__call__(**kwargs)
             except ValidationError as error:
                 raise InvalidInputError(explain(error, cls.__name__)) from None
+            _check_sayable(cls.__name__, value.__dict__)
+            return value
 
 
 class RequestModel(Model, metaclass=_Strict):
@@ -137,8 +158,12 @@ def read_plain(cls: type[T], value: Any, *, lenient: bool) -> T:
         return value
     if not isinstance(value, Mapping):
         raise InvalidInputError(f"must be a {cls.__name__}, got {type(value).__name__}")
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    return cls(**tidy(cls.__name__, known, value, lenient=lenient))
+    return cls(**tidy(cls.__name__, _names(cls), value, lenient=lenient))
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
 
 
 class Plain:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Literal, Self
+from typing import Literal, Self
+
+from pydantic import JsonValue
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.base import Count, ReplyModel, RequestModel
@@ -155,7 +158,7 @@ class LoadWeightsRequest(RequestModel):
     session_id: str | None = None
     model_seq_id: Count | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Mapping[str, JsonValue] | None = None
     path: str
     optimizer: bool = True  # clients before 0.5.1 do not say it, and mean yes
     optimizer_config: OptimizerConfig | None = None

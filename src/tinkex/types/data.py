@@ -16,10 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.strict import Dumpable, strict
-from tinkex.types.tensor import TensorData, TensorDtype
-
-MAX_TOKEN = 2**31 - 1
+from tinkex.strict import Dumpable, strict, strict_init
+from tinkex.types.tensor import MAX_TOKEN, TensorData, TensorDtype, as_array
 
 
 def _slow_array(tokens: Any) -> np.ndarray:
@@ -44,10 +42,10 @@ def as_tokens(tokens: Any) -> np.ndarray:
     """
     if isinstance(tokens, np.ndarray):
         array = tokens
-    elif hasattr(tokens, "detach"):  # a torch tensor, without importing torch
+    elif type(tokens) is not list and hasattr(tokens, "detach"):  # a torch tensor, without importing torch
         array = tokens.detach().cpu().numpy()
     else:
-        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+        if type(tokens) is not list and (not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes)):
             tokens = _listed(tokens)
         try:
             # Twice as fast as numpy, as strict, and without letting go of the interpreter for so little.
@@ -75,12 +73,19 @@ def as_tokens(tokens: Any) -> np.ndarray:
     return array
 
 
+def _check(fine: bool, must: str, given: object) -> None:
+    if not fine:
+        raise InvalidInputError(f"{must}, got {given!r:.80}")
+
+
 class EncodedTextChunk:
     """A run of token ids: `tokens_np` is the array, `tokens` a list made when first asked for."""
 
     type: Literal["encoded_text"] = "encoded_text"
 
+    @strict_init
     def __init__(self, tokens: Sequence[int] | np.ndarray, type: str = "encoded_text") -> None:
+        _check(type == "encoded_text", "EncodedTextChunk.type must be 'encoded_text'", type)
         self.tokens_np = as_tokens(tokens)
 
     @cached_property
@@ -114,6 +119,14 @@ def _image_length(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
     return chunk.expected_tokens
 
 
+def _check_image(chunk: ImageChunk | ImageAssetPointerChunk) -> None:
+    who, count = type(chunk).__name__, chunk.expected_tokens
+    _check(chunk.format in ("png", "jpeg"), f"{who}.format must be 'png' or 'jpeg'", chunk.format)
+    _check(chunk.type == type(chunk).type, f"{who}.type must be {type(chunk).type!r}", chunk.type)
+    fine = count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 2**31)
+    _check(fine, f"{who}.expected_tokens must be a whole number from 1 on", count)
+
+
 @strict
 class ImageChunk(Dumpable):
     """An image's bytes; `expected_tokens` is how many positions it takes."""
@@ -124,10 +137,9 @@ class ImageChunk(Dumpable):
     type: Literal["image"] = "image"
 
     def __post_init__(self) -> None:
-        if self.format not in ("png", "jpeg"):
-            raise InvalidInputError(f"ImageChunk.format must be 'png' or 'jpeg', got {self.format!r}")
-        if not isinstance(self.data, bytes):
-            raise InvalidInputError(f"ImageChunk.data must be bytes, got {type(self.data).__name__}")
+        _check_image(self)
+        fine = isinstance(self.data, bytes) and bool(self.data)
+        _check(fine, "ImageChunk.data must be the bytes of an image", self.data)
 
     @property
     def length(self) -> int:
@@ -142,6 +154,11 @@ class ImageAssetPointerChunk(Dumpable):
     location: str
     expected_tokens: int | None = None
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    def __post_init__(self) -> None:
+        _check_image(self)
+        fine = isinstance(self.location, str) and bool(self.location)
+        _check(fine, "ImageAssetPointerChunk.location must be where the image is", self.location)
 
     @property
     def length(self) -> int:
@@ -167,6 +184,10 @@ class DmelChunk(Dumpable):
     dmel: bytes
     type: Literal["dmel"] = "dmel"
 
+    def __post_init__(self) -> None:
+        _check(isinstance(self.dmel, bytes), "DmelChunk.dmel must be bytes", self.dmel)
+        _check(self.type == "dmel", "DmelChunk.type must be 'dmel'", self.type)
+
     @property
     def length(self) -> int:
         at = 2 if self.dmel[:1] == b"\xfe" else 1  # an optional marker, then the dtype byte
@@ -187,6 +208,7 @@ class ModelInput:
     __slots__ = ("chunks",)
     chunks: list[ModelInputChunk]
 
+    @strict_init
     def __init__(self, chunks: Sequence[ModelInputChunk]) -> None:
         if not isinstance(chunks, Sequence) or isinstance(chunks, str | bytes):
             raise InvalidInputError(
@@ -284,7 +306,7 @@ ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
 LossFnInputs = dict[str, TensorData]
 LossFnOutput = dict[str, TensorData]
 
-# A plain list has no dtype of its own: these keys say what it is.
+# What these keys hold; so they may be plain lists, which have no dtype of their own.
 LIST_DTYPES: Mapping[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -301,10 +323,14 @@ def as_tensor(key: str, value: Any) -> TensorData:
     """`value` as the TensorData that `key` calls for."""
     if isinstance(value, TensorData):
         return value
+    as_float = LIST_DTYPES.get(key) == "float32"  # a mask of whole numbers becomes what its key calls for
     if hasattr(value, "detach"):
+        value = value.float() if as_float and not value.is_floating_point() else value
         return TensorData.from_torch_sparse(value) if key in _SPARSE_KEYS else TensorData.from_torch(value)
     if isinstance(value, np.ndarray):
-        return TensorData.from_numpy(value)
+        return TensorData.from_numpy(
+            value.astype(np.float32) if as_float and value.dtype.kind in "iub" else value
+        )
     if isinstance(value, Mapping):
         return TensorData(**value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -314,8 +340,17 @@ def as_tensor(key: str, value: Any) -> TensorData:
             f"is a plain list, and only these keys may be: {', '.join(LIST_DTYPES)}; "
             "pass an array or TensorData for another key"
         )
-    array = np.asarray(value) if len(value) else np.empty(0, LIST_DTYPES[key])
+    array = as_array(value) if len(value) else np.empty(0, LIST_DTYPES[key])
     return TensorData(array, LIST_DTYPES[key], shape=array.shape)
+
+
+def _check_spans(name: str, spans: Any) -> None:
+    fine = isinstance(spans, Sequence) and not isinstance(spans, str | bytes)
+    _check(fine, f"Datum.{name} must be a list of spans", spans)
+    for i, span in enumerate(spans):
+        fine = isinstance(span, PromptProvenanceSpan | SampledProvenanceSpan)
+        must = f"Datum.{name}[{i}] must be a PromptProvenanceSpan or a SampledProvenanceSpan"
+        _check(fine, must, span)
 
 
 @strict
@@ -348,11 +383,23 @@ class Datum:
                 inputs[key] = as_tensor(key, value)
             except InvalidInputError as error:
                 raise InvalidInputError(f"loss_fn_inputs[{key!r}]: {error}") from None
-            except ValueError as error:
-                raise InvalidInputError(f"loss_fn_inputs[{key!r}]: not rectangular: {error}") from None
         object.__setattr__(self, "loss_fn_inputs", inputs)
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise InvalidInputError("a Datum has both model_input_spans and loss_fn_input_spans, or neither")
+        if self.model_input_spans is not None:
+            _check_spans("model_input_spans", self.model_input_spans)
+            _check_spans("loss_fn_input_spans", self.loss_fn_input_spans)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """About how much of a request's body it is."""
+        total = sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
+        for chunk in self.model_input.chunks:
+            if isinstance(chunk, EncodedTextChunk):
+                total += chunk.tokens_np.nbytes
+            else:
+                total += len(getattr(chunk, "data", None) or getattr(chunk, "dmel", b""))
+        return total
 
     def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
         """The same datum, with where its tokens came from."""

@@ -51,8 +51,10 @@ class OtherOptimParams(RequestModel):
     type: str
 
 
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+def _kind(value: Any) -> str | None:
+    if not isinstance(value, Mapping | AdamOptimizerConfig | DimuonOptimizerConfig | OtherOptimizerConfig):
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else value.type
     return kind if kind in ("adamw", "dimuon") else "other"
 
 
@@ -60,14 +62,18 @@ OptimizerConfig = Annotated[
     Annotated[AdamOptimizerConfig, Tag("adamw")]
     | Annotated[DimuonOptimizerConfig, Tag("dimuon")]
     | Annotated[OtherOptimizerConfig, Tag("other")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind, "optimizer", "must be AdamOptimizerConfig, DimuonOptimizerConfig or a dict with their 'type'"
+    ),
 ]
 
 
-def _step_kind(value: Any) -> str:
+def _step_kind(value: Any) -> str | None:
     if isinstance(value, AdamParams):
         return "adam"
-    kind = value.get("type", "adam") if isinstance(value, Mapping) else getattr(value, "type", None)
+    if not isinstance(value, Mapping | DimuonParams | OtherOptimParams):
+        return None
+    kind = value.get("type", "adam") if isinstance(value, Mapping) else value.type
     return kind if kind in ("adam", "dimuon") else "other"
 
 
@@ -75,5 +81,5 @@ OptimParams = Annotated[
     Annotated[AdamParams, Plain, Tag("adam")]
     | Annotated[DimuonParams, Tag("dimuon")]
     | Annotated[OtherOptimParams, Tag("other")],
-    Discriminator(_step_kind),
+    Discriminator(_step_kind, "step", "must be AdamParams, DimuonParams or a dict of their settings"),
 ]

@@ -88,6 +88,26 @@ class SampledSequence:
 
 
 @dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Some more tokens of one sequence, as they were drawn; `sequence` counts from 0."""
+
+    sequence: int
+    tokens_np: np.ndarray  # int32
+    logprobs_np: np.ndarray  # float32
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return self.tokens_np.tolist()
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        return self.logprobs_np.tolist()
+
+    def __repr__(self) -> str:
+        return f"NewTokens({self.sequence}, {self.tokens})"
+
+
+@dataclass(frozen=True, eq=False)
 class SampleResponse:
     """What a sample request gave: its sequences, and what was asked about the prompt."""
 

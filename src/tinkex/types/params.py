@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.strict import Dumpable, strict
+from tinkex.strict import Dumpable, strict
 
 
 def _plain(owner: Any, name: str) -> Any:
@@ -24,6 +24,9 @@ def _plain(owner: Any, name: str) -> Any:
 
 
 def _number(owner: Any, name: str, low: float, high: float, *, open_high: bool = False) -> None:
+    value = getattr(owner, name)
+    if type(value) is float and low <= value < high:  # nearly always
+        return
     value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise InvalidInputError(f"{who}.{name} must be a number, got {value!r}")
@@ -33,6 +36,9 @@ def _number(owner: Any, name: str, low: float, high: float, *, open_high: bool =
 
 
 def _whole(owner: Any, name: str, low: int) -> None:
+    value = getattr(owner, name)
+    if type(value) is int and low <= value < 2**63:  # nearly always
+        return
     value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInputError(f"{who}.{name} must be a whole number, got {value!r}")

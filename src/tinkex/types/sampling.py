@@ -9,10 +9,12 @@ from dataclasses import field
 from typing import Literal
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import strict
 from tinkex.types.base import Count, ReplyModel, RequestModel
 from tinkex.types.data import ModelInput
+from tinkex.types.futures import Pending, RequestFailedResponse
+from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.params import SamplingParams
-from tinkex.types.strict import strict
 from tinkex.types.tensor import TensorData
 
 
@@ -89,6 +91,10 @@ class SampleRequest:
             _at_least(self, "prompt_logprobs_last_n", 1)
         if self.seq_id is not None:
             _at_least(self, "seq_id", 0)
+        if type(self.prompt_logprobs) is not bool:
+            raise InvalidInputError(
+                f"prompt_logprobs must be True or False, got {self.prompt_logprobs!r:.80}"
+            )
         if type(self.prompt) is not ModelInput:
             raise InvalidInputError(f"prompt must be a ModelInput, got {type(self.prompt).__name__}")
         if type(self.sampling_params) is not SamplingParams:
@@ -108,3 +114,7 @@ def _at_least(request: SampleRequest, name: str, low: int) -> None:
         object.__setattr__(request, name, value)
     if type(value) is not int or not low <= value < 2**63:
         raise InvalidInputError(f"{name} must be a whole number from {low} on, got {value!r}")
+
+
+# What a stream of one sample consists of; the last event is one of the last two.
+SampleEvent = NewTokens | Pending | SampleResponse | RequestFailedResponse

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field
+from pydantic import AwareDatetime, Field, JsonValue
 
 from tinkex.types.base import Count, ReplyModel, RequestModel
 
@@ -16,7 +17,7 @@ class CreateSessionRequest(RequestModel):
     """Open a session."""
 
     tags: list[str] = Field(default_factory=list)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Mapping[str, JsonValue] | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None

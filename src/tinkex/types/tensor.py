@@ -1,25 +1,29 @@
 """TensorData: one named array that travels with a datum, dense or CSR, float32 or int64.
 
-Promises: the numbers are a numpy array from construction on, never a Python list; what cannot be kept
-exactly (floats as token ids, float64 beyond float32's range) is refused, not cut. Knows neither torch
-(it is only met if the caller brings a tensor) nor the wire.
+Promises: the numbers are a numpy array from construction on, never a Python list, and nobody can change them
+any more; what cannot be kept exactly (floats as token ids, float64 beyond float32's range) is refused, not
+cut. Knows neither torch (it is only met if the caller brings a tensor) nor the wire.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import strict_init
 
 if TYPE_CHECKING:
     import torch
 
 TensorDtype = Literal["int64", "float32"]
 _NUMPY = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+
+MAX_TOKEN = 2**31 - 1
 
 # Cells that a sparse tensor may spread to: a few bytes must not ask for all the memory there is.
 MAX_SPARSE_CELLS = 1 << 26
@@ -31,15 +35,14 @@ def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
     if kind not in "fiub":
         raise InvalidInputError(f"an array of dtype {array.dtype} cannot be sent; use floats or integers")
     target = dtype or ("float32" if kind == "f" else "int64")
-    if target not in _NUMPY:
-        raise InvalidInputError(f"dtype must be 'float32' or 'int64', got {dtype!r}")
     if target == "int64":
-        if kind == "f":
+        if kind == "f" and array.size:
+            first = array.reshape(-1)[0]
             raise InvalidInputError(
-                "floats given where int64 is needed; convert them yourself if you mean it"
+                f"floats given where int64 is needed (the first is {first}); convert them if you mean it"
             )
         if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
-            raise InvalidInputError("an unsigned value is too large for int64")
+            raise InvalidInputError(f"{int(array.max())} is too large for int64")
     if kind == "f" and array.dtype.itemsize > 4:
         return _narrowed(array)
     return np.ascontiguousarray(array, dtype=_NUMPY[target]).reshape(array.shape)
@@ -55,27 +58,65 @@ def _narrowed(array: np.ndarray) -> np.ndarray:
     return out
 
 
-def _from_list(data: Any) -> np.ndarray:
+def _is_immutable(array: np.ndarray) -> bool:
+    """Can nobody write to it? Bytes alone never change: a read-only view may be of what others write to."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, bytes)
+
+
+def _kept(array: np.ndarray, given: object) -> np.ndarray:
+    """`array`, made of `given`, as it will stay: copied if whoever gave it could still write to it."""
+    if not isinstance(given, list | tuple):
+        source = given if isinstance(given, np.ndarray) else array
+        if not _is_immutable(source) and np.may_share_memory(array, source):
+            array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def as_array(data: Any) -> np.ndarray:
+    """A list of numbers, or of equally long lists of them, or whatever numpy takes, as an array."""
     try:
         array = np.asarray(data)
-    except (ValueError, OverflowError) as error:
-        raise InvalidInputError(f"not a rectangular list of numbers: {error}") from None
-    if array.dtype.kind == "O":
-        raise InvalidInputError("not a rectangular list of numbers")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"not a rectangular list of numbers: {_misfit(data) or error}") from None
+    if array.dtype.kind in "OUS":
+        raise InvalidInputError(f"not a rectangular list of numbers: {_misfit(data) or f'got {data!r}'}")
     return array.astype(np.float32) if array.size == 0 and array.dtype.kind == "f" else array
 
 
+def _misfit(data: Any, place: str = "") -> str:
+    """The first thing in nested lists that is no number, or not as long as its neighbour."""
+    if not isinstance(data, list | tuple):
+        fits = isinstance(data, int | float | np.number | np.bool_) and not abs(data) >= 2**64
+        return "" if fits else f"{place or 'it'} is {data!r:.80}"
+    lengths = [len(item) if isinstance(item, list | tuple) else None for item in data]
+    for i, item in enumerate(data):
+        if problem := _misfit(item, f"{place}[{i}]"):
+            return problem
+        if lengths[i] != lengths[0]:
+            sizes = ["a number" if n is None else f"{n} long" for n in (lengths[i], lengths[0])]
+            return f"{place}[{i}] is {sizes[0]}, {place}[0] is {sizes[1]}"
+    return ""
+
+
 def _as_shape(shape: Sequence[int]) -> list[int]:
-    if not all(hasattr(n, "__index__") and n >= 0 for n in shape):
-        raise InvalidInputError(f"shape must be whole numbers from 0 on, got {list(shape)}")
-    return [int(n) for n in shape]
+    try:
+        sizes = [operator.index(n) for n in shape]
+    except TypeError:
+        sizes = [-1]
+    if any(n < 0 for n in sizes):
+        raise InvalidInputError(f"shape must be a list of whole numbers from 0 on, got {shape!r}")
+    return sizes
 
 
 def _as_index(indices: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    array = indices if isinstance(indices, np.ndarray) else _from_list(indices)
+    array = indices if isinstance(indices, np.ndarray) else as_array(indices)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInputError(f"{name} must be a flat list of whole numbers")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return _kept(np.ascontiguousarray(array, dtype=np.int64), indices)
 
 
 class TensorData:
@@ -85,8 +126,10 @@ class TensorData:
     [0, 1, 2]
     """
 
-    __slots__ = ("_values", "dense_shape", "dtype", "shape", "sparse_col_np", "sparse_crow_np")
+    __slots__ = ("_sound", "dense_shape", "dtype", "shape", "sparse_col_np", "sparse_crow_np", "values_np")
+    values_np: np.ndarray  # flat: all cells of a dense tensor, the listed ones of a sparse one
 
+    @strict_init
     def __init__(
         self,
         data: Sequence[float] | np.ndarray | None = None,
@@ -95,19 +138,19 @@ class TensorData:
         sparse_crow_indices: Sequence[int] | np.ndarray | None = None,
         sparse_col_indices: Sequence[int] | np.ndarray | None = None,
     ) -> None:
-        array = data if isinstance(data, np.ndarray) else _from_list([] if data is None else data)
-        if array.size == 0 and dtype is not None:
-            array = array.astype(_NUMPY.get(dtype, array.dtype))
-        self._values = _as_wire_array(array, dtype)
-        self.dtype: TensorDtype = "int64" if self._values.dtype.kind == "i" else "float32"
+        if dtype is not None and (not isinstance(dtype, str) or dtype not in _NUMPY):
+            raise InvalidInputError(f"dtype must be 'float32' or 'int64', got {dtype!r}")
+        data = [] if data is None else data
+        array = data if isinstance(data, np.ndarray) else as_array(data)
+        values = _as_wire_array(array, dtype)
+        self.dtype: TensorDtype = "int64" if values.dtype.kind == "i" else "float32"
         self.shape: list[int] | None = _as_shape(shape) if shape is not None else None
-        if self.shape is None and self._values.ndim > 1:
-            self.shape = list(self._values.shape)
-        if array.flags.writeable and np.may_share_memory(self._values, array):
-            self._values = self._values.copy()  # what was given may change before it is sent
-        self._values = self._values.reshape(-1)
-        self.dense_shape: tuple[int, ...] = (self._values.size,) if self.shape is None else tuple(self.shape)
+        if self.shape is None and values.ndim > 1:
+            self.shape = list(values.shape)
+        self.values_np = _kept(values.reshape(-1), data)
+        self.dense_shape: tuple[int, ...] = (values.size,) if self.shape is None else tuple(self.shape)
         self.sparse_crow_np = self.sparse_col_np = None
+        self._sound: bool | None = None
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
         if sparse_crow_indices is not None:
@@ -115,8 +158,8 @@ class TensorData:
             self.sparse_crow_np = _as_index(sparse_crow_indices, "sparse_crow_indices")
             self.sparse_col_np = _as_index(sparse_col_indices, "sparse_col_indices")
             self._check_sparse()
-        elif self.shape is not None and math.prod(self.shape) != self._values.size:
-            raise InvalidInputError(f"shape {self.shape} does not hold {self._values.size} values")
+        elif self.shape is not None and math.prod(self.shape) != values.size:
+            raise InvalidInputError(f"shape {self.shape} does not hold {values.size} values")
 
     def _check_sparse(self) -> None:
         assert self.sparse_crow_np is not None
@@ -131,12 +174,21 @@ class TensorData:
             raise InvalidInputError(
                 "sparse_crow_indices must rise from 0 to the number of values, one per row + 1"
             )
-        if col.size != self._values.size:
-            raise InvalidInputError(f"{col.size} column indices for {self._values.size} values")
+        if col.size != self.values_np.size:
+            raise InvalidInputError(f"{col.size} column indices for {self.values_np.size} values")
         if col.size and (col.min() < 0 or col.max() >= cols):
             raise InvalidInputError(f"a column index is outside 0..{cols - 1}")
 
     # -- from other things -------------------------------------------------------------------------------
+
+    @classmethod
+    def over(cls, values: np.ndarray, shape: tuple[int, ...]) -> TensorData:
+        """A dense tensor over flat float32 or int64 values that nobody writes to, unchecked and uncopied."""
+        self = cls.__new__(cls)
+        self.values_np, self.dense_shape, self.shape = values, shape, list(shape)
+        self.dtype = "int64" if values.dtype.kind == "i" else "float32"
+        self.sparse_crow_np = self.sparse_col_np = self._sound = None
+        return self
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
@@ -147,6 +199,8 @@ class TensorData:
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
         """Any torch tensor, wherever it lives and whether or not it needs a gradient."""
+        if not hasattr(tensor, "detach"):
+            raise InvalidInputError(f"from_torch takes a torch tensor, got {type(tensor).__name__}")
         tensor = tensor.detach().cpu()
         if tensor.is_floating_point():
             tensor = tensor.float() if tensor.dtype.itemsize < 4 else tensor
@@ -165,7 +219,7 @@ class TensorData:
         if self.is_sparse or self.shape is None or len(self.shape) != 2:
             return self
         rows, cols = self.shape
-        grid = self._values.reshape(rows, cols)
+        grid = self.values_np.reshape(rows, cols)
         keep = grid != pad_value
         if (rows + 1) + 2 * int(keep.sum()) >= rows * cols:
             return self
@@ -179,18 +233,26 @@ class TensorData:
         return self.sparse_crow_np is not None
 
     @property
-    def values_np(self) -> np.ndarray:
-        """The stored values, flat: all cells of a dense tensor, the listed ones of a sparse one."""
-        return self._values
+    def sound(self) -> bool:
+        """Are floats all finite, and whole numbers all token ids? Looked at once, as they never change."""
+        if self._sound is None:
+            values = self.values_np
+            if (
+                self.dtype == "int64"
+            ):  # as unsigned numbers negative ones are the largest: one look finds both
+                self._sound = not values.size or bool(values.view(np.uint64).max() <= MAX_TOKEN)
+            else:  # a product is finite unless something in it is not, or it overflows; cheaper than isfinite
+                self._sound = math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
+        return self._sound
 
     @property
     def nbytes(self) -> int:
         index = 0 if not self.is_sparse else self.sparse_crow_np.nbytes + self.sparse_col_np.nbytes  # type: ignore[union-attr]
-        return self._values.nbytes + index
+        return self.values_np.nbytes + index
 
     @property
     def data(self) -> list[Any]:
-        return self._values.tolist()
+        return self.values_np.tolist()
 
     @property
     def sparse_crow_indices(self) -> list[int] | None:
@@ -201,19 +263,19 @@ class TensorData:
         return None if self.sparse_col_np is None else self.sparse_col_np.tolist()
 
     def to_numpy(self, pad_value: int = 0) -> np.ndarray:
-        """The dense array; cells that a sparse tensor does not list hold `pad_value`."""
+        """The dense array, read-only; cells that a sparse tensor does not list hold `pad_value`."""
         if self.sparse_crow_np is None or self.sparse_col_np is None:
-            return self._values.reshape(self.dense_shape)
-        out = np.full(self.dense_shape, pad_value, dtype=self._values.dtype)
+            return self.values_np.reshape(self.dense_shape)
+        out = np.full(self.dense_shape, pad_value, dtype=self.values_np.dtype)
         rows = np.repeat(np.arange(self.dense_shape[0]), np.diff(self.sparse_crow_np))
-        out[rows, self.sparse_col_np] = self._values
+        out[rows, self.sparse_col_np] = self.values_np
+        out.flags.writeable = False
         return out
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
         import torch
 
-        array = self.to_numpy(pad_value)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        return torch.from_numpy(self.to_numpy(pad_value).copy())
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
         return self.to_numpy(pad_value).tolist()

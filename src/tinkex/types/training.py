@@ -6,11 +6,13 @@ A pass carries arrays and is a dataclass (no pydantic on its path); all else is 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    JsonValue,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     field_serializer,
@@ -32,7 +34,7 @@ class CreateModelRequest(RequestModel):
     session_id: str
     model_seq_id: Count
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Mapping[str, JsonValue] | None = None
     lora_config: Annotated[LoraConfig, Plain] | None = None
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     type: Literal["create_model"] = "create_model"

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from tinkex.errors import InvalidInputError
 from tinkex.types.base import WIRE, Model, explain
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
+from tinkex.types.data import EncodedTextChunk
 from tinkex.types.futures import MetadataOnly, Pending, RequestFailedResponse
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 from tinkex.types.sampling import SampleRequest
@@ -69,20 +70,19 @@ def request_size(request: Any, enough: int = sys.maxsize) -> int:
     size = 0
     if isinstance(request, ForwardBackwardRequest):
         for datum in request.forward_backward_input.data:
-            size += sum(_chunk_size(chunk, 4) for chunk in datum.model_input.chunks)
-            size += sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
+            size += datum.nbytes
             if size >= enough:
                 break
     elif isinstance(request, SampleRequest):
-        size = sum(_chunk_size(chunk, 7) for chunk in request.prompt.chunks)
+        size = sum(map(_written_size, request.prompt.chunks))
     return size
 
 
-def _chunk_size(chunk: Any, token_bytes: int) -> int:
-    tokens = getattr(chunk, "tokens_np", None)
-    if tokens is not None:
-        return tokens.size * token_bytes
-    return len(getattr(chunk, "data", b"") or getattr(chunk, "dmel", b""))
+def _written_size(chunk: Any) -> int:
+    """A chunk's share of a JSON body."""
+    if isinstance(chunk, EncodedTextChunk):
+        return chunk.tokens_np.size * 7  # digits and a comma
+    return len(getattr(chunk, "data", b"") or getattr(chunk, "dmel", b"")) * 4 // 3  # base64
 
 
 def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compress: bool = False) -> Encoded:

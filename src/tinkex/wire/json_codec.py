@@ -54,9 +54,9 @@ T = TypeVar("T")
 
 def _get(obj: Any, key: str, kind: type[T] | tuple[type, ...], where: str, default: Any = ...) -> Any:
     """`obj[key]`, of this kind; absent or null, it is `default`, or refused if there is none."""
-    if not isinstance(obj, Mapping):
-        raise InvalidInputError(f"{where} must be an object, got {type(obj).__name__}")
-    value = obj.get(key)
+    value = obj.get(key) if type(obj) is dict else _not_a_plain_object(obj, key, where)
+    if type(value) is kind:  # nearly always
+        return value
     if value is None:
         if default is ...:
             raise InvalidInputError(f"{where}.{key} is missing")
@@ -66,6 +66,12 @@ def _get(obj: Any, key: str, kind: type[T] | tuple[type, ...], where: str, defau
         names = " or ".join(k.__name__ for k in kinds)
         raise InvalidInputError(f"{where}.{key} must be {names}, got {type(value).__name__}")
     return value
+
+
+def _not_a_plain_object(obj: Any, key: str, where: str) -> Any:
+    if not isinstance(obj, Mapping):
+        raise InvalidInputError(f"{where} must be an object, got {type(obj).__name__}")
+    return obj.get(key)
 
 
 def _at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -275,28 +281,34 @@ def write_sample_request(request: SampleRequest) -> Json:
     return out
 
 
-def read_sample_request(obj: Any) -> SampleRequest:
-    def get(key: str, kind: Any, default: Any = ...) -> Any:
-        return _get(obj, key, kind, "body", default)
+_SAMPLE_FIELDS: dict[str, type] = {
+    "num_samples": int,
+    "sampling_session_id": str,
+    "seq_id": int,
+    "base_model": str,
+    "model_path": str,
+    "prompt_logprobs": bool,
+    "topk_prompt_logprobs": int,
+    "topk_sample_logprobs": int,
+    "prompt_alt_tokens_k": int,
+    "prompt_logprobs_last_n": int,
+    "record_stability_info": bool,
+}  # those whose absence is the default of SampleRequest
 
-    target = get("target_prompt_logprobs", dict, None)
+
+def read_sample_request(obj: Any) -> SampleRequest:
+    prompt = read_model_input(_get(obj, "prompt", dict, "body"), "prompt")
+    params = _get(obj, "sampling_params", dict, "body", {})
+    fields: Json = {}
+    for name, kind in _SAMPLE_FIELDS.items():
+        if (value := obj.get(name)) is not None:
+            fields[name] = value if type(value) is kind else _get(obj, name, kind, "body")
+    if "seq_id" in fields:
+        fields["seq_id"] = _seq_id(obj, 2**63)
+    if (target := _get(obj, "target_prompt_logprobs", dict, "body", None)) is not None:
+        fields["target_prompt_logprobs"] = read_tensor(target, "target_prompt_logprobs")
     return SampleRequest(
-        prompt=read_model_input(get("prompt", dict), "prompt"),
-        sampling_params=_at(
-            "sampling_params", read_plain, SamplingParams, get("sampling_params", dict, {}), lenient=True
-        ),
-        num_samples=get("num_samples", int, 1),
-        sampling_session_id=get("sampling_session_id", str, None),
-        seq_id=None if get("seq_id", int, None) is None else _seq_id(obj, 2**63),
-        base_model=get("base_model", str, None),
-        model_path=get("model_path", str, None),
-        prompt_logprobs=get("prompt_logprobs", bool, False),
-        topk_prompt_logprobs=get("topk_prompt_logprobs", int, 0),
-        topk_sample_logprobs=get("topk_sample_logprobs", int, 0),
-        target_prompt_logprobs=None if target is None else read_tensor(target, "target_prompt_logprobs"),
-        prompt_alt_tokens_k=get("prompt_alt_tokens_k", int, 0),
-        prompt_logprobs_last_n=get("prompt_logprobs_last_n", int, None),
-        record_stability_info=get("record_stability_info", bool, False),
+        prompt, _at("sampling_params", read_plain, SamplingParams, params, lenient=True), **fields
     )
 
 

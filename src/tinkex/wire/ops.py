@@ -8,7 +8,7 @@ asked for with RETRIEVE_FUTURE. Knows types only: how a value becomes bytes is c
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from types import NoneType
@@ -39,12 +39,13 @@ class Pool(StrEnum):
     TRAIN = "train"
     SAMPLE = "sample"
     RETRIEVE = "retrieve"
+    STREAM = "stream"  # samples whose tokens come as they are drawn
     POLL = "poll"  # the long poll for many futures at once
     REST = "rest"
     TELEMETRY = "telemetry"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op(Generic[Req, Reply]):
     """One operation. `path` is in Starlette's syntax; its placeholders are fields of the request.
 
@@ -180,6 +181,9 @@ LIST_TRAINING_RUNS = Op(
     training.ListTrainingRunsRequest, training.TrainingRunsResponse,
 )  # fmt: skip
 GET_TRAINING_RUN = Op("get_training_run", "GET", _RUN, training.GetTrainingRunRequest, training.TrainingRun)
+GET_RUN_METRICS = Op(  # ours alone: JSON lines, one a step
+    "get_run_metrics", "GET", f"{_RUN}/metrics", training.GetTrainingRunRequest, bytes
+)
 
 # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -284,3 +288,7 @@ GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(
 )  # fmt: skip
 
 OPS: dict[str, Op[Any, Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Op)}
+
+# Ours alone, and not in the table: its answer is no value but a stream of events (event_codec.py), for which
+# the server has a route of its own.
+STREAM_SAMPLE = replace(SAMPLE, name="stream_sample", path=f"{_V1}/stream_sample", pool=Pool.STREAM)

@@ -122,8 +122,9 @@ def _double(number: int, n: float) -> bytes:
 
 
 def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
-    """An array's bytes, without copying them."""
-    array = np.ascontiguousarray(array, dtype)
+    """An array's bytes, without copying them; the array is contiguous, as those of our types are."""
+    if array.dtype is not dtype:
+        array = array.astype(dtype, copy=False)
     return array.data.cast("B") if array.size else b""
 
 
@@ -200,14 +201,20 @@ def _write_datum(datum: Datum) -> Pieces:
             pieces += (_text_frame(len(tokens)), tokens)
         else:
             pieces += _message(1, _write_chunk(chunk))
+    tail = b""  # what still stands between the last values and the next: few pieces are quicker to send
     for key, tensor in datum.loss_fn_inputs.items():
-        if tensor.is_sparse:
-            pieces += _entry(2, key, _message(2, _write_tensor(tensor)))
+        if tensor.sparse_crow_np is not None:
+            pieces += (tail, *_entry(2, key, _message(2, _write_tensor(tensor))))
+            tail = b""
         else:
             values = _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
-            head, tail = _dense_frame(key, tensor.dtype, len(values), tuple(tensor.shape or ()))
-            pieces += (head, values, tail)
-    return pieces + _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
+            head, next_tail = _dense_frame(key, tensor.dtype, len(values), tuple(tensor.shape or ()))
+            pieces += (tail + head, values)
+            tail = next_tail
+    pieces.append(tail)
+    if datum.model_input_spans is not None:
+        pieces += _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
+    return pieces
 
 
 def write_pass(request: ForwardBackwardRequest) -> Pieces:
@@ -217,7 +224,10 @@ def write_pass(request: ForwardBackwardRequest) -> Pieces:
         raise InvalidInputError(f"seq_id must be from 0 to {2**31 - 1}, got {request.seq_id}")
     pieces = [*_bytes(1, request.model_id.encode()), *_number(2, request.seq_id)]
     for i, datum in enumerate(work.data):
-        pieces += _message(3, _at(f"data[{i}]", _write_datum, datum))
+        try:
+            pieces += _message(3, _write_datum(datum))
+        except ValueError as error:
+            raise InvalidInputError(f"data[{i}]: {error}") from None
     pieces += _bytes(4, work.loss_fn.encode())
     config = work.loss_fn_config or {}
     for key, value in config.items():  # twice, for servers that read only the older map
@@ -344,9 +354,10 @@ def _read_field(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     row = math.prod(trailing)
     if any(n < 0 for n in trailing) or (np.diff(bounds) % max(row, 1)).any():
         raise InvalidInputError(f"{where}: trailing_shape {trailing} does not fit its values")
+    flat.flags.writeable = False
     cuts = bounds.tolist()
     return [
-        TensorData(flat[a:b], shape=[(b - a) // row, *trailing] if row else [b - a])
+        TensorData.over(flat[a:b], ((b - a) // row, *trailing) if row else (b - a,))
         for a, b in itertools.pairwise(cuts)
     ]
 

@@ -1,0 +1,239 @@
+"""What a client tells its server about itself, if it was asked to: sessions, failures, pauses.
+
+Promises: off unless asked for; no call ever waits for it or fails by it; at most CAPACITY events wait, the
+oldest give way, and what is lost is counted. Redacted where an event is made: of an exception its kind, its
+status and our own lines of code, never its words; of data numbers and plain names. So no key, header, prompt
+or token can be in it. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import platform
+import re
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tinkex._version import __version__
+from tinkex.client import loop as background
+from tinkex.errors import APIStatusError, RequestFailedError, TinkerError, is_user_error
+from tinkex.types.telemetry import (
+    GenericEvent,
+    SessionEndEvent,
+    SessionStartEvent,
+    Severity,
+    TelemetryEvent,
+    TelemetrySendRequest,
+    UnhandledExceptionEvent,
+)
+
+log = logging.getLogger("tinkex")
+
+CAPACITY = 1000  # events that may wait
+BATCH = 100  # events in one request
+FLUSH_EVERY = 10.0  # seconds, unless something is urgent
+SEND_TIMEOUT = 5.0
+ATTEMPTS = 3  # for one batch, which is then lost
+REDACTED = "[redacted]"
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # what a string must look like to be told,
+_CREDENTIAL = re.compile("tml-|eyJ", re.I)  # and what must not be in it
+_HERE = Path(__file__).resolve().parents[1]
+_processes: dict[int, str] = {}
+
+Send = Callable[[TelemetrySendRequest], Awaitable[object]]
+
+
+class Telemetry:
+    """Events of one connection, on their way to its server. May be used from any thread.
+
+    `allowed(name, value)` says whether a plain string may be told at all: it is asked about every one.
+    """
+
+    def __init__(self, send: Send, allowed: Callable[[str, str], bool] = lambda name, value: True) -> None:
+        self._send, self._allowed = send, allowed
+        self._session_id = f"sessionless-{uuid.uuid4()}"
+        self._began = time.monotonic()
+        self._index = itertools.count()
+        self._queue: deque[TelemetryEvent] = deque()
+        self._urgent = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self.sent = 0  # events
+        self.dropped = 0
+
+    # -- what is told ------------------------------------------------------------------------------------
+
+    def log(
+        self, event_name: str, event_data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
+    ) -> bool:
+        """Tell of something of your own; False if nothing is told any more.
+
+        Numbers and plain names are kept; whatever could be text, a token or a credential is redacted.
+        """
+        name = event_name if self._is_plain("", event_name) else REDACTED
+        data = self._scrubbed("", event_data or {})
+        return self._tell(GenericEvent, severity, event_name=name, event_data=data)
+
+    def log_exception(
+        self, exception: BaseException, severity: Severity = "ERROR", *, during: str = ""
+    ) -> bool:
+        """Tell of a failure, at once; a mistake of the user's is a warning."""
+        what = _described(exception, during)
+        if is_user_error(exception):
+            return self._tell(GenericEvent, "WARNING", event_name="user_error", event_data=what, urgent=True)
+        message = " ".join(f"{key}={value}" for key, value in what.items() if key != "error_type")
+        return self._tell(
+            UnhandledExceptionEvent, severity, error_message=message, error_type=what["error_type"],
+            traceback=_our_lines(exception), urgent=True,
+        )  # fmt: skip
+
+    def flush(self) -> None:
+        """Send what waits, in the background."""
+        self._on_loop(self._wake)
+
+    def _tell(
+        self, kind: Callable[..., TelemetryEvent], severity: Severity, *, urgent: bool = False, **fields: Any
+    ) -> bool:
+        if self._closed:
+            return False
+        now = datetime.now(UTC)
+        event = kind(
+            event_id=str(uuid.uuid4()), event_session_index=next(self._index), severity=severity,
+            timestamp=now, **fields,
+        )  # fmt: skip
+        return self._on_loop(self._put, event, urgent)
+
+    def _scrubbed(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                key if self._is_plain("", key) else REDACTED: self._scrubbed(str(key), item)
+                for key, item in value.items()
+            }
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        return value if self._is_plain(name, value) else REDACTED
+
+    def _is_plain(self, name: str, value: Any) -> bool:
+        if not isinstance(value, str) or not _NAME.fullmatch(value) or _CREDENTIAL.search(value):
+            return False
+        return self._allowed(name, value)
+
+    # -- a session's life --------------------------------------------------------------------------------
+
+    def begin(self, session_id: str) -> None:
+        """A session was opened; what is told from now on is about it."""
+        self._session_id, self._began = session_id, time.monotonic()
+        self._tell(SessionStartEvent, "INFO")
+
+    async def close(self, within: float, *, ended: bool = False) -> None:
+        """Send what waits, for so many seconds at most, and tell nothing more. Call on the loop."""
+        if self._closed:
+            return
+        if ended:
+            duration = str(timedelta(seconds=time.monotonic() - self._began))
+            self._tell(SessionEndEvent, "INFO", duration=duration)
+            await asyncio.sleep(0)  # what was told so far is put into the queue by callbacks of the loop
+        self._closed = True
+        self._wake()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=within)
+            if self._task is not None:
+                self._task.cancel()
+        self.dropped += len(self._queue)
+        self._queue.clear()
+
+    # -- on the background loop --------------------------------------------------------------------------
+
+    def _on_loop(self, function: Callable[..., object], *args: Any) -> bool:
+        try:
+            background.call_soon(function, *args)
+        except (TinkerError, RuntimeError):
+            return False  # a forked child, or an interpreter on its way out
+        return True
+
+    def _put(self, event: TelemetryEvent, urgent: bool) -> None:
+        if self._closed:
+            self.dropped += 1
+            return
+        if len(self._queue) >= CAPACITY:
+            self._queue.popleft()
+            self.dropped += 1
+        self._queue.append(event)
+        if urgent or len(self._queue) >= BATCH:
+            self._wake()
+        elif self._task is None:
+            self._task = background.spawn(self._drain())
+
+    def _wake(self) -> None:
+        self._urgent.set()
+        if self._task is None and self._queue:
+            self._task = background.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        """Send until nothing waits: there is no task while there is nothing to tell."""
+        try:
+            while self._queue:
+                try:
+                    async with asyncio.timeout(FLUSH_EVERY):
+                        await self._urgent.wait()
+                except TimeoutError:
+                    pass
+                self._urgent.clear()
+                while self._queue:
+                    await self._send_batch()
+        finally:
+            self._task = None
+
+    async def _send_batch(self) -> None:
+        events = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+        request = TelemetrySendRequest(
+            events=list(events), platform=platform.system(), sdk_version=__version__,
+            session_id=self._session_id, process_uuid=_process_uuid(),
+        )  # fmt: skip
+        for attempt in range(ATTEMPTS):
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT):
+                    await self._send(request)
+                self.sent += len(events)
+                return
+            except (TinkerError, TimeoutError) as error:
+                log.debug("telemetry could not be sent: %s", type(error).__name__)
+                if attempt + 1 < ATTEMPTS:
+                    await asyncio.sleep(2.0**attempt)
+        self.dropped += len(events)
+
+
+def _process_uuid() -> str:
+    return _processes.setdefault(os.getpid(), str(uuid.uuid4()))  # a forked child is another process
+
+
+def _described(error: BaseException, during: str) -> dict[str, Any]:
+    """An error without its words: what it was, in which operation, and whose fault."""
+    ours = type(error).__module__.partition(".")[0] in ("tinkex", "builtins", "asyncio")
+    what: dict[str, Any] = {"error_type": type(error).__name__ if ours else "Exception"}
+    if during:
+        what["during"] = during
+    if isinstance(error, APIStatusError):
+        what["status"] = error.status_code
+    if isinstance(error, RequestFailedError):
+        what["category"] = str(error.category)
+    return what
+
+
+def _our_lines(error: BaseException) -> str | None:
+    """Where in this package it came from; lines of others, and the code on any line, are not told."""
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.is_relative_to(_HERE):
+            lines.append(f"{path.relative_to(_HERE).as_posix()}:{frame.lineno} in {frame.name}")
+    return "\n".join(lines) or None

@@ -1,0 +1,158 @@
+"""OpenTelemetry spans for the hops of a request, and a metric of its pauses; nothing for whoever has none.
+
+    tinkex.client · tinkex.transport · tinkex.server · tinkex.service · tinkex.scheduler · tinkex.engine
+
+Promises: spans are made only where the process itself has loaded OpenTelemetry's API (as anyone does who
+traces), so that nobody else pays for an import; one trace runs from the caller's own span to the engine,
+through threads and over HTTP; no span holds a key, a prompt, a token or the words of an error. Knows nothing
+of what is traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from tinkex._version import __version__
+
+Kind = Literal["internal", "client", "server"]
+_NOTHING = nullcontext()
+_providers: dict[
+    str, tuple[Any, Any]
+] = {}  # "tracer", "counters": for which provider it was made, and itself
+
+
+def is_on() -> bool:
+    """Does anyone in this process trace?"""
+    return "opentelemetry.trace" in sys.modules
+
+
+def span(
+    name: str, *, kind: Kind = "internal", parent: Any = None, within: bool = False, **attributes: Any
+) -> AbstractContextManager[Any]:
+    """A hop for as long as the block lasts, the current span in it; of an error, its class is told.
+
+    `within`: only as a part of another span, so that what nobody called for (a heartbeat) makes no trace.
+    """
+    if not is_on() or (within and not _is_within()):
+        return _NOTHING
+    hop = begin(name, kind=kind, parent=parent, **attributes)
+    return _NOTHING if hop is None else hop
+
+
+def _is_within() -> bool:
+    from opentelemetry import trace
+
+    return trace.get_current_span().get_span_context().is_valid
+
+
+def begin(
+    name: str,
+    *,
+    kind: Kind = "internal",
+    parent: Any = None,
+    links: Iterable[Hop | None] = (),
+    **attributes: Any,
+) -> Hop | None:
+    """A hop that begins now and ends with `end`; None if nobody traces.
+
+    `parent` is another hop, or what `extract` gave; None: the current span.
+    """
+    if not is_on():
+        return None
+    from opentelemetry import trace
+
+    if isinstance(parent, Hop):
+        parent = trace.set_span_in_context(parent.span)
+    started = _tracer(trace).start_span(
+        f"tinkex.{name}",
+        context=parent,
+        kind=trace.SpanKind[kind.upper()],
+        links=[trace.Link(hop.span.get_span_context()) for hop in links if hop is not None],
+        attributes={key.replace("_", "."): value for key, value in attributes.items() if value is not None},
+    )
+    return Hop(started)
+
+
+class Hop:
+    """One span. As a context manager it is current within the block, and ends with it."""
+
+    def __init__(self, span: Any) -> None:
+        self.span = span
+        self._current: Any = None
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make it the current span within a block, without ending it."""
+        from opentelemetry import trace
+
+        return trace.use_span(
+            self.span, end_on_exit=False, record_exception=False, set_status_on_exception=False
+        )
+
+    def end(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            from opentelemetry import trace
+
+            self.span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
+        self.span.end()
+
+    def __enter__(self) -> Any:
+        self._current = self.current()
+        self._current.__enter__()
+        return self.span
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._current.__exit__(kind, error, trace)
+        self.end(error)
+
+
+def current(hop: Hop | None) -> AbstractContextManager[Any]:
+    """The hop as the current span within a block, if there is one."""
+    return _NOTHING if hop is None else hop.current()
+
+
+def inject(headers: dict[str, str]) -> None:
+    """Add what tells a server which trace a request belongs to."""
+    if is_on():
+        from opentelemetry import propagate
+
+        propagate.inject(headers)
+
+
+def extract(headers: Mapping[str, str]) -> Any:
+    """The trace that a request says it belongs to, as a parent; None: none."""
+    if not is_on() or "traceparent" not in headers:
+        return None
+    from opentelemetry import propagate
+
+    return propagate.extract(headers)
+
+
+def count_queue_state(old: str, new: str, lasted: float) -> None:
+    """The metrics `tinkex.queue.changes` and `tinkex.queue.seconds`, by state."""
+    if "opentelemetry.metrics" not in sys.modules:
+        return
+    from opentelemetry import metrics
+
+    provider = metrics.get_meter_provider()
+    if _providers.get("counters", (None,))[0] is not provider:
+        meter = metrics.get_meter("tinkex", __version__)
+        made = (
+            meter.create_counter(
+                "tinkex.queue.changes", description="Changes of queue state, by the new one."
+            ),
+            meter.create_counter("tinkex.queue.seconds", "s", "How long queue states lasted."),
+        )
+        _providers["counters"] = (provider, made)
+    changes, seconds = _providers["counters"][1]
+    changes.add(1, {"state": new})
+    seconds.add(lasted, {"state": old})
+
+
+def _tracer(trace: Any) -> Any:
+    provider = trace.get_tracer_provider()
+    if _providers.get("tracer", (None,))[0] is not provider:
+        _providers["tracer"] = (provider, trace.get_tracer("tinkex", __version__))
+    return _providers["tracer"][1]

@@ -1,0 +1,85 @@
+"""A sample as events, in JSON: what stream_sample answers, for both ends of the wire.
+
+    event: tokens   {"sequence": 0, "tokens": [..], "logprobs": [..]}            as they come
+    event: queue    {"queue_state": "paused_capacity", "queue_state_reason": …}  when that changes
+    event: done     the whole response, as retrieve_future gives it in JSON, with `sample_sequence_ids`
+    event: error    {"error": "…", "category": "user"}                           instead of done
+
+Promises: as codec.py. Events of other names are for newer clients. Knows nothing of how events are framed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.data import EncodedTextChunk
+from tinkex.types.futures import Pending
+from tinkex.types.outputs import NewTokens, SampleResponse
+from tinkex.types.sampling import SampleEvent
+from tinkex.wire import codec, ops
+
+
+def write_event(event: SampleEvent) -> tuple[str, Any]:
+    """An event's name and its fields."""
+    if isinstance(event, NewTokens):
+        fields = {"sequence": event.sequence, "tokens": event.tokens_np, "logprobs": event.logprobs_np}
+        return "tokens", fields
+    if isinstance(event, Pending):
+        return "queue", {"queue_state": event.queue_state, "queue_state_reason": event.queue_state_reason}
+    if isinstance(event, SampleResponse):
+        ids = [sequence.sequence_id for sequence in event.sequences]
+        return "done", {**orjson.loads(codec.encode_result(event)[1]), "sample_sequence_ids": ids}
+    return "error", event.to_wire()
+
+
+def read_event(name: str, data: str) -> SampleEvent | None:
+    """The event that `write_event` wrote; None for one of a name that we do not know."""
+    if name == "tokens":
+        return _read_tokens(_object(data))
+    if name == "queue":
+        fields = _object(data)
+        reason = fields.get("queue_state_reason")
+        return Pending(
+            "", str(fields.get("queue_state") or "active"), None if reason is None else str(reason)
+        )
+    if name not in ("done", "error"):
+        return None
+    event = codec.decode_result(ops.SAMPLE, 200, {}, data.encode())
+    if (name == "error") is isinstance(event, SampleResponse):
+        raise InvalidInputError(f"an event called {name} that is none")
+    return _with_ids(event, _object(data).get("sample_sequence_ids"))
+
+
+def _read_tokens(fields: dict[str, Any]) -> NewTokens:
+    sequence, tokens, logprobs = (fields.get(key) for key in ("sequence", "tokens", "logprobs"))
+    if type(sequence) is not int or sequence < 0 or not isinstance(tokens, list):
+        raise InvalidInputError(f"tokens of sequence {sequence!r}: {tokens!r}")
+    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
+        raise InvalidInputError(f"{len(tokens)} tokens, with these logprobs: {logprobs!r}")
+    try:
+        values = np.array([np.nan if value is None else value for value in logprobs], np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"logprobs: {error}") from None
+    return NewTokens(sequence, EncodedTextChunk(tokens).tokens_np, values)
+
+
+def _with_ids(event: Any, ids: Any) -> Any:
+    if not isinstance(event, SampleResponse) or not isinstance(ids, list) or len(ids) != len(event.sequences):
+        return event
+    named = [replace(one, sequence_id=str(id)) for one, id in zip(event.sequences, ids, strict=True)]
+    return replace(event, sequences=named)
+
+
+def _object(data: str) -> dict[str, Any]:
+    try:
+        fields = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInputError(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidInputError(f"a JSON object was expected, got {type(fields).__name__}")
+    return fields

@@ -1,0 +1,204 @@
+"""Hundreds of runs and thousands of samples in one process: nobody starves (K7, K12, K16)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
+from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tests.stub import Stub, delay
+from tinkex import ServiceClient
+from tinkex.client.limits import Gate
+from tinkex.wire.ops import Pool
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "many_runs.py"
+
+# -- the gate ----------------------------------------------------------------------------------------------
+
+
+def passed(arrivals: list[str], capacity: int) -> list[str]:
+    """In which order owners get through a gate, when all ask at once and each leaves right away."""
+
+    async def scenario() -> list[str]:
+        gate, order = Gate(capacity), []
+        await gate.acquire(capacity)
+
+        async def enter(owner: str) -> None:
+            async with gate.hold(owner=owner):
+                order.append(owner)
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.ensure_future(enter(owner)) for owner in arrivals]
+        await asyncio.sleep(0)
+        gate.release(capacity)
+        await asyncio.gather(*tasks)
+        assert gate.used == len(gate) == 0
+        return order
+
+    return asyncio.run(scenario())
+
+
+def test_owners_take_turns() -> None:
+    assert passed(["a"] * 5 + ["b"] + ["c"] * 2, 1) == ["a", "b", "c", "a", "c", "a", "a", "a"]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40), st.integers(1, 5))
+def test_nobody_waits_for_more_than_one_turn_of_each_other(arrivals: list[str], capacity: int) -> None:
+    """Between two turns of one owner, no other has two while the first is waiting."""
+    order = passed(arrivals, capacity)
+    assert Counter(order) == Counter(arrivals)
+    left = Counter(arrivals)
+    since: dict[str, Counter[str]] = {owner: Counter() for owner in left}
+    for owner in order:
+        for other, seen in since.items():
+            if other != owner and left[other]:
+                seen[owner] += 1
+                assert seen[owner] <= 1 + (capacity > 1)
+        left[owner] -= 1
+        since[owner].clear()
+
+
+def test_a_cancelled_waiter_costs_its_owner_no_turn() -> None:
+    async def scenario() -> list[str]:
+        gate, order = Gate(1), []
+        await gate.acquire()
+
+        async def enter(name: str, owner: str) -> None:
+            async with gate.hold(owner=owner):
+                order.append(name)
+
+        tasks = {name: asyncio.ensure_future(enter(name, name[0])) for name in ("a1", "a2", "b1", "a3", "b2")}
+        await asyncio.sleep(0)
+        tasks["a1"].cancel()
+        tasks["b1"].cancel()
+        await asyncio.sleep(0)
+        gate.release()
+        await asyncio.wait(tasks.values())
+        return order
+
+    assert asyncio.run(scenario()) == ["a2", "b2", "a3"]
+
+
+# -- samplers ----------------------------------------------------------------------------------------------
+
+
+def test_one_sample_does_not_wait_for_another_samplers_thousands(stub: Stub, service: ServiceClient) -> None:
+    """K12, K16: a counter of what was sent between its call and its own turn."""
+    greedy = service.create_sampling_client(base_model="stub/base", timeout=5)
+    modest = service.create_sampling_client(base_model="stub/base", timeout=5)
+    transport: Any = service._connection.transport
+    slots = transport._gates[Pool.SAMPLE].capacity
+    stub.script("asample", *[delay(0.02)] * 3000)
+    many = [greedy.sample(PROMPT, 1, PARAMS) for _ in range(3000)]
+    stub.wait_for("asample", 50)
+    eventually(lambda: len(greedy._dispatch) > 1000)
+    sent_before = stub.count("asample")
+    modest.sample(PROMPT, 1, PARAMS).result(10)
+    sent = [request.json["sampling_session_id"] for request in stub.sent("asample")]
+    waited_for = sent.index(modest._sampling_session_id) - sent_before
+    assert waited_for <= 4 * slots, f"{waited_for} of the other's samples went first"
+    assert len(sent) < 1000, "it was done long before the other's thousands"
+    for future in many:
+        future.cancel()
+
+
+def test_polls_are_shared_too(stub: Stub, service: ServiceClient) -> None:
+    """K12: one sampler's held results fill every poll, and another's result comes all the same."""
+    greedy = service.create_sampling_client(base_model="stub/base", timeout=5)
+    modest = service.create_sampling_client(base_model="stub/base", timeout=5)
+    transport: Any = service._connection.transport
+    polls = transport._gates[Pool.RETRIEVE]
+    stub.hold("asample")
+    many = [greedy.sample(PROMPT, 1, PARAMS) for _ in range(polls.capacity * 3)]
+    eventually(lambda: polls.used == polls.capacity and len(polls) > polls.capacity, timeout=20)
+    one = modest.sample(PROMPT, 1, PARAMS)
+    eventually(lambda: any(owner == modest._sampling_session_id for owner in polls._waiting))
+    done_before = sum(future.done() for future in many)
+    stub.release()
+    one.result(20)
+    waited_for = sum(future.done() for future in many) - done_before
+    assert waited_for < polls.capacity * 2, "it did not wait for all of them"
+    for future in many:
+        future.result(20)
+
+
+# -- runs --------------------------------------------------------------------------------------------------
+
+
+def test_hundreds_of_runs_and_thousands_of_samples_advance_together(stub: Stub) -> None:
+    """200 runs of 5 steps and 2,000 samples at once: when the first is done, none is far behind."""
+    steps, runs, samples = 5, 200, 10
+    service = ServiceClient(base_url=stub.url)
+    done: Counter[int] = Counter(dict.fromkeys(range(runs), 0))
+    sampled: Counter[int] = Counter(dict.fromkeys(range(runs), 0))
+    behind: list[int] = []
+    jitter = random.Random(1)
+
+    async def train(number: int) -> None:
+        run = await service.create_lora_training_client_async("stub/base")
+        sampler = await service.create_sampling_client_async(base_model="stub/base")
+        await all_there.wait()  # or those who came first would be ahead by that
+
+        async def sample() -> None:
+            await sampler.sample_async(PROMPT, 1, PARAMS)
+            sampled[number] += 1
+
+        samples_of_mine = [asyncio.ensure_future(sample()) for _ in range(samples)]
+        for _ in range(steps):
+            passed = await run.forward_backward_async([datum()], "cross_entropy")
+            await (await run.optim_step_async())
+            await passed
+            done[number] += 1
+            if done[number] == steps and not behind:
+                behind.append(min(done.values()))
+            await asyncio.sleep(jitter.random() * 0.001)
+        await asyncio.gather(*samples_of_mine)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(train(number) for number in range(runs)))
+
+    all_there = asyncio.Barrier(runs)
+    asyncio.run(scenario())
+    assert set(done.values()) == {steps}
+    assert set(sampled.values()) == {samples}
+    assert behind[0] >= steps - 2, f"when the first run had made {steps} steps, one had made {behind[0]}"
+    assert stub.peak_connections < 400
+    for run_id in {run for run, _, _ in stub.executed}:
+        ops = [op for run, _, op in stub.executed if run == run_id]
+        assert ops == ["forward_backward", "optim_step"] * steps, "each in its own order"
+    close(service)
+
+
+def test_the_example_runs_embedded(tmp_path: Path) -> None:
+    model = tiny_tokenizer(tiny_model(tmp_path, "qwen3", eos_token_id=257, max_position_embeddings=256))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
+    options = ["--runs", "12", "--steps", "8", "--samples", "8"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--model", str(model), *options],
+        env=kept | {"TINKEX_HOME": str(tmp_path / "home"), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "12 runs, 96 steps, 96 samples" in done.stdout
+    found = re.search(r"the slowest had made (\d) of 8 steps", done.stdout)
+    assert found is not None
+    assert int(found[1]) >= 4
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert losses[-1] < losses[0], "a higher rate learns a single sentence sooner"
+
+
+@pytest.fixture(autouse=True)
+def plenty_of_gap(stub: Stub) -> None:
+    stub.gap_seconds = 30

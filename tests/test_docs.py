@@ -1,0 +1,108 @@
+"""Every ```python block of README.md and docs/*.md is run, page by page, in order, as a reader would run it.
+
+A page's blocks share one fresh interpreter with no key and no server, so that models run in the process;
+what looks like a model's name or path in them is a tiny model. `READER_HAS` is what readers bring along. A
+block is left out only by `<!-- not run: REASON -->` on the line above it. T13, Z9.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+BLOCK = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+SKIP = re.compile(r"<!-- not run:(.*?)-->\n+\Z", re.DOTALL)
+MODEL_NAME = re.compile(r"""["']([\w.-]+(?:/[\w.-]+)+)["']""")
+
+# Names that pages use without a word: what "your data" and the like stand for; then what single pages add.
+READER_HAS: dict[str, str] = {
+    "": """
+import tinkex as _tinkex
+data = [_tinkex.Datum(_tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
+batches = [data, data]
+prompt = _tinkex.ModelInput.from_ints([5, 6, 7])
+""",
+}
+
+# Runs the blocks given on stdin; an error's traceback has the page's own line numbers.
+DRIVER = """
+import ast, asyncio, inspect, json, sys
+page, blocks = json.load(sys.stdin)
+names = {"__name__": "__main__"}
+for line, code in blocks:
+    source = "\\n" * line + code
+    running = eval(compile(source, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    if inspect.iscoroutine(running):
+        asyncio.run(running)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int  # of its first line of code, from 0
+    code: str
+    skipped: str | None  # why it is not run
+
+
+def blocks_of(text: str) -> list[Block]:
+    found = []
+    for match in BLOCK.finditer(text):
+        reason = SKIP.search(text, 0, match.start())
+        indent = len(match["indent"])
+        code = "\n".join(line[indent:] for line in match["code"].split("\n"))
+        line = text.count("\n", 0, match.start("code"))
+        found.append(Block(line, code, reason[1].strip() if reason else None))
+    return found
+
+
+WITH_CODE = [page for page in PAGES if blocks_of(page.read_text())]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    name = str(page.relative_to(ROOT))
+    blocks = [block for block in blocks_of(page.read_text()) if block.skipped is None]
+    model = tiny_tokenizer(tiny_model(tmp_path / "model", "llama3"))
+    for place in {place for block in blocks for place in MODEL_NAME.findall(block.code)}:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        if not (tmp_path / place).exists():
+            (tmp_path / place).symlink_to(model)
+    before = [(0, READER_HAS[""]), (0, READER_HAS.get(name, ""))]
+    given = json.dumps([name, [*before, *((block.line, block.code) for block in blocks)]])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
+    home = {"HOME": str(tmp_path), "TINKEX_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], input=given, env={**clean, **home, "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_block_is_left_out_only_with_a_reason(page: Path) -> None:
+    text = page.read_text()
+    skipped = [block for block in blocks_of(text) if block.skipped is not None]
+    assert all(block.skipped for block in skipped), "a reason is missing"
+    assert text.count("<!-- not run") == len(skipped), "a 'not run' comment stands above no block"
+    assert text.count("```python") == len(blocks_of(text)), "a block has no end"
+
+
+def test_blocks_are_found_with_their_lines_and_reasons() -> None:
+    """What the tests above rest on: a page whose blocks were overlooked would pass."""
+    text = "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny\n```\n"
+    text += "- b\n  ```python\n  z = 2\n  ```\n"
+    first, second, third = blocks_of(text)
+    assert first == Block(2, "x = 1\n", None)
+    assert second == Block(6, "y\n", "needs a GPU")
+    assert third == Block(10, "z = 2\n", None)
