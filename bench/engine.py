@@ -2,8 +2,9 @@
 
 Every side of every measure is a child process of its own (bench/engine_child.py). On the CPU the children of
 a measure take turns over rounds and the table shows medians, because machines are noisy: trust ratios, and on
-a busy machine the ratio of CPU seconds beside them. On CUDA they run one after the other. A goal that is
-missed never fails the run; a crash does. Tells nothing about a service, a network or learning.
+a busy machine the ratio of CPU seconds beside them. On CUDA our engine runs alone, against goals: see
+bench/engine_cuda.py. A goal that is missed never fails the run; a crash does. Tells nothing about a service,
+a network or learning.
 """
 
 from __future__ import annotations
@@ -115,31 +116,6 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Row("threads", "train, 25 M Llama: 2 threads / 1", ONE, ("ours", "2")),
         Row("threads", "train, 25 M Llama: threads as chosen / 1", ONE, ("ours", "chosen")),
         Row("publish", "end of a step to first new token, SmolLM2", None, unit="ms"),
-    ]
-    return measures, rows
-
-
-def cuda_plan(shape: str) -> tuple[list[Measure], list[Row]]:
-    def sample(requests: int, **more: Any) -> Measure:
-        return Measure(f"sample-{requests}", "sample", shape, [128] * requests, new_tokens=128, **more)
-
-    forms = ("dynamic", "static")
-    measures = [
-        Measure("train", "train", shape, spread(128, 2048, 24), peer=("padded", "bucketed", "packed")),
-        Measure("sharing", "sharing", shape, spread(128, 1024, 32), ours=("1", "16")),
-        Measure("memory", "memory", shape, [1024] * 16, ours=("one piece",), peer=("padded", "recomputed")),
-        Measure("publish", "publish", shape, [128]),
-        sample(1, peer=forms),
-        sample(64, peer=forms),
-        sample(256, ours=("ours", "16"), peer=forms),
-    ]
-    rows = [
-        Row("train", "train, 128-2,048 tokens: peft", BEST),
-        Row("sharing", "pass of 16 adapters / of 1", ONE, MANY, "ms"),
-        Row("memory", "16k-token pass: peft", ("peer", "recomputed"), ("ours", "one piece"), "MiB"),
-        Row("publish", "end of a step to first new token", None, unit="ms"),
-        *(Row(f"sample-{n}", f"sample {n} requests: generate", BEST) for n in (1, 64, 256)),
-        Row("sample-256", "sample 256 requests over 16 adapters / 1", ("ours", "ours"), MANY),
     ]
     return measures, rows
 
@@ -319,7 +295,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="the model on CUDA")
+    parser.add_argument("--shape", choices=("qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="on CUDA")
     parser.add_argument(
         "--threads", type=int, help="compute threads of both sides; default: as the engine chooses"
     )
@@ -366,7 +342,11 @@ def lines_of(rows: list[Row], figures: dict[str, Seen]) -> list[dict[str, Any]]:
 
 def main() -> None:
     options = parse()
-    measures, rows = cpu_plan() if options.device == "cpu" else cuda_plan(options.shape)
+    if options.device == "cuda":
+        import engine_cuda
+
+        return engine_cuda.run(options.shape, options.only, options.rounds, as_json=options.json)
+    measures, rows = cpu_plan()
     if options.only:
         measures = [m for m in measures if m.name.startswith(tuple(options.only))]
     load = os.getloadavg()[0]

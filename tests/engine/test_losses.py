@@ -328,7 +328,7 @@ def test_settings(name: str, config: dict[str, Any], words: list[str]) -> None:
         ("ppo", RL | {"target_tokens": np.ones((4, 2), np.int64)}, ["[4, 2]", "ppo takes [4]"]),
         ("cross_entropy", {"target_tokens": np.array([1, 2, 100, 4])}, ["100", "position 2", "0..99"]),
         ("cross_entropy", {"target_tokens": np.array([1, -1, 3, 4])}, ["-1", "position 1", "0..99"]),
-        ("cross_entropy", GOOD | {"weights": np.ones(4, np.int64)}, ["'weights'", "float32", "int64"]),
+        ("cross_entropy", GOOD | {"weights": TensorData([1] * 4)}, ["'weights'", "float32", "int64"]),
         ("cross_entropy", GOOD | {"weights": np.ones((4, 2), np.float32)}, ["'weights'", "[4, 2]", "[4]"]),
         ("cross_entropy", GOOD | {"weights": [1.0, np.inf, 1.0, 1.0]}, ["'weights'", "inf", "finite"]),
         ("cross_entropy", GOOD | {"mask": np.ones(4, np.float32)}, ["'mask'", "target_tokens, weights"]),

@@ -72,20 +72,21 @@ def test_swiglu() -> None:
 def test_split_rotate(normed: bool) -> None:
     h, g, c = 4, 2, 8
     angle = random(5, c // 2, seed=3)
-    norm = 1 + 0.3 * random(h + g, c, seed=4) if normed else None
+    q_norm, k_norm = 1 + 0.3 * random(2, c, seed=4)
 
     def plain(qkv: Tensor) -> tuple[Tensor, ...]:
         x = qkv.view(5, h + 2 * g, c)
         qk, v = x[:, : h + g], x[:, h + g :]
-        if norm is not None:
-            qk = plain_norm(qk, norm)
+        if normed:
+            qk = torch.cat((plain_norm(qk[:, :h], q_norm), plain_norm(qk[:, h:], k_norm)), dim=1)
         pairs = torch.complex(*qk.chunk(2, dim=-1))
         turned = pairs * torch.polar(torch.ones_like(angle), angle)[:, None]
         qk = torch.cat((turned.real, turned.imag), dim=-1)
         return qk[:, :h], qk[:, h:], v
 
     def ours(qkv: Tensor) -> tuple[Tensor, ...]:
-        return ops.split_rotate(qkv, angle.cos(), angle.sin(), (h, g), norm, 1e-5)
+        norms = (q_norm, k_norm) if normed else None
+        return ops.split_rotate(qkv, angle.cos(), angle.sin(), (h, g), norms, 1e-5)
 
     assert_same(ours, plain, random(5, (h + 2 * g) * c))
 

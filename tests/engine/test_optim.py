@@ -57,7 +57,7 @@ def test_ten_steps_equal_torch_optim(params: AdamParams) -> None:
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
         assert metrics["learning_rate"] == params.learning_rate
         assert metrics["grad_clipped"] == float(0 < params.grad_clip_norm < norm)
-        assert (metrics["skipped"], metrics["step"]) == (0.0, step + 1.0)
+        assert (metrics["skipped"], metrics["optimizer_step"]) == (0.0, step + 1.0)
         torch.testing.assert_close(adapter.flat, theirs.detach(), atol=1e-6, rtol=1e-6)
 
 

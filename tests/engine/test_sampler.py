@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
-from tinkex.engine.torch import sampler as sampler_module
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.load import load_decoder
@@ -153,9 +152,8 @@ def test_smollm2_greedy_equals_transformers_and_logprobs_the_trainers(smollm2_gg
     np.testing.assert_allclose(sequence.logprobs_np, expected, atol=1e-4)
 
 
-def test_scores_equal_transformers(model: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampler_module, "_LOGITS", 7 * 320)  # a few rows at a time
-    batch = new_batch(decoder, prefill_alone=13)
+def test_scores_equal_transformers(model: Path, decoder: Decoder):
+    batch = new_batch(decoder, prefill_alone=13, logits=7 * 320)  # a few rows at a time
     ids = prompt(0, 50)
     targets = np.random.default_rng(1).integers(-1, 320, (49, 2))
     work = {

@@ -289,7 +289,7 @@ def test_a_pass_with_zero_weights_counts_as_accumulated(models) -> None:
     zero = Datum(ModelInput.from_ints(ids), {"target_tokens": ids, "weights": [0.0] * 3})
     forward_backward(trainer, Pass("run", [zero], "cross_entropy"))
     metrics = trainer.run(OptimStep("run", ADAM))
-    assert (metrics["skipped"], metrics["grad_norm"], metrics["step"]) == (0.0, 0.0, 1.0)
+    assert (metrics["skipped"], metrics["grad_norm"], metrics["optimizer_step"]) == (0.0, 0.0, 1.0)
 
 
 # -- custom losses -------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_a_gradient_that_is_not_finite_fails_that_step_alone(models) -> None:
         trainer.run(OptimStep("run", ADAM))
     assert torch.equal(trainer.adapter("run").flat, before)
     forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
-    assert trainer.run(OptimStep("run", ADAM))["step"] == 1.0
+    assert trainer.run(OptimStep("run", ADAM))["optimizer_step"] == 1.0
     assert not torch.equal(trainer.adapter("run").flat, before)
 
 
@@ -460,3 +460,53 @@ def test_commands_about_adapters(models, tmp_path: Path) -> None:
     for command in (OptimStep("run", ADAM), ClearGradients("run"), SaveAdapter("run", Path("nowhere"))):
         with pytest.raises(EngineError, match="'run'"):
             trainer.run(command)
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def limit_memory(trainer: TorchTrainer, tokens: int) -> list[int]:
+    """Let the decoder run out of memory beyond so many tokens; returns the sizes that were tried."""
+    forward, tried = trainer.decoder.forward, []
+
+    def limited(tokens_T: torch.Tensor, *args, **options) -> torch.Tensor:
+        tried.append(len(tokens_T))
+        if len(tokens_T) > tokens:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(tokens_T, *args, **options)
+
+    trainer.decoder.forward = limited
+    return tried
+
+
+def test_a_pass_that_does_not_fit_is_split(models: dict[str, Path]):
+    work = [Pass("a", data(1, 20, 12, 7), "cross_entropy"), Pass("b", data(2, 16, 9), "cross_entropy")]
+    found = []
+    for tokens in (1000, 25):
+        trainer = make_trainer(models["llama3"])
+        for run in ("a", "b"):
+            create(trainer, run, LoraConfig(rank=4, seed=3))
+        tried = limit_memory(trainer, tokens)
+        outputs = forward_backward(trainer, *work)
+        found.append((outputs, [gradient(trainer, run) for run in ("a", "b")], tried))
+    (whole, whole_grads, _), (split, split_grads, tried) = found
+    assert tried[0] == 64
+    assert sum(size for size in tried if size <= 25) == 64  # everything was computed, and once
+    for one, other in zip(whole, split, strict=True):
+        for a, b in zip(logprobs(one), logprobs(other), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    for a, b in zip(whole_grads, split_grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_datum_that_does_not_fit_fails_its_pass_alone(models: dict[str, Path]):
+    trainer = make_trainer(models["llama3"])
+    for run in ("a", "b"):
+        create(trainer, run, LoraConfig(rank=4, seed=3))
+    limit_memory(trainer, 25)
+    passes = (Pass("a", data(1, 40), "cross_entropy"), Pass("b", data(2, 16), "cross_entropy"))
+    failed, fine = trainer.run(ForwardBackward(passes))
+    assert isinstance(failed, Failure)
+    assert "out of memory" in failed.message
+    assert isinstance(fine, ForwardBackwardOutput)
+    assert trainer.adapter("a").grad is None

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +100,8 @@ class Adapter:
         self.exp_avg_sq: Tensor | None = None
         self._grad_buffer: Tensor | None = None  # kept between steps
         self._grad_matrices: dict[Site, list[Matrices]] = {}
+        self.offsets: np.ndarray | None = None  # of matrices in `flat`, kept for `grouped`
+        self._copies: dict[torch.dtype, Tensor] = {}
         self._matrices: dict[torch.dtype, dict[Site, list[Matrices]]] = {}
 
     @classmethod
@@ -135,10 +138,18 @@ class Adapter:
                 out[part.name] = pair if site.group.startswith("experts") else (pair[0][0], pair[1][0])
         return out
 
+    def flat_as(self, dtype: torch.dtype) -> Tensor:
+        """`flat` in the decoder's dtype: itself, or a copy made once per change."""
+        if dtype == self.flat.dtype:
+            return self.flat
+        if dtype not in self._copies:
+            self._copies[dtype] = self.flat.to(dtype)
+        return self._copies[dtype]
+
     def matrices(self, dtype: torch.dtype) -> dict[Site, list[Matrices]]:
-        """A and B of every site's experts in the decoder's dtype: views of `flat` or of a copy per change."""
+        """A and B of every site's experts in the decoder's dtype, as views of `flat_as`."""
         if dtype not in self._matrices:
-            self._matrices[dtype] = self._cut(self.flat.to(dtype))
+            self._matrices[dtype] = self._cut(self.flat_as(dtype))
         return self._matrices[dtype]
 
     def _cut(self, flat: Tensor) -> dict[Site, list[Matrices]]:
@@ -146,18 +157,21 @@ class Adapter:
 
     def changed(self) -> None:
         """`flat` was written to: copies of it in other dtypes are stale."""
+        self._copies = {}
         self._matrices = {dtype: cut for dtype, cut in self._matrices.items() if dtype == self.flat.dtype}
 
     def open_grad(self) -> None:
         """Be ready to accumulate: from here on a step has something to apply, if only zeros."""
         if self._grad_buffer is None:
             self._grad_buffer = torch.empty_like(self.flat)
-            self._grad_matrices = self._cut(self._grad_buffer)
         if self.grad is None:
             self.grad = self._grad_buffer.zero_()
 
     def grad_matrices(self, site: Site) -> list[Matrices]:
-        """Where the gradients of `site` accumulate."""
+        """Where the gradients of `site` accumulate, once `open_grad` was called."""
+        if not self._grad_matrices:
+            assert self._grad_buffer is not None
+            self._grad_matrices = self._cut(self._grad_buffer)
         return self._grad_matrices[site]
 
     def take_grad(self) -> Tensor | None:
@@ -169,6 +183,7 @@ class Adapter:
         """A copy of the parameters alone, for a sampler: later steps do not change it."""
         copy = Adapter(self.lora, self.shapes, self.flat.device)
         copy.flat.copy_(self.flat)
+        copy.offsets = self.offsets
         return copy
 
     def moments(self) -> tuple[Tensor, Tensor]:

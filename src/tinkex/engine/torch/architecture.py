@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,9 +32,16 @@ class Rope:
 
     def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, [T, head_dim / 2]."""
-        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=positions_T.device)
+        inv_freq = _on_device(self.inv_freq, positions_T.device)
         angle = positions_T.to(torch.float32)[:, None] * inv_freq
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+@lru_cache
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Copied once: a copy in every pass would make the host wait for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)

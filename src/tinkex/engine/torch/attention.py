@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+
+from tinkex.engine.torch import kernels
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
@@ -71,8 +75,11 @@ class PackedAttend:
         self.windows = windows
         # neighbours of equal length share one call: (how many, how long)
         self.groups = [(len(list(group)), length) for length, group in groupby(lengths)]
+        self._lengths, self._tiles = lengths, None
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+        if kernels.usable(q_THC):
+            return self._ragged(q_THC, k_TGC, v_TGC, self.windows[layer])
         sizes = [count * length for count, length in self.groups]
         pieces = [
             attend(*(x.unflatten(0, group) for x in qkv), window=self.windows[layer]).flatten(0, 1)
@@ -81,3 +88,37 @@ class PackedAttend:
             )
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _ragged(self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None) -> Tensor:
+        """All sequences at once, by the kernels."""
+        from tinkex.engine.torch.kernels import packed
+
+        if self._tiles is None:
+            arrays = (
+                packed.cut_tiles(self._lengths, packed.QUERIES, later_first=True),
+                packed.cut_tiles(self._lengths, packed.KEYS, later_first=False),
+            )
+            self._tiles = packed.Tiles(
+                *(torch.from_numpy(a).pin_memory().to(q_THC.device, non_blocking=True) for a in arrays)
+            )
+        window = None if window is None or window >= max(self._lengths) else window
+        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window)  # type: ignore[return-value]
+
+
+class _Ragged(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Any, window: int | None) -> Tensor:
+        from tinkex.engine.torch.kernels import packed
+
+        out, lse = packed.forward(q, k, v, tiles, window)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tiles, ctx.window = tiles, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        from tinkex.engine.torch.kernels import packed
+
+        q, k, v, out, lse = ctx.saved_tensors
+        back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
+        return *back, None, None

@@ -76,6 +76,13 @@ def _cut(items: Iterable[Item], budget: int) -> Iterator[list[Item]]:
         yield group
 
 
+def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
+    """The same items in two micro-batches."""
+    middle = len(batch.items) // 2
+    for items in (batch.items[:middle], batch.items[middle:]):
+        yield _micro_batch(items, batch.backward, batch.tokens_T.device)
+
+
 def _micro_batch(items: list[Item], backward: bool, device: torch.device) -> MicroBatch:
     examples = [item.example for item in items]
     lengths = [example.tokens.size for example in examples]

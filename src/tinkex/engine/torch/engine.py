@@ -11,12 +11,23 @@ import contextlib
 import itertools
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.protocol import Command, EngineConfig, EngineError, ModelInfo, Progress, R, SampleWork
+from tinkex.engine.protocol import (
+    Command,
+    CustomLoss,
+    EngineConfig,
+    EngineError,
+    ModelInfo,
+    Progress,
+    R,
+    SampleWork,
+)
 from tinkex.engine.request import user_error
-from tinkex.engine.torch import memory
+from tinkex.engine.torch import kernels, memory
+from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
@@ -27,6 +38,10 @@ from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.engine.torch.worker import Worker
 from tinkex.types.outputs import SampleResponse
 
+if TYPE_CHECKING:
+    from tinkex.engine.torch.decode import Pipeline
+
+_CHUNK_FLOPS = 6e13  # of a chunk of prompt on a GPU: 0.1 s on a large one
 _PACKED_SHARE = 0.25  # of the memory that is free once the weights are loaded
 _KV_SHARE, _ADAPTER_SHARE = 0.25, 0.25  # of what is free after that
 
@@ -37,16 +52,18 @@ class TorchEngine:
     >>> engine = TorchEngine(EngineConfig("models/SmolLM2-135M-Instruct"))    # doctest: +SKIP
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, decoder: Decoder | None = None) -> None:
+        """`decoder` stands for the model that `config` names, if it is there already."""
         device, dtype = choose_device(config)
-        decoder = load_decoder(config.model, device, dtype)
+        decoder = decoder or load_decoder(config.model, device, dtype)
         decoder.pack(room=memory.free_bytes(device) * _PACKED_SHARE)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
         self.memory = plan_memory(config, decoder, context)
         shape = decoder.config
         pages = self.memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
         cache = KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages, device, dtype)
-        self._batch = Batch(decoder, cache, Limits(context, config.max_batch))
+        limits = Limits(context, config.max_batch, **_large_steps(decoder))
+        self._batch = Batch(decoder, cache, limits, _pipeline(decoder, cache, limits))
         self._trainer = TorchTrainer(
             decoder, config.model, max_context=context, max_pass_tokens=config.max_pass_tokens
         )
@@ -65,6 +82,10 @@ class TorchEngine:
             layers=shape.layers,
             losses=SUPPORTED_LOSSES,
         )
+
+    def check_loss(self, loss: CustomLoss) -> None:
+        """Refuse an uploaded loss with anything in it that is not on the allow-list."""
+        read_graph(loss)
 
     def stats(self) -> dict[str, float]:
         pages = self._batch.cache.pages
@@ -116,6 +137,24 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
         "adapters": int(free * _ADAPTER_SHARE) if config.adapter_bytes is None else config.adapter_bytes,
         "activations": tokens * memory.activation_bytes(shape, weight.dtype.itemsize, recompute=True),
     }
+
+
+def _large_steps(decoder: Decoder) -> dict[str, int]:
+    """On a GPU, prompts in chunks that are large enough for it and short for those who decode meanwhile."""
+    if decoder.unembed_weight.device.type != "cuda":
+        return {}
+    parameters = sum(p.numel() for p in decoder.parameters())
+    chunk = int(min(8192, max(512, _CHUNK_FLOPS / (2 * parameters)))) // 256 * 256
+    return {"prefill_alone": min(8192, 2 * chunk), "prefill_beside": chunk, "logits": 1 << 27}
+
+
+def _pipeline(decoder: Decoder, cache: KVCache, limits: Limits) -> Pipeline | None:
+    """Decoding by captured steps, where the kernels can."""
+    if not kernels.usable(decoder.unembed_weight) or decoder.config.experts is not None:
+        return None
+    from tinkex.engine.torch.decode import Graphs, Pipeline
+
+    return Pipeline(Graphs(decoder, cache, limits.sequences, limits.context))
 
 
 class _Trainer:

@@ -21,6 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine.torch import kernels
+from tinkex.engine.torch.hooks import Attend
+
 PAGE = 16  # tokens
 
 
@@ -118,14 +121,17 @@ class KVCache:
         self._pool = _zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
         self._k, self._v = (list(half.unbind()) for half in self._pool.chunk(2))
         self._used: set[int] = set()  # pages that somebody has had: all others are still zero
+        self._clears = not kernels.usable(self._pool)
 
     def take(self, n: int) -> list[int] | None:
         """`Pages.take`, with nothing left in the pages of whoever had them before.
 
         What is masked out is still multiplied by 0, and 0 · NaN is NaN: one adapter that has diverged would
-        otherwise reach another's sequences.
+        otherwise reach another's sequences. The kernels never read what they mask.
         """
         taken = self.pages.take(n)
+        if not self._clears:
+            return taken
         stale = self._used.intersection(taken or ())
         if stale:
             self._pool[:, torch.tensor(sorted(stale), device=self._pool.device)] = 0.0
@@ -135,6 +141,10 @@ class KVCache:
     def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
         for pool, new in ((self._k[layer], k_TGC), (self._v[layer], v_TGC)):
             pool.view(-1, self.heads * self.head_dim).index_copy_(0, slots_T, new.flatten(1))
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, [pages, PAGE * G * C] each."""
+        return self._k[layer], self._v[layer]
 
     def read(self, layer: int, table_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of B sequences, [B, G, L, C] each, given their page tables."""
@@ -158,6 +168,17 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 # -- attention -----------------------------------------------------------------------------------------
+
+
+def paged_attend(
+    cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], device: torch.device
+) -> Attend:
+    """Attention of one step's tokens over the cache, by the kernels where they can."""
+    if not kernels.usable(cache.layer(0)[0]):
+        return PagedAttend(cache, pieces, windows, device)
+    from tinkex.engine.torch.paged import attend_pieces
+
+    return attend_pieces(cache, pieces, windows, device)
 
 
 class Piece(NamedTuple):
@@ -210,7 +231,7 @@ class PagedAttend:
     ) -> None:
         self._cache, self._windows = cache, windows
         firsts = np.cumsum([0, *(p.new for p in pieces)]).tolist()
-        slots = np.concatenate([_slots(p) for p in pieces])
+        slots = np.concatenate([slots_of(p) for p in pieces])
         self._slots_T = torch.from_numpy(slots).to(device)
         self._groups = [
             _Group([pieces[i] for i in members], [firsts[i] for i in members], device)
@@ -251,7 +272,8 @@ class PagedAttend:
         return o[0].transpose(0, 1)
 
 
-def _slots(piece: Piece) -> np.ndarray:
+def slots_of(piece: Piece) -> np.ndarray:
+    """Where in a layer's pages the new tokens go."""
     at = np.arange(piece.start, piece.start + piece.new)
     return np.asarray(piece.pages, np.int64)[at // PAGE] * PAGE + at % PAGE
 

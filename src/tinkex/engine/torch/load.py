@@ -49,7 +49,7 @@ def fill(
     source: Path,
 ) -> Decoder:
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
-    decoder = _empty(config, device, dtype)
+    decoder = empty_decoder(config, device, dtype)
     places, unexpected = decoder.weights(), []
     for name, tensor in tensors:
         place = places.pop(name, None)
@@ -70,10 +70,12 @@ def fill(
     return decoder
 
 
-def _empty(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+    """A decoder in place, its weights still to be filled."""
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
         decoder = Decoder(config)
-    return decoder.to(dtype).to_empty(device=device).eval()
+    # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.
+    return decoder.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)).eval()
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tinkex.engine.torch import kernels
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.model import UNEMBED
 from tinkex.engine.torch.ops import linear
@@ -25,8 +28,11 @@ from tinkex.engine.torch.ops import linear
 # below 32 MiB, from where on malloc gives fresh pages to every chunk, which cost more than their use.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 1 << 30}
 
-# (logprobs of cells first:last, first, last) -> the loss's gradient to them
-GradOf = Callable[[Tensor, int, int], Tensor]
+
+class GradOf(Protocol):
+    """The loss's gradient to the logprobs of cells first:last."""
+
+    def __call__(self, lp: Tensor, first: int, last: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -56,17 +62,34 @@ def target_logprobs(
     chunk = -(-tokens // -(-tokens // chunk))  # as many chunks, of equal sizes
     lp_M = torch.empty(targets.ids_M.shape, dtype=torch.float32, device=h_TD.device)
     grad_TD = torch.zeros_like(h_TD) if grad_of else None
+    fast = kernels.usable(h_TD) and lora.grouped(h_TD) is not None
+    compute = _chunk_by_kernels if fast else _chunk
     with torch.no_grad():
         for start in range(0, tokens, chunk):
             stop = min(start + chunk, tokens)
             first, last = int(targets.starts[start]), int(targets.starts[stop])
-            rows, ids = targets.rows_M[first:last] - start, targets.ids_M[first:last]
-            logp_NV = _log_softmax(h_TD[start:stop], weight_VD, lora, start)
-            lp_M[first:last] = logp_NV[rows, ids]
-            if grad_of is not None and grad_TD is not None:
-                cells = rows, ids, grad_of(lp_M[first:last], first, last)
-                _backward(logp_NV, cells, h_TD[start:stop], weight_VD, lora, start, grad_TD[start:stop])
+            cells = targets.rows_M[first:last] - start, targets.ids_M[first:last]
+            out_ND = None if grad_TD is None else grad_TD[start:stop]
+            grads = None if grad_of is None else partial(grad_of, first=first, last=last)
+            lp_M[first:last] = compute(h_TD[start:stop], weight_VD, lora, start, cells, grads, out_ND)
     return lp_M, grad_TD
+
+
+def _chunk(
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    lora: LoraBatch,
+    start: int,
+    cells: tuple[Tensor, Tensor],
+    grads: Callable[[Tensor], Tensor] | None,
+    out_ND: Tensor | None,
+) -> Tensor:
+    """The logprobs of one chunk's cells (row, id); with `grads`, their gradient to h_ND goes to `out_ND`."""
+    logp_NV = _log_softmax(h_ND, weight_VD, lora, start)
+    lp = logp_NV[cells]
+    if grads is not None and out_ND is not None:
+        _backward(logp_NV, (*cells, grads(lp)), h_ND, weight_VD, lora, start, out_ND)
+    return lp
 
 
 def _log_softmax(h_ND: Tensor, weight_VD: Tensor, lora: LoraBatch, start: int) -> Tensor:
@@ -110,3 +133,37 @@ def _backward(
         out_ND.index_copy_(0, live, grad_ND)
     else:
         out_ND.copy_(grad_ND)
+
+
+def _chunk_by_kernels(
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    lora: LoraBatch,
+    start: int,
+    cells: tuple[Tensor, Tensor],
+    grads: Callable[[Tensor], Tensor] | None,
+    out_ND: Tensor | None,
+) -> Tensor:
+    """`_chunk` on CUDA: logits stay in bf16, and become their own gradient in place."""
+    from tinkex.engine.torch.kernels import logprobs as kernel
+
+    (rows, ids), part = cells, lora.part(start, start + len(h_ND))
+    logits_NV = linear(h_ND, weight_VD)
+    grouped = part.grouped(h_ND)
+    site = None if grouped is None else grouped.site(UNEMBED)
+    kept = None if grouped is None or site is None else grouped.add(site, h_ND, logits_NV)
+    normaliser_N = kernel.normaliser(logits_NV)
+    lp = logits_NV[rows, ids].float() - normaliser_N[rows]
+    if grads is None or out_ND is None:
+        return lp
+    grad_M = grads(lp).float()
+    if len(ids) == len(h_ND):
+        kernel.gradient_(logits_NV, normaliser_N, ids, grad_M)
+    else:  # several candidates in some rows
+        total_N = torch.zeros_like(normaliser_N).index_add_(0, rows, grad_M)
+        kernel.gradient_(logits_NV, normaliser_N, torch.full_like(rows[: len(h_ND)], -1), total_N)
+        logits_NV.index_put_((rows, ids), grad_M.to(logits_NV.dtype), accumulate=True)
+    torch.mm(logits_NV, weight_VD, out=out_ND)
+    if grouped is not None and site is not None and kept is not None:
+        grouped.backward(site, logits_NV, h_ND, kept, out_ND)
+    return lp

@@ -2,9 +2,9 @@
 
 `LoraBatch` is the hook that a decoder calls at each of its sites: it adds scale·x·Aᵀ·Bᵀ to every contiguous
 segment of tokens with that segment's adapter, whatever its rank, and in the backward adds gradients to that
-adapter's buffer and to no other. Only x and x·Aᵀ are kept for the backward. `PlainLora` does the same with
-ordinary autograd operations: slow, readable, and the oracle of the tests. Knows nothing of losses, of runs
-or of files.
+adapter's buffer and to no other. Only x and x·Aᵀ are kept for the backward. On CUDA `grouped` does the work
+for all adapters at once. `PlainLora` does the same with ordinary autograd operations: slow, readable, and the
+oracle of the tests. Knows nothing of losses, of runs or of files.
 
 Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a site, E experts.
 """
@@ -12,13 +12,18 @@ Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tinkex.engine.torch import kernels
 from tinkex.engine.torch.adapters import Adapter, Matrices
 from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.projecting import Frozen, Projecting
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.grouped import GroupedLora
 
 
 class Job(NamedTuple):
@@ -30,7 +35,7 @@ class Job(NamedTuple):
     expert: int
 
 
-class LoraBatch:
+class LoraBatch(Projecting):
     """The adapters of one pass: `adapters[i]` (None: the base model) has the next `lengths[i]` tokens.
 
     With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`.
@@ -51,11 +56,14 @@ class LoraBatch:
         if train:
             for adapter in {a for a in adapters if a is not None}:
                 adapter.open_grad()
+        self._grouped: GroupedLora | None = None
         self._anchor = torch.zeros((), requires_grad=train)  # what makes autograd record a frozen input's use
 
     def __call__(
         self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
     ) -> Tensor:
+        if rows is None and not self.train and (grouped := self.grouped(x)) is not None:
+            return grouped.add_to(site, x, y)
         jobs = self.jobs(site, rows=rows, experts=experts)
         if not jobs:
             return y
@@ -63,6 +71,27 @@ class LoraBatch:
             return _Apply.apply(y, x, self._anchor, site, jobs)  # type: ignore[return-value]
         add(site, jobs, x, y)
         return y
+
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
+        if self.train and torch.is_grad_enabled() and (grouped := self.grouped(x)) and grouped.site(site):
+            from tinkex.engine.torch.grouped import Project
+
+            return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
+        return self(site, x, frozen(x))
+
+    def grouped(self, x: Tensor) -> GroupedLora | None:
+        """The fast path, where there is one for tensors like `x`."""
+        if self._grouped is None and kernels.usable(x) and any(a is not None for a, _, _ in self.segments):
+            from tinkex.engine.torch import grouped
+
+            if grouped.usable([adapter for adapter, _, _ in self.segments]):
+                self._grouped = grouped.GroupedLora(self.segments, x.device, x.dtype)
+        return self._grouped
+
+    def part(self, start: int, stop: int) -> LoraBatch:
+        """The same adapters over the tokens start:stop alone."""
+        inside = [(a, max(i, start), min(j, stop)) for a, i, j in self.segments if i < stop and j > start]
+        return LoraBatch([a for a, _, _ in inside], [j - i for _, i, j in inside], train=self.train)
 
     def jobs(
         self,

@@ -21,7 +21,8 @@ _SHARE = 0.5  # of the free memory that one pass may plan with
 def free_bytes(device: torch.device) -> float:
     """Memory that could be allocated now."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # for the next to ask
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -48,6 +49,8 @@ def activation_bytes(config: ModelConfig, itemsize: int, *, recompute: bool) -> 
         mlp = config.experts.per_token * (3 * config.experts.width + 3 * config.width)
     # two sums and two norms of the residual; q, k, v; attention's output; gate, up and their product
     layer = 4 * config.width + 2 * heads + 2 * kv_heads + mlp
+    if config.qk_norm:  # q and k as they were before
+        layer += heads + 2 * kv_heads
     kept = layer + config.layers * config.width if recompute else config.layers * layer
     return itemsize * (kept + 4 * config.width)
 
@@ -58,7 +61,9 @@ def must_recompute(config: ModelConfig, itemsize: int, device: torch.device, tok
 
 
 def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int:
-    """How many tokens a micro-batch should have."""
-    room = int(free_bytes(device) * _SHARE)
-    fitting = room // activation_bytes(config, itemsize, recompute=True)
-    return max(256, min(PASS_TOKENS.get(device.type, 2048), fitting))
+    """How many tokens a micro-batch should have: rather fewer than recomputed, if that is enough of them."""
+    room, most = int(free_bytes(device) * _SHARE), PASS_TOKENS.get(device.type, 2048)
+    fitting = room // activation_bytes(config, itemsize, recompute=False)
+    if fitting < most // 4:
+        fitting = room // activation_bytes(config, itemsize, recompute=True)
+    return max(256, min(most, fitting))

@@ -19,6 +19,7 @@ from tinkex.engine.torch.architecture import ModelConfig
 from tinkex.engine.torch.hooks import Attend, LoraHook, Part, Site, Sites
 from tinkex.engine.torch.moe import ExpertMlp
 from tinkex.engine.torch.ops import add_rms_norm, linear, pack, rms_norm, split_rotate, swiglu
+from tinkex.engine.torch.projecting import Frozen, Projecting
 
 __all__ = ["Attend", "Decoder", "LoraHook", "ModelConfig", "Part", "Site", "Sites"]
 
@@ -38,8 +39,14 @@ class Projection(nn.Module):
         self.packed: Tensor | None = None
 
     def forward(self, x_NI: Tensor, lora: LoraHook | None) -> Tensor:
-        y_NO = linear(x_NI, self.weight, self.bias, self.packed)
+        if isinstance(lora, Projecting):
+            return lora.project(self.site, x_NI, self.frozen)
+        y_NO = self.frozen(x_NI)
         return y_NO if lora is None else lora(self.site, x_NI, y_NO)
+
+    @property
+    def frozen(self) -> Frozen:
+        return Frozen(self.weight, self.bias, self.packed)
 
     def weights(self) -> dict[str, Tensor]:
         sizes = [part.out_features for part in self.parts]
@@ -71,16 +78,12 @@ class Attention(nn.Module):
         self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, lora: LoraHook | None
     ) -> Tensor:
         qkv = self.qkv(x, lora)
-        q_THC, k_TGC, v_TGC = split_rotate(qkv, *angles, self.heads, self._norm_PC(), self.eps)
+        q_THC, k_TGC, v_TGC = split_rotate(qkv, *angles, self.heads, self._norms(), self.eps)
         o_THC = attend(self.layer, q_THC, k_TGC, v_TGC)
         return self.o(o_THC.reshape(o_THC.shape[0], -1), lora)
 
-    def _norm_PC(self) -> Tensor | None:
-        """q's and k's norm weights, a row for each head, so that one operation normalises both."""
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        h, g = self.heads
-        return torch.cat((self.q_norm.expand(h, -1), self.k_norm.expand(g, -1)))
+    def _norms(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
     def weights(self) -> dict[str, Tensor]:
         named = self.qkv.weights() | self.o.weights()

@@ -1,10 +1,10 @@
-"""The decoder's elementwise steps, lean in time and memory: RMSNorm with its residual, rotation, SwiGLU.
+"""The decoder's products and elementwise steps, as autograd sees them: lean in time and memory.
 
-Each is a plain function and an autograd Function around it that keeps as little as its backward needs and
-writes gradients of fused projections into one buffer. The base model's weights are frozen, so none of them
-computes a gradient for a weight.
+Each Function keeps as little as its backward needs and writes gradients of fused projections into one buffer.
+What it computes is in `plain` or, on CUDA, in `kernels.elementwise`: the same functions, tested to agree.
+The base model's weights are frozen, so none of them gets a gradient.
 
-Shapes: T tokens, D width, H query heads, G kv heads, P = H + G, C head dim, F MLP width.
+Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from tinkex.engine.torch import kernels, plain
+from tinkex.engine.torch.plain import Norms
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
@@ -36,30 +39,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32."""
-    return _RmsNorm.apply(x, weight, eps) if x.requires_grad else _normalise(x, weight, eps)[0]
+    return _RmsNorm.apply(x, weight, eps) if x.requires_grad else _for(x).normalise(x, None, weight, eps)[1]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream x + delta, and its RMSNorm."""
     if x.requires_grad or delta.requires_grad:
         return _AddRmsNorm.apply(x, delta, weight, eps)
-    total = x + delta
-    return total, _normalise(total, weight, eps)[0]
+    return _for(x).normalise(x, delta, weight, eps)[:2]
 
 
 def split_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], norm_PC: Tensor | None, eps: float
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused [T, (H+2G)·C] into q_THC, k_TGC, v_TGC; q and k are normalised (if asked) and rotated."""
-    return _SplitRotate.apply(qkv, cos, sin, heads, norm_PC, eps)
+    q_norm, k_norm = norms or (None, None)
+    return _SplitRotate.apply(qkv, cos, sin, heads, q_norm, k_norm, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a fused [T, 2F]."""
-    if gate_up.requires_grad:
-        return _SwiGlu.apply(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return _SwiGlu.apply(gate_up) if gate_up.requires_grad else _for(gate_up).swiglu(gate_up)
+
+
+def _for(x: Tensor) -> Any:
+    """The module whose functions compute with `x`."""
+    if not kernels.usable(x):
+        return plain
+    from tinkex.engine.torch.kernels import elementwise
+
+    return elementwise
 
 
 # -- matrix products -----------------------------------------------------------------------------------
@@ -105,41 +114,26 @@ class _Linear(Function):
         return product(grads[0], weight.t()), None, None
 
 
-# -- RMSNorm -------------------------------------------------------------------------------------------
-
-
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised x and 1 / rms(x), which the backward needs."""
-    wide = x.float()
-    rstd = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * rstd).to(x.dtype).mul_(weight), rstd
-
-
-def _normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """rstd * (g·w − x̂ · mean(g·w·x̂)), with x̂ = x · rstd."""
-    wide, scaled = x.float(), (grad * weight).float()
-    along = torch.linalg.vecdot(scaled, wide).unsqueeze_(-1).mul_(rstd.pow(3)).div_(-x.shape[-1])
-    return scaled.mul_(rstd).addcmul_(wide, along).to(grad.dtype)
+# -- elementwise steps ---------------------------------------------------------------------------------
 
 
 class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _normalise(x, weight, eps)
+        _, y, rstd = _for(x).normalise(x, None, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, rstd, weight = ctx.saved_tensors
-        return _normalise_backward(grads[0], x, rstd, weight), None, None
+        return _for(x).normalise_backward(grads[0], x, rstd, weight, None), None, None
 
 
 class _AddRmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + delta
-        y, rstd = _normalise(total, weight, eps)
+        total, y, rstd = _for(x).normalise(x, delta, weight, eps)
         ctx.save_for_backward(total, rstd, weight)
         ctx.set_materialize_grads(False)
         return total, y
@@ -150,73 +144,35 @@ class _AddRmsNorm(Function):
         grad_total, grad_y = grads
         if grad_y is None:
             return grad_total, grad_total, None, None
-        grad = _normalise_backward(grad_y, total, rstd, weight)
-        if grad_total is not None:
-            grad += grad_total
+        grad = _for(total).normalise_backward(grad_y, total, rstd, weight, grad_total)
         return grad, grad, None, None
-
-
-# -- rotation ------------------------------------------------------------------------------------------
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    """Turn each head's pairs (x[i], x[i + C/2]) by `sign` times their angle; cos and sin are [T, 1, C/2]."""
-    a, b = x.chunk(2, dim=-1)
-    out_a, out_b = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
 
 
 class _SplitRotate(Function):
     @staticmethod
-    def forward(ctx: Any, qkv, cos, sin, heads, norm_PC, eps):  # type: ignore[override]
-        h, g = heads
-        fused = qkv.view(qkv.shape[0], h + 2 * g, -1)
-        qk, v = fused[:, : h + g], fused[:, h + g :]
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        raw = rstd = None
-        if norm_PC is not None:
-            raw = qk
-            qk, rstd = _normalise(qk, norm_PC, eps)
-        turned = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
-        _rotate(qk, cos, sin, turned, 1)
-        ctx.save_for_backward(cos, sin, raw, rstd, norm_PC)
-        # v is copied so that the fused projection is freed here and not kept until the backward
-        return turned[:, :h], turned[:, h:], v.clone()
+    def forward(ctx: Any, qkv, cos, sin, heads, q_norm, k_norm, eps):  # type: ignore[override]
+        norms = None if q_norm is None else (q_norm, k_norm)
+        q, k, v, rstd = _for(qkv).rotate(qkv, cos, sin, heads, norms, eps)
+        ctx.save_for_backward(None if norms is None else qkv, cos, sin, q_norm, k_norm, rstd)
+        return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin, raw, rstd, norm_PC = ctx.saved_tensors
-        grad_q, grad_k, grad_v = grads
-        (tokens, h, c), g = grad_q.shape, grad_k.shape[1]
-        fused = torch.empty(tokens, h + 2 * g, c, dtype=grad_q.dtype, device=grad_q.device)
-        _rotate(grad_q, cos, sin, fused[:, :h], -1)
-        _rotate(grad_k, cos, sin, fused[:, h : h + g], -1)
-        fused[:, h + g :] = grad_v
-        if norm_PC is not None:
-            fused[:, : h + g] = _normalise_backward(fused[:, : h + g], raw, rstd, norm_PC)
-        return fused.view(tokens, -1), None, None, None, None, None
-
-
-# -- SwiGLU --------------------------------------------------------------------------------------------
+        qkv, cos, sin, q_norm, k_norm, rstd = ctx.saved_tensors
+        norms = None if q_norm is None else (q_norm, k_norm)
+        grad = _for(grads[0]).rotate_backward(grads, qkv, cos, sin, norms, rstd)
+        return grad, None, None, None, None, None, None
 
 
 class _SwiGlu(Function):
-    """Keeps only its input, which the fused projection made, and recomputes silu(gate) in the backward."""
+    """Keeps only its input, which the fused projection made."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _for(gate_up).swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gate_up,) = ctx.saved_tensors
-        (gate, up), grad = gate_up.chunk(2, dim=-1), grads[0]
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
-        torch.mul(grad, up, out=grad_gate)
-        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return out
+        return _for(gate_up).swiglu_backward(grads[0], gate_up)

@@ -26,7 +26,7 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     """Update `adapter` from its gradients and clear them; returns the step's metrics.
 
     >>> adamw_step(adapter, AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))     # doctest: +SKIP
-    {'grad_norm': 2.31, 'learning_rate': 0.001, 'grad_clipped': 1.0, 'skipped': 0.0, 'step': 1.0}
+    {'grad_norm': 2.31, 'learning_rate': 0.001, 'grad_clipped': 1.0, 'skipped': 0.0, 'optimizer_step': 1.0}
     """
     grad = adapter.take_grad()
     if grad is None:
@@ -49,7 +49,9 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
 
 
 def _global_norm(grad: Tensor) -> float:
-    norms = torch.stack([torch.linalg.vector_norm(block) for block in grad.split(_BLOCK)]).double()
+    whole = len(grad) // _BLOCK * _BLOCK
+    blocks = torch.linalg.vector_norm(grad[:whole].view(-1, _BLOCK), dim=1)
+    norms = torch.cat((blocks, torch.linalg.vector_norm(grad[whole:]).view(1))).double()
     norm = float(torch.linalg.vector_norm(norms))
     if math.isinf(norm):  # squares may overflow in fp32 where the numbers themselves do not
         norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
@@ -85,5 +87,5 @@ def _metrics(adapter: Adapter, params: AdamParams, *, grad_norm: float, **more: 
         "learning_rate": params.learning_rate,
         "grad_clipped": 0.0,
         "skipped": 0.0,
-        "step": float(adapter.step),
+        "optimizer_step": float(adapter.step),  # `step` would overwrite the loop's own in its log
     } | more

@@ -21,7 +21,7 @@ from tinkex.engine.streams import exponentials
 from tinkex.types.outputs import TOPK_PADDING
 
 BLOCK = 256  # ids that are drawn among at once
-_COLDEST = 1e-5  # temperatures below this one would overflow float32; they are as good as greedy already
+COLDEST = 1e-5  # temperatures below this one would overflow float32; they are as good as greedy already
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Choice:
 
 def scaled_logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
     """log_softmax(logits / T) in float32, with T = 1 for greedy rows."""
-    scale = torch.where(temperature_B == 0, 1.0, temperature_B.clamp_min(_COLDEST))
+    scale = torch.where(temperature_B == 0, 1.0, temperature_B.clamp_min(COLDEST))
     return F.log_softmax(logits_BV.float() / scale[:, None], dim=-1)
 
 

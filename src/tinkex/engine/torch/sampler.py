@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
-from tinkex.engine.streams import stream_keys
-from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Piece, chain
-from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.drawing import TorchRows, draw_next, lora_of
+from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain, paged_attend
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled_logprobs
 from tinkex.engine.torch.sequences import Published, Request, Sequence, resolve, response
 from tinkex.types.outputs import SampleResponse
 
-_LOGITS = 1 << 24  # cells of logits held at once
+if TYPE_CHECKING:
+    from tinkex.engine.torch.decode import Landed, Pipeline
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,16 @@ class Limits:
     sequences: int  # running at once
     prefill_alone: int = 1024  # tokens prefilled in a step in which nothing decodes
     prefill_beside: int = 128  # and in one in which something does, so that it is not kept waiting
+    logits: int = 1 << 24  # cells of logits held at once
 
 
 class Batch:
     """The requests in flight and the steps that advance them."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, limits: Limits) -> None:
-        self.decoder, self.cache, self.limits = decoder, cache, limits
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, limits: Limits, pipeline: Pipeline | None = None
+    ) -> None:
+        self.decoder, self.cache, self.limits, self._pipeline = decoder, cache, limits, pipeline
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -84,6 +86,7 @@ class Batch:
         request = Request(work, future, published, max_tokens, seed, stops, PromptScores(work, seed))
         request.sequences = [Sequence(request, i) for i in range(work.num_samples)]
         request.unborn = request.sequences[1:]
+        request.ahead = self._pipeline is not None and self._pipeline.serves(request)
         if published:
             published.users += 1
         self._requests.add(request)
@@ -112,18 +115,60 @@ class Batch:
 
     def step(self) -> None:
         """Advance everything that runs, by one token or by a chunk of prompt."""
+        if self._pipeline is not None and self._step_ahead(self._pipeline):
+            return
         self._admit()
         plan = self._plan()
         if not plan:
             return
         try:
-            h_TD, lora = self._forward(plan)
-            self._score(plan, h_TD, lora)
-            self._draw(plan, h_TD, lora)
+            h_TD = self._forward(plan)
+            self._score(plan, h_TD)
+            self._draw(plan, h_TD)
         except Exception as error:
-            failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
-            for request in {sequence.request for sequence, _ in plan} & self._requests:
-                self._fail(request, failure)
+            self._fail_step((sequence for sequence, _ in plan), error)
+        self._finish()
+
+    def _fail_step(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
+        for request in {sequence.request for sequence in sequences} & self._requests:
+            self._fail(request, failure)
+
+    def _step_ahead(self, pipeline: Pipeline) -> bool:
+        """Let the device decode one step ahead of us, if there is nothing else to do; True if that was all.
+
+        Whatever else there is to do finds nothing in flight.
+        """
+        try:
+            if self.waiting and len(self.running) < self.limits.sequences:
+                self._land(pipeline.land())
+                self._admit()
+            if not all(s.length - s.computed == 1 and s.request.ahead for s in self.running):
+                self._land(pipeline.land())
+                return False
+            going = [s for s in self.running if len(s.out) + s.flying < s.request.max_tokens]
+            if going and not all(self._has_page_ahead(s) for s in going):
+                self._land(pipeline.land())
+                return False
+            self._land(pipeline.step(going) if going else pipeline.land())
+        except Exception as error:
+            pipeline.drop()
+            self._fail_step(self.running, error)
+        return True
+
+    def _has_page_ahead(self, sequence: Sequence) -> bool:
+        """Make sure of the page that the next launched token needs; False if none is free."""
+        if len(sequence.pages) * PAGE <= sequence.computed + sequence.flying:
+            sequence.pages += self.cache.take(1) or []
+        return len(sequence.pages) * PAGE > sequence.computed + sequence.flying
+
+    def _land(self, landed: Landed) -> None:
+        """Take in what the device has drawn; what belongs to sequences that ended meanwhile is dropped."""
+        for sequence, token, logprob in landed:
+            if sequence.pages and not sequence.reason:
+                sequence.computed += 1
+                self._remember(sequence, 1)
+                self._append(sequence, token, logprob)
         self._finish()
 
     def _admit(self) -> None:
@@ -192,23 +237,28 @@ class Batch:
         self.waiting.appendleft(sequence)
 
     @torch.inference_mode()
-    def _forward(self, plan: list[tuple[Sequence, int]]) -> tuple[Tensor, LoraBatch | None]:
-        """Compute the planned tokens: their final hidden states, and the adapters for `Decoder.logits`."""
+    def _forward(self, plan: list[tuple[Sequence, int]]) -> Tensor:
+        """Compute the planned tokens: their final hidden states."""
         pieces = [Piece(s.pages, s.computed, count) for s, count in plan]
         tokens = np.concatenate([s.tokens(s.computed, s.computed + count) for s, count in plan])
         positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
-        adapters = [s.request.published.adapter if s.request.published else None for s, _ in plan]
-        lora = LoraBatch(adapters, [count for _, count in plan]) if any(adapters) else None
+        lora = lora_of([sequence for sequence, _ in plan], [count for _, count in plan])
         h_TD = self.decoder(
-            torch.from_numpy(tokens).to(self._device, torch.int64),
-            torch.from_numpy(positions).to(self._device),
-            PagedAttend(self.cache, pieces, self.decoder.config.windows, self._device),
+            self._to_device(tokens.astype(np.int64)),
+            self._to_device(positions),
+            paged_attend(self.cache, pieces, self.decoder.config.windows, self._device),
             lora,
         )
         for sequence, count in plan:
             sequence.computed += count
             self._remember(sequence, count)
-        return h_TD, lora
+        return h_TD
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)  # does not wait for the device
 
     def _remember(self, sequence: Sequence, count: int) -> None:
         """Make the pages that just became full findable."""
@@ -221,10 +271,10 @@ class Batch:
     # -- logits ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _score(self, plan: list[tuple[Sequence, int]], h_TD: Tensor, lora: LoraBatch | None) -> None:
+    def _score(self, plan: list[tuple[Sequence, int]], h_TD: Tensor) -> None:
         """Feed the prompts' logprobs to those who asked for them, a bounded number of rows at a time."""
         end = 0
-        at_once = max(1, _LOGITS // self.decoder.config.padded_vocab)
+        at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
         for sequence, count in plan:
             start, end = end, end + count
             scores, prompt = sequence.request.scores, len(sequence.request.work.prompt)
@@ -235,14 +285,12 @@ class Batch:
             while scores.next < stop:
                 rows = min(at_once, stop - scores.next)
                 first = start + scores.next - 1 - offset
-                at = torch.arange(first, first + rows, device=self._device)
-                scores.add(_TorchRows(self._logits(h_TD, at, lora), self.decoder.config.vocab_size), rows)
-
-    def _logits(self, h_TD: Tensor, rows_N: Tensor, lora: LoraBatch | None) -> Tensor:
-        return self.decoder.logits(h_TD[rows_N], lora, rows=None if lora is None else rows_N).float()
+                h_ND = h_TD[first : first + rows]
+                logits_NV = self.decoder.logits(h_ND, lora_of([sequence], [rows]))
+                scores.add(TorchRows(logits_NV, self.decoder.config.vocab_size), rows)
 
     @torch.inference_mode()
-    def _draw(self, plan: list[tuple[Sequence, int]], h_TD: Tensor, lora: LoraBatch | None) -> None:
+    def _draw(self, plan: list[tuple[Sequence, int]], h_TD: Tensor) -> None:
         """Draw the next token of every sequence that lacks none, newly forked samples included."""
         ready: list[tuple[Sequence, int]] = []
         row = -1
@@ -250,40 +298,21 @@ class Batch:
             row += count
             if sequence.computed == sequence.length:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
-        at_once = max(1, _LOGITS // self.decoder.config.padded_vocab)
+        at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
         for part in (ready[i : i + at_once] for i in range(0, len(ready), at_once)):
-            rows, inverse = np.unique([row for _, row in part], return_inverse=True)
-            logits_NV = self._logits(h_TD, torch.from_numpy(rows).to(self._device), lora)
+            rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
+            lora = lora_of([part[i][0] for i in first], [1] * len(rows))
+            logits_NV = self.decoder.logits(h_TD[self._to_device(rows)], lora)
             if len(rows) < len(part):
-                logits_NV = logits_NV[torch.from_numpy(inverse).to(self._device)]
+                logits_NV = logits_NV[self._to_device(inverse)]
             self._draw_rows([s for s, _ in part], logits_NV)
 
     def _draw_rows(self, sequences: list[Sequence], logits_NV: Tensor) -> None:
-        choice = self._choice(sequences)
-        logprobs_NV = scaled_logprobs(logits_NV, choice.temperature)
-        tokens_N = draw(logprobs_NV, choice, self.decoder.config.vocab_size)
-        chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].cpu().numpy()
-        most = max(s.request.work.topk_sample_logprobs for s in sequences)
-        top = likeliest(logprobs_NV, most, self.decoder.config.vocab_size) if most else None
-        for i, (sequence, token) in enumerate(zip(sequences, tokens_N.tolist(), strict=True)):
-            k = sequence.request.work.topk_sample_logprobs
-            if top and k:
-                sequence.top.append((top[0][i, :k], top[1][i, :k]))
-            self._append(sequence, token, float(chosen[i]))
-
-    def _choice(self, sequences: list[Sequence]) -> Choice:
-        params = [s.request.work.params for s in sequences]
-        keys = stream_keys(
-            np.array([s.request.seed for s in sequences], np.uint64),
-            np.array([s.index for s in sequences]),
-            np.array([s.length for s in sequences]),
-        )
-        return Choice(
-            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=self._device),
-            torch.tensor([p.top_k for p in params], device=self._device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=self._device),
-            keys,
-        )
+        drawn = draw_next(sequences, logits_NV, self.decoder.config.vocab_size)
+        for sequence, token, logprob, top in drawn:
+            if top is not None:
+                sequence.top.append(top)
+            self._append(sequence, token, logprob)
 
     def _fork(self, first: Sequence) -> Iterator[Sequence]:
         """Start the other samples of a prompt that was just computed.
@@ -365,22 +394,3 @@ class Batch:
         self.running.remove(sequence)
         self.cache.pages.release(sequence.pages)
         sequence.pages, sequence.computed = [], 0
-
-
-class _TorchRows:
-    """`tinkex.engine.request.Rows` over logits."""
-
-    def __init__(self, logits_NV: Tensor, vocab: int) -> None:
-        self._logprobs_NV = F.log_softmax(logits_NV, dim=-1)
-        self._vocab = vocab
-
-    def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        device = self._logprobs_NV.device
-        at = torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
-        return self._logprobs_NV[at].cpu().numpy()
-
-    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        return likeliest(self._logprobs_NV, k, self._vocab)
-
-    def draw(self, keys: np.ndarray) -> np.ndarray:
-        return race(self._logprobs_NV.exp()[:, : self._vocab], keys).cpu().numpy()

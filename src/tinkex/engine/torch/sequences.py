@@ -51,10 +51,17 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     unborn: list[Sequence] = field(default_factory=list)  # samples that wait for the first one's prompt
     cache_hits: int = 0
+    ahead: bool = False  # whether the device may decode it ahead of the host
 
     @property
     def root(self) -> bytes:
         return self.published.root if self.published else _BASE
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Neither a cut of what may be drawn nor a list of what could have been."""
+        params = self.work.params
+        return params.top_k <= 0 and params.top_p >= 1.0 and not self.work.topk_sample_logprobs
 
 
 @dataclass(eq=False)
@@ -69,12 +76,17 @@ class Sequence:
     tail: bytes = b""
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    flying: int = 0  # steps of it that were launched and have not come back
     links: list[bytes] = field(default_factory=list)  # digests of its full pages
     reason: StopReason | None = None
 
     @property
     def length(self) -> int:
         return len(self.request.work.prompt) + len(self.out)
+
+    @property
+    def last(self) -> int:
+        return self.out[-1] if self.out else int(self.request.work.prompt[-1])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         prompt = self.request.work.prompt

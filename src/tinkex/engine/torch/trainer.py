@@ -21,7 +21,7 @@ from tinkex.engine import protocol as p
 from tinkex.engine.torch import checkpoint, memory
 from tinkex.engine.torch.adapters import Adapter, lay_out
 from tinkex.engine.torch.attention import PackedAttend
-from tinkex.engine.torch.batch import MicroBatch, flat_inputs, pack
+from tinkex.engine.torch.batch import MicroBatch, flat_inputs, halves, pack
 from tinkex.engine.torch.examples import Limits, Work, read_pass
 from tinkex.engine.torch.logprobs import GradOf, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
@@ -177,22 +177,43 @@ class TorchTrainer:
         for done, batch in enumerate(batches):
             if done:
                 self.between()
-            try:
-                self._micro_batch(batch, states)
-            except (RuntimeError, MemoryError) as error:  # out of memory, or a bug: the others go on
-                failure = p.Failure("server", f"the pass failed: {error}")
-                for item in batch.items:
-                    states[item.work].failure = states[item.work].failure or failure
+            self._micro_batch(batch, states)
             progress((done + 1) / len(batches))
 
     def _micro_batch(self, batch: MicroBatch, states: Mapping[int, _State]) -> None:
+        """Compute one micro-batch; in halves if memory runs out in its forward, where nothing counts yet."""
+        try:
+            computed = self._forward(batch)
+            if computed is not None:
+                return self._count(batch, states, *computed)
+        except (RuntimeError, MemoryError) as error:  # out of memory, or a bug: the others go on
+            failure = p.Failure("server", f"the pass failed: {error}")
+            for item in batch.items:
+                states[item.work].failure = states[item.work].failure or failure
+            return
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        for half in halves(batch):
+            self._micro_batch(half, states)
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, LoraBatch] | None:
+        """Hidden states and the adapters they came through; None if memory is short for so many at once."""
         adapters = [self.adapter(item.run) for item in batch.items]
         lora = LoraBatch(adapters, batch.lengths, train=batch.backward)
         attend = PackedAttend(batch.lengths, self.decoder.config.windows)
-        with torch.set_grad_enabled(batch.backward):
-            h_TD = self.decoder(
-                batch.tokens_T, batch.positions_T, attend, lora, checkpoint=self._recomputes(batch)
-            )
+        try:
+            with torch.set_grad_enabled(batch.backward):
+                h_TD = self.decoder(
+                    batch.tokens_T, batch.positions_T, attend, lora, checkpoint=self._recomputes(batch)
+                )
+        except torch.OutOfMemoryError:
+            if len(batch.items) == 1:
+                raise
+            return None
+        return h_TD, lora
+
+    def _count(self, batch: MicroBatch, states: Mapping[int, _State], h_TD: Tensor, lora: LoraBatch) -> None:
+        """Logprobs, losses and gradients."""
         spans = self._spans(batch, states)
         of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora)
         if batch.backward and all(span.state.work.local for span in spans):
@@ -201,7 +222,7 @@ class TorchTrainer:
             lp_M, grad_TD = target_logprobs(*of)
             grad_M = torch.cat([self._span_gradient(span, lp_M, batch) for span in spans])
             if batch.backward:
-                _, grad_TD = target_logprobs(*of, lambda _, first, last: grad_M[first:last])
+                _, grad_TD = target_logprobs(*of, lambda lp, first, last: grad_M[first:last])
         if grad_TD is not None and h_TD.requires_grad:
             h_TD.backward(grad_TD)
         lp = lp_M.cpu().numpy()

@@ -1,0 +1,344 @@
+"""The engine on one GPU against its goals: `bench/engine.py --device cuda --shape qwen3-8b`, one table.
+
+Random weights in real architectures, made on the device; rank 32 on every linear layer, an adapter always
+active; prompts of 128 and answers of 128 tokens. Everything goes through the engine's contract. A goal that
+is missed never fails the run; a crash fails its row alone. Tells nothing about learning or a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import RANK, SHAPES, step_bytes, training_flops
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "src"))
+
+from tinkex.engine.protocol import (  # noqa: E402
+    CreateAdapter,
+    EngineConfig,
+    ForwardBackward,
+    OptimStep,
+    Pass,
+    SampleWork,
+)
+from tinkex.engine.torch.architecture import model_config  # noqa: E402
+from tinkex.engine.torch.engine import TorchEngine  # noqa: E402
+from tinkex.engine.torch.load import empty_decoder  # noqa: E402
+from tinkex.engine.torch.model import Decoder  # noqa: E402
+from tinkex.engine.torch.trainer import TorchTrainer  # noqa: E402
+from tinkex.types.data import Datum, ModelInput  # noqa: E402
+from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse  # noqa: E402
+from tinkex.types.params import AdamParams, LoraConfig, SamplingParams  # noqa: E402
+from tinkex.types.tensor import TensorData  # noqa: E402
+
+PROMPT, ANSWER = 128, 128
+ADAM = AdamParams(learning_rate=1e-4)
+LENGTHS = np.random.default_rng(0).permutation(np.geomspace(32, 2048, 32).round().astype(int)).tolist()
+FLOPS, BANDWIDTH = 790e12, 4.25e12  # of an H200: a large bf16 product, a copy
+
+# What each measure is to reach; shares are of another measure's figure.
+GOALS = {
+    "qwen3-8b": {
+        "train": 14_000, "train recomputed": 10_000, "memory": 26, "decode 1": 180, "decode 64": 9_000,
+        "decode 256": 22_000, "end to end 256": 14_000, "publish": 50,
+    },
+    "qwen3-0.6b": {
+        "train": 130_000, "memory": 8, "decode 1": 700, "decode 64": 35_000,
+        "decode 256": 80_000, "end to end 256": 55_000, "publish": 50,
+    },
+}  # fmt: skip
+AGREEMENT = {"mean |Δlogprob|": 5e-3, "KL": 1e-3}  # of the sampler with the trainer
+SHARES = {
+    "train, 16 runs": ("train", {"qwen3-8b": 0.85, "qwen3-0.6b": 0.80}),
+    "decode 256, 16 adapters": ("decode 256", {"qwen3-8b": 0.75, "qwen3-0.6b": 0.75}),
+}
+AT_MOST = ("memory", "publish", "mean |Δlogprob|", "KL")
+UNITS = {"memory": "GiB", "publish": "ms", "mean |Δlogprob|": "nats", "KL": "nats"}
+
+
+@dataclass
+class Bench:
+    """One shape's decoder, the rounds, and what was found so far."""
+
+    shape: str
+    rounds: int
+    decoder: Decoder
+    found: dict[str, float]
+
+    def sequences(self, lengths: list[int], turn: int) -> list[np.ndarray]:
+        draw = np.random.default_rng([turn + 1000, len(lengths)])
+        return [draw.integers(3, SHAPES[self.shape]["vocab_size"], n).astype(np.int32) for n in lengths]
+
+
+def random_decoder(shape: str) -> Decoder:
+    decoder = empty_decoder(model_config(SHAPES[shape]), "cuda", torch.bfloat16)
+    torch.manual_seed(0)
+    for name, weight in decoder.weights().items():
+        weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
+    return decoder
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+def passes(bench: Bench, lengths: list[int], runs: int, turn: int) -> tuple[Pass, ...]:
+    """The round's sequences, dealt out to the runs."""
+    datums = [
+        Datum(ModelInput.from_ints(ids), {"target_tokens": TensorData.from_numpy(np.append(ids[1:], 3))})
+        for ids in bench.sequences(lengths, turn)
+    ]
+    return tuple(Pass(f"run{i}", datums[i::runs], "cross_entropy") for i in range(runs))
+
+
+def new_trainer(bench: Bench, runs: int, **settings: Any) -> TorchTrainer:
+    trainer = TorchTrainer(bench.decoder, bench.shape, max_pass_tokens=16_384, **settings)
+    for i in range(runs):
+        trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+    return trainer
+
+
+def train(bench: Bench, runs: int, recompute: bool) -> float:
+    """Tokens a second of a pass; a step is part of it where one run has it all."""
+    trainer = new_trainer(bench, runs, recompute=recompute)
+
+    def one(turn: int) -> float:
+        work = passes(bench, LENGTHS, runs, turn)
+        begin = now()
+        for outcome in trainer.run(ForwardBackward(work)):
+            assert not hasattr(outcome, "category"), outcome
+        if runs == 1:
+            trainer.run(OptimStep("run0", ADAM))
+        seconds = now() - begin
+        for each in work if runs > 1 else ():
+            trainer.run(OptimStep(each.run, ADAM))
+        return sum(LENGTHS) / seconds
+
+    return median(one, bench.rounds)
+
+
+def memory(bench: Bench) -> float:
+    """GiB at the peak of a pass of 16 x 1024 tokens with recomputation and its step, weights included."""
+    trainer = new_trainer(bench, 1, recompute=True)
+    for turn in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.run(ForwardBackward(passes(bench, [1024] * 16, 1, turn)))
+        trainer.run(OptimStep("run0", ADAM))
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+# -- sampling ------------------------------------------------------------------------------------------
+
+
+def new_engine(bench: Bench, adapters: int) -> TorchEngine:
+    config = EngineConfig(bench.shape, device="cuda", kv_bytes=24 << 30, max_context=4096)
+    engine = TorchEngine(config, bench.decoder)
+    for i in range(adapters):
+        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+        asyncio.run(engine.sampler.publish(f"run{i}", f"published{i}"))
+    return engine
+
+
+def sample(bench: Bench, engine: TorchEngine, requests: int, adapters: int, turn: int) -> tuple[float, float]:
+    """Tokens a second while all of them decode, and over all."""
+    params = SamplingParams(max_tokens=ANSWER, stop=[], temperature=1.0)
+    times: list[list[float]] = [[] for _ in range(requests)]
+    works = [
+        SampleWork(
+            ids, params, adapter=f"published{i % adapters}",
+            on_tokens=lambda index, tokens, logprobs, t=times[i]: t.append(time.perf_counter()),
+        )
+        for i, ids in enumerate(bench.sequences([PROMPT] * requests, turn))
+    ]  # fmt: skip
+
+    async def everything() -> None:
+        await asyncio.gather(*(engine.sampler.sample(work) for work in works))
+
+    begin = now()
+    asyncio.run(everything())
+    seconds = now() - begin
+    first, last = max(t[0] for t in times), min(t[-1] for t in times)
+    together = sum(1 for t in times for when in t if first < when <= last)
+    return together / (last - first), requests * ANSWER / seconds
+
+
+def decode(bench: Bench, requests: int, adapters: int) -> float:
+    engine = new_engine(bench, adapters)
+    try:
+        rounds = [sample(bench, engine, requests, adapters, turn) for turn in range(-2, bench.rounds)][2:]
+    finally:
+        engine.close()
+    if adapters == 1 and requests == 256:
+        bench.found["end to end 256"] = statistics.median(whole for _, whole in rounds)
+    return statistics.median(rate for rate, _ in rounds)
+
+
+def publish(bench: Bench) -> float:
+    """Milliseconds from the end of a step to the first token from the new weights."""
+    engine = new_engine(bench, 1)
+
+    def one(turn: int) -> float:
+        engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, turn)))
+        engine.trainer.run(OptimStep("run0", ADAM))
+        (ids,) = bench.sequences([PROMPT], turn + 100)
+        work = SampleWork(ids, SamplingParams(max_tokens=1, stop=[]), adapter=f"step{turn}")
+
+        async def first_token() -> None:
+            await engine.sampler.publish("run0", f"step{turn}")
+            await engine.sampler.sample(work)
+
+        begin = now()
+        asyncio.run(first_token())
+        return 1e3 * (now() - begin)
+
+    try:
+        return median(one, bench.rounds)
+    finally:
+        engine.close()
+
+
+def agreement(bench: Bench) -> float:
+    """Mean |Δlogprob| between what the sampler reports and what the trainer gives for the same tokens."""
+    engine = new_engine(bench, 1)
+    try:
+        engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, 0)))
+        engine.trainer.run(OptimStep("run0", AdamParams(learning_rate=1e-3)))
+        asyncio.run(engine.sampler.publish("run0", "trained"))
+        prompts = bench.sequences([PROMPT] * 64, 1)
+        params = SamplingParams(max_tokens=ANSWER, stop=[], temperature=1.0)
+
+        async def everything() -> list[SampleResponse]:
+            works = [SampleWork(ids, params, adapter="trained") for ids in prompts]
+            return await asyncio.gather(*(engine.sampler.sample(work) for work in works))
+
+        sampled = [response.sequences[0] for response in asyncio.run(everything())]
+        whole = [np.append(ids, one.tokens_np) for ids, one in zip(prompts, sampled, strict=True)]
+        datums = [
+            Datum(
+                ModelInput.from_ints(ids[:-1]),
+                {"target_tokens": TensorData.from_numpy(ids[1:].astype(np.int64))},
+            )
+            for ids in whole
+        ]
+        (output,) = engine.trainer.run(
+            ForwardBackward((Pass("run0", datums, "cross_entropy", backward=False),))
+        )
+        assert isinstance(output, ForwardBackwardOutput), output
+        trained = [one["logprobs"].to_numpy()[PROMPT - 1 :] for one in output.loss_fn_outputs]
+        d = np.concatenate(trained) - np.concatenate([one.logprobs_np for one in sampled])
+        bench.found["KL"] = float(np.mean(np.expm1(d) - d))
+        return float(np.abs(d).mean())
+    finally:
+        engine.close()
+
+
+MEASURES: dict[str, Callable[[Bench], float]] = {
+    "decode 1": lambda bench: decode(bench, 1, 1),
+    "decode 64": lambda bench: decode(bench, 64, 1),
+    "decode 256": lambda bench: decode(bench, 256, 1),
+    "decode 256, 16 adapters": lambda bench: decode(bench, 256, 16),
+    "publish": publish,
+    "mean |Δlogprob|": agreement,
+    "train": lambda bench: train(bench, 1, recompute=False),
+    "train, 16 runs": lambda bench: train(bench, 16, recompute=False),
+    "train recomputed": lambda bench: train(bench, 1, recompute=True),
+    "memory": memory,
+}
+
+
+# -- running and telling -------------------------------------------------------------------------------
+
+
+def now() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median(one: Callable[[int], float], rounds: int) -> float:
+    """The middle of `rounds` after two that warm up."""
+    return statistics.median([one(turn) for turn in range(-2, rounds)][2:])
+
+
+def row(bench: Bench, name: str) -> dict[str, Any]:
+    value = bench.found.get(name)
+    unit, goal, of = UNITS.get(name, "tokens/s"), (GOALS[bench.shape] | AGREEMENT).get(name), ""
+    if name in SHARES:
+        base, shares = SHARES[name]
+        goal = shares[bench.shape] * bench.found[base] if base in bench.found else None
+        of = f"{shares[bench.shape]:.0%} of {base}"
+    met = None
+    if value is not None and goal is not None:
+        met = value <= goal if name in AT_MOST else value >= goal
+    return {"measure": name, "unit": unit, "value": value, "goal": goal, "of": of, "met": met} | share(
+        bench, name
+    )
+
+
+def share(bench: Bench, name: str) -> dict[str, float]:
+    """Of what the hardware could do at best, by the products or by the bytes read."""
+    value = bench.found.get(name)
+    if value is None or name in UNITS or name.startswith("end"):
+        return {}
+    if name.startswith("train"):
+        return {"share": value * training_flops(bench.shape) / FLOPS}
+    requests = int(name.split()[1].rstrip(","))
+    bytes_read = step_bytes(bench.shape, 2, requests * (PROMPT + ANSWER / 2))
+    least = max(bytes_read / BANDWIDTH, requests * training_flops(bench.shape) / 2 / FLOPS)
+    return {"share": value / requests * least}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = f"{'measure':<26}{'unit':<10}{'ours':>10}{'goal':>10}  {'met':<5}{'of the limit':>14}"
+    lines = [head, "-" * len(head)]
+    for each in rows:
+        ours, goal = ("-" if each[key] is None else number(each[key]) for key in ("value", "goal"))
+        met = {True: "yes", False: "NO", None: ""}[each["met"]]
+        limit = f"{each['share']:.0%}" if "share" in each else ""
+        lines.append(
+            f"{each['measure']:<26}{each['unit']:<10}{ours:>10}{goal:>10}  {met:<5}{limit:>14}  {each['of']}"
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def number(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def run(shape: str, only: list[str] | None, rounds: int, *, as_json: bool = False) -> None:
+    """Every measure whose name begins with one of `only`; prints the table."""
+    bench = Bench(shape, rounds, random_decoder(shape), {})
+    for name, measure in MEASURES.items():
+        if only and not name.startswith(tuple(only)):
+            continue
+        begin = time.perf_counter()
+        try:
+            bench.found[name] = measure(bench)
+        except Exception:
+            traceback.print_exc()
+        gc.collect()
+        torch.cuda.empty_cache()
+        seconds = time.perf_counter() - begin
+        print(f"{name}: {bench.found.get(name)} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+    rows = [row(bench, name) for name in [*MEASURES, "end to end 256", "KL"] if name in bench.found]
+    about = f"{shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}"
+    print(json.dumps({"about": about, "rows": rows}) if as_json else f"{about}\n\n{table(rows)}")
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,297 @@
+"""Decoding on CUDA without waiting for the host: captured steps, and a pipeline one step ahead.
+
+`Graphs` holds a step (decoder, adapters, attention, drawing) as a CUDA graph for every size of batch that
+came up. `Pipeline` keeps running sequences in rows and launches the next step before the last one's tokens
+have come back: the device takes them from its own memory, and what was computed past a stop is dropped.
+Serves rows that draw without top-k, top-p or lists of likely tokens; the sampler's plain step serves the
+rest. Knows nothing of requests' beginnings and ends.
+
+Shapes: B rows of a step, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine.streams import stream_keys
+from tinkex.engine.torch import grouped
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import begin, draw, paged
+from tinkex.engine.torch.kernels import lora as lora_kernel
+from tinkex.engine.torch.kv import PAGE, KVCache
+from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.paged import KernelAttend, splits_for
+from tinkex.engine.torch.projecting import Frozen, Projecting
+from tinkex.engine.torch.sequences import Request, Sequence
+
+_RING = 4  # buffers in pinned memory: more than there are steps in flight
+
+
+def bucket(rows: int) -> int:
+    """The size of the graph that serves so many rows: a power of two, or beyond 32 a multiple of 32."""
+    return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
+
+
+class Key(NamedTuple):
+    """What a graph was captured for."""
+
+    rows: int
+    tiles: int = 0  # of adapters' rows; 0: the base model alone
+    tile_rows: int = 0
+    rank: int = 0  # the largest, rounded up
+
+
+class _TableLora(Projecting):
+    """The `LoraHook` inside a graph: whichever adapters the table names when it is replayed.
+
+    x·Aᵀ is computed beside the frozen product, on a stream of its own: both are small and need only x.
+    """
+
+    def __init__(
+        self,
+        sites: dict[Site, lora_kernel.Site],
+        table: lora_kernel.Table,
+        tiles: lora_kernel.Tiles,
+        beside: torch.cuda.Stream,
+    ) -> None:
+        self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
+
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
+        here = torch.cuda.current_stream()
+        self._beside.wait_stream(here)
+        with torch.cuda.stream(self._beside):
+            u = lora_kernel.shrink(x, self._table, self._tiles, self._sites[site])
+        y = frozen(x)
+        here.wait_stream(self._beside)
+        lora_kernel.expand(u, y, self._table, self._tiles, self._sites[site])
+        return y
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        assert experts is None
+        u = lora_kernel.shrink(x, self._table, self._tiles, self._sites[site])
+        lora_kernel.expand(u, y, self._table, self._tiles, self._sites[site])
+        return y
+
+
+class Graphs:
+    """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
+        self._decoder, self._cache = decoder, cache
+        device = decoder.unembed_weight.device
+        self.device, self.dtype, self.capacity = device, decoder.unembed_weight.dtype, bucket(capacity)
+        self.width = -(-context // PAGE)
+        self._sites = {
+            site: lora_kernel.Site(grouped.column_of(site), i, [part.out_features for part in parts])
+            for site, (i, parts) in decoder.sites().items()
+        }
+
+        def static(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.orders = static(begin.ORDERS, self.capacity)
+        self.table = static(self.capacity, self.width, dtype=torch.int32)
+        self.temperature = static(self.capacity, dtype=torch.float32)
+        self.addresses = static(self.capacity, grouped.column_of(Site(decoder.config.layers, "qkv")))
+        self.scales = static(self.capacity, dtype=torch.float32)
+        self.tokens, self.logprobs = static(self.capacity), static(self.capacity, dtype=torch.float32)
+        self._cells: dict[int, Tensor] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def cells(self, tiles: int) -> Tensor:
+        """Where the graphs of so many tiles look for them: int32 [3, tiles]."""
+        if tiles not in self._cells:
+            self._cells[tiles] = torch.zeros(3, tiles, dtype=torch.int32, device=self.device)
+        return self._cells[tiles]
+
+    def replay(self, key: Key) -> None:
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        self._graphs[key].replay()
+
+    @torch.inference_mode()
+    def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
+        # compiles kernels and sizes workspaces outside the graph, and must leave no trace: no row is active
+        saved = self.orders.clone(), self.tokens.clone()
+        self.orders[3].fill_(-1)
+        for _ in range(2):
+            self._step(key)
+        self.orders.copy_(saved[0])
+        self.tokens.copy_(saved[1])
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            self._step(key)
+        return graph
+
+    def _step(self, key: Key) -> None:
+        tokens, positions, slots = torch.empty(3, key.rows, dtype=torch.int64, device=self.device)
+        cells = torch.empty(4, key.rows, dtype=torch.int32, device=self.device)
+        begin.begin(self.orders, self.tokens, tokens, positions, slots, cells, self.table, PAGE)
+        queries = paged.Queries(cells, self.table, 1, splits_for(key.rows * self._cache.heads, 1))
+        attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
+        lora = None
+        if key.tiles:
+            table = lora_kernel.Table(self.addresses, self.scales, key.rank)
+            tiles = lora_kernel.Tiles(self.cells(key.tiles), key.tile_rows)
+            lora = _TableLora(self._sites, table, tiles, self._beside)
+        h_BD = self._decoder(tokens, positions, attend, lora)
+        logits_BV = self._decoder.logits(h_BD, lora)
+        vocab = self._decoder.config.vocab_size
+        draw.draw(logits_BV, self.temperature, self.orders[4], vocab, self.tokens, self.logprobs)
+
+
+@dataclass
+class Flight:
+    """A step that was launched: its rows' sequences, and where the results will be."""
+
+    rows: list[tuple[int, Sequence]]
+    tokens: Tensor
+    logprobs: Tensor
+    done: torch.cuda.Event
+
+
+Landed = list[tuple[Sequence, int, float]]  # a sequence, its new token and its logprob
+
+
+class Pipeline:
+    """Sequences in rows, and at most one step of theirs in flight when `step` returns."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self._row: dict[Sequence, int] = {}
+        self._flight: Flight | None = None
+        self._launched = 0
+        capacity = graphs.capacity
+
+        def pinned(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros((_RING, *shape), dtype=dtype).pin_memory()
+
+        self._orders = pinned(begin.ORDERS, capacity)
+        self._tokens, self._logprobs = pinned(capacity), pinned(capacity, dtype=torch.float32)
+        self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
+        self._slots: dict[Adapter, int] = {}
+        self._key = Key(1)
+
+    def serves(self, request: Request) -> bool:
+        """Whether a captured step can do all that `request` asks for."""
+        published = request.published
+        return request.draws_plainly and (published is None or grouped.usable([published.adapter]))
+
+    def step(self, sequences: Several[Sequence]) -> Landed:
+        """Launch the next step of `sequences`; the results of the step before. Their pages must be there."""
+        before = self._flight
+        sources = {sequence: row for row, sequence in before.rows} if before else {}
+        if any(s not in self._row for s in sequences) or 4 * bucket(len(sequences)) <= 3 * self._key.rows:
+            self._seat(sequences)
+        self._flight = self._launch(sequences, sources)
+        return _land(before) if before else []
+
+    def land(self) -> Landed:
+        """The results of what is in flight; nothing is, afterwards."""
+        flight, self._flight = self._flight, None
+        return _land(flight) if flight else []
+
+    def drop(self) -> None:
+        """Forget what is in flight: its sequences have failed."""
+        self._flight, self._row = None, {}
+
+    # -- rows ------------------------------------------------------------------------------------------
+
+    def _seat(self, sequences: Several[Sequence]) -> None:
+        """Give every sequence a row, neighbours sharing an adapter; tell the device all that is constant."""
+        seated = sorted(sequences, key=lambda s: s.request.root)
+        self._row = {sequence: row for row, sequence in enumerate(seated)}
+        rows, graphs = len(seated), self._graphs
+        table = np.zeros((rows, graphs.width), np.int32)
+        for held, sequence in zip(table, seated, strict=True):
+            held[: len(sequence.pages)] = sequence.pages
+        temperature = np.array([s.request.work.params.temperature for s in seated], np.float32)
+        self._upload(graphs.table[:rows], table)
+        self._upload(graphs.temperature[:rows], temperature)
+        self._seed[:rows] = [s.request.seed for s in seated]
+        self._index[:rows] = [s.index for s in seated]
+        self._key = Key(bucket(rows), *self._seat_adapters(seated))
+
+    def _seat_adapters(self, seated: Several[Sequence]) -> tuple[int, int, int]:
+        """Tiles of one adapter's rows: how many, of how many rows, and the widest rank, all rounded up."""
+        adapters = [s.request.published.adapter if s.request.published else None for s in seated]
+        used = list(dict.fromkeys(a for a in adapters if a is not None))
+        if not used:
+            return 0, 0, 0
+        if any(adapter not in self._slots for adapter in used):
+            self._name_adapters(used)
+        segments: list[tuple[int, int, int]] = []
+        for row, adapter in enumerate(adapters):
+            if adapter is None:
+                continue
+            slot = self._slots[adapter]
+            if segments and segments[-1][0] == slot and segments[-1][2] == row:
+                segments[-1] = (slot, segments[-1][1], row + 1)
+            else:
+                segments.append((slot, row, row + 1))
+        rows = lora_kernel.tile_rows(len(seated) // len(segments))
+        tiles = lora_kernel.cut_tiles(segments, rows)
+        count = 1 << (tiles.shape[1] - 1).bit_length()
+        padded = np.zeros((3, count), np.int32)
+        padded[:, : tiles.shape[1]] = tiles
+        self._upload(self._graphs.cells(count), padded)
+        rank = max(adapter.lora.rank for adapter in self._slots)
+        return count, rows, 1 << (rank - 1).bit_length()
+
+    def _name_adapters(self, adapters: list[Adapter]) -> None:
+        """Fill the table of addresses anew: whole rows, so that nothing of a slot's last owner stays."""
+        self._slots = {adapter: slot for slot, adapter in enumerate(adapters)}
+        flats = [adapter.flat_as(self._graphs.dtype) for adapter in adapters]
+        rows = grouped.table_rows(adapters, flats, columns=self._graphs.addresses.shape[1])
+        self._upload(self._graphs.addresses[: len(adapters)], rows)
+        self._upload(self._graphs.scales[: len(adapters)], np.array([a.scale for a in adapters], np.float32))
+
+    def _upload(self, target: Tensor, array: np.ndarray) -> None:
+        target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def _launch(self, sequences: Several[Sequence], sources: dict[Sequence, int]) -> Flight:
+        turn, graphs, n = self._launched % _RING, self._graphs, self._key.rows
+        self._launched += 1
+        rows = np.array([self._row[s] for s in sequences])
+        positions = np.array([s.computed + s.flying for s in sequences])
+        orders = self._orders[turn].numpy()
+        orders[:, :n] = -1
+        orders[0, rows] = [sources.get(s, -1) for s in sequences]
+        orders[1, rows] = [0 if s in sources else s.last for s in sequences]
+        orders[2, rows] = positions
+        pages = np.array([s.pages[p // PAGE] for s, p in zip(sequences, positions.tolist(), strict=True)])
+        orders[3, rows] = pages * PAGE + positions % PAGE
+        keys = stream_keys(self._seed[rows], self._index[rows], positions + 1)
+        orders[4, rows] = keys.view(np.int64)
+        graphs.orders.copy_(self._orders[turn], non_blocking=True)
+        graphs.replay(self._key)
+        self._tokens[turn].copy_(graphs.tokens, non_blocking=True)
+        self._logprobs[turn].copy_(graphs.logprobs, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        for sequence in sequences:
+            sequence.flying += 1
+        seated = list(zip(rows.tolist(), sequences, strict=True))
+        return Flight(seated, self._tokens[turn], self._logprobs[turn], done)
+
+
+def _land(flight: Flight) -> Landed:
+    flight.done.synchronize()
+    tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
+    for _, sequence in flight.rows:
+        sequence.flying -= 1
+    return [(sequence, tokens[row], logprobs[row]) for row, sequence in flight.rows]

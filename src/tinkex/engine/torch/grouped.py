@@ -1,0 +1,155 @@
+"""Many adapters in one pass on CUDA: the grouped fast path of `lora.LoraBatch`.
+
+Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a launch
+to shrink and one to expand, and a handful in the backward, however many adapters there are and whatever
+their ranks. Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of experts.
+
+Shapes: T tokens, I in-features, O out-features, R rank, P parts of a site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import lora as kernel
+
+_GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
+_COLUMNS = 4  # of a site: A's address and those of up to three parts
+_ALIGNED = 8  # elements, so that every matrix begins at a multiple of 16 bytes
+
+
+def column_of(site: Site) -> int:
+    """A site's first column in a table of addresses; column 0 is the rank."""
+    return 1 + _COLUMNS * (len(_GROUPS) - 1) * (site.layer + 1) + _COLUMNS * _GROUPS[site.group]
+
+
+def offsets_of(adapter: Adapter) -> np.ndarray:
+    """Where in the flat buffer each column's matrix begins; -1 where the adapter has none."""
+    if adapter.offsets is None:
+        dense = {site: shape for site, shape in adapter.shapes.items() if site.group in _GROUPS}
+        last = max((site.layer for site in dense), default=-1)
+        offsets = np.full(column_of(Site(last + 1, "qkv")), -1, np.int64)
+        for site, shape in dense.items():
+            sizes = [len(shape.parts) * shape.in_features, *shape.outs[:-1]]
+            starts = shape.start + shape.rank * np.cumsum([0, *sizes])
+            offsets[column_of(site) : column_of(site) + len(starts)] = starts
+        adapter.offsets = offsets
+    return adapter.offsets
+
+
+def usable(adapters: Sequence[Adapter | None]) -> bool:
+    """Whether the kernels can read these adapters' matrices."""
+    return all(a is None or not (np.maximum(offsets_of(a), 0) % _ALIGNED).any() for a in adapters)
+
+
+def table_rows(
+    adapters: Sequence[Adapter], flats: Sequence[Tensor], columns: int | None = None
+) -> np.ndarray:
+    """Each adapter's rank and the addresses of its matrices in its buffer of `flats`; 0 where it has none."""
+    columns = columns or max(len(offsets_of(adapter)) for adapter in adapters)
+    rows = np.zeros((len(adapters), columns), np.int64)
+    for row, adapter, flat in zip(rows, adapters, flats, strict=True):
+        offsets = offsets_of(adapter)
+        row[: len(offsets)] = np.where(offsets < 0, 0, flat.data_ptr() + flat.itemsize * offsets)
+        row[0] = adapter.lora.rank
+    return rows
+
+
+def kernel_site(adapter: Adapter, site: Site) -> kernel.Site:
+    shape = adapter.shapes[site]
+    return kernel.Site(column_of(site), shape.in_features, shape.outs)
+
+
+class GroupedLora:
+    """The adapters of one pass: `segments` are (adapter or None, first token, past the last)."""
+
+    def __init__(
+        self, segments: Sequence[tuple[Adapter | None, int, int]], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._segments = [segment for segment in segments if segment[0] is not None]
+        self._adapters = list(
+            dict.fromkeys(adapter for adapter, _, _ in self._segments if adapter is not None)
+        )
+        self._device = device
+        slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
+        self._places = [(slots[a], start, stop) for a, start, stop in self._segments if a is not None]
+        tokens = max(stop for _, _, stop in segments)
+        rows = kernel.tile_rows(tokens // len(self._places))
+        self._table = self._table_of([a.flat_as(dtype) for a in self._adapters])
+        self._tiles = kernel.Tiles(self._to(kernel.cut_tiles(self._places, rows)), rows)
+        self._back: kernel.Backward | None = None
+
+    def _table_of(self, flats: list[Tensor]) -> kernel.Table:
+        scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
+        widest = max(adapter.lora.rank for adapter in self._adapters)
+        return kernel.Table(self._to(table_rows(self._adapters, flats)), self._to(scales), widest)
+
+    def _to(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return (
+            tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        )
+
+    def site(self, site: Site) -> kernel.Site | None:
+        """How the kernels know `site`; None if no adapter is there."""
+        return next((kernel_site(a, site) for a in self._adapters if site in a.shapes), None)
+
+    def add_to(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
+        """y with the contribution of whoever has an adapter at `site`, added in place."""
+        if (place := self.site(site)) is not None:
+            self.add(place, x, y)
+        return y
+
+    def add(self, site: kernel.Site, x: Tensor, y: Tensor) -> Tensor:
+        """y += scale·x·Aᵀ·Bᵀ in place; returns what the backward needs."""
+        u = kernel.shrink(x, self._table, self._tiles, site)
+        kernel.expand(u, y, self._table, self._tiles, site)
+        return u
+
+    def backward(
+        self, site: kernel.Site, grad_y: Tensor, x: Tensor, u: Tensor, grad_x: Tensor | None
+    ) -> None:
+        """Add to the adapters' gradients, which are open, and to `grad_x` where one is wanted."""
+        if self._back is None:
+            self._back = self._backward_parts()
+        kernel.backward(grad_y, x, u, self._table, self._tiles, self._back, site, grad_x)
+
+    def _backward_parts(self) -> kernel.Backward:
+        grads = []
+        for adapter in self._adapters:
+            assert adapter.grad is not None
+            grads.append(adapter.grad)
+        longest = max(stop - start for _, start, stop in self._places)
+        segments = kernel.Tiles(self._to(kernel.cut_tiles(self._places, longest)), longest)
+        return kernel.Backward(self._table_of(grads), segments, len(self._places) > len(self._adapters))
+
+
+class Project(torch.autograd.Function):
+    """A frozen product and its adapters; one gradient to x, and the adapters' go to their buffers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Any, grouped: GroupedLora, site: Site
+    ) -> Tensor:
+        place = grouped.site(site)
+        assert place is not None
+        y = F.linear(x, weight, bias)
+        ctx.save_for_backward(x, grouped.add(place, x, y), weight)
+        ctx.grouped, ctx.place = grouped, place
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, u, weight = ctx.saved_tensors
+        grad_y = grads[0].contiguous()
+        grad_x = grad_y @ weight if ctx.needs_input_grad[0] else None
+        ctx.grouped.backward(ctx.place, grad_y, x, u, grad_x)
+        return grad_x, None, None, None, None, None

@@ -1,0 +1,61 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""What a captured decoding step does first: read the host's orders, and its own last tokens.
+
+Knows nothing of sequences: rows, positions and slots alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+
+ORDERS = 5  # rows of the orders: source, token, position, slot, key
+
+
+@triton.jit
+def _begin(
+    orders, last, tokens, positions, slots, tiles, table, rows, stride, stride_table, PAGE: tl.constexpr
+):
+    after_previous()
+    row = tl.program_id(0)
+    source = tl.load(orders + row)
+    token = tl.load(orders + stride + row)
+    if source >= 0:
+        token = tl.load(last + source)
+    position = tl.load(orders + 2 * stride + row)
+    slot = tl.load(orders + 3 * stride + row)
+    active = slot >= 0
+    tl.store(tokens + row, tl.maximum(token, 0))
+    tl.store(positions + row, tl.maximum(position, 0))
+    tl.store(slots + row, slot)
+    tl.store(tiles + row, row)
+    tl.store(tiles + rows + row, active.to(tl.int32))
+    tl.store(tiles + 2 * rows + row, position.to(tl.int32))
+    tl.store(tiles + 3 * rows + row, row)
+    if active:
+        tl.store(table + row * stride_table + position // PAGE, (slot // PAGE).to(tl.int32))
+
+
+def begin(
+    orders: Tensor,
+    last: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    table: Tensor,
+    page: int,
+) -> None:
+    """Spread the orders (int64 [ORDERS, capacity]) over the rows of a step.
+
+    A row's token is the last one of row `source`, or `token` if that is below 0; a row whose slot is below 0
+    does nothing. The page that a row writes to is entered in its table.
+    """
+    rows = len(tokens)
+    _begin[(rows,)](
+        orders, last, tokens, positions, slots, tiles, table, rows, orders.stride(0), table.stride(0),
+        PAGE=page, num_warps=1, **CHAINED,
+    )  # fmt: skip

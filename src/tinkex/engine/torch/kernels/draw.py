@@ -1,0 +1,123 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""From logits to tokens on the device: `sample.scaled_logprobs` and `sample.draw` without top-k or top-p.
+
+Two launches: one pass over the logits for the mass and the best of every block of ids, then one program a row
+that picks a block, an id in it, and its logprob. The random numbers are those of `engine.streams`, computed
+here from the same keys, so a row draws as it would on the host. Knows nothing of requests.
+
+Shapes: B rows, V padded vocabulary, N blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.sample import BLOCK, COLDEST
+
+_AT_ONCE = 16  # blocks that one program reads
+
+
+@triton.jit
+def _scaled(logits, temperature, COLDEST: tl.constexpr):
+    return logits.to(tl.float32) / tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _log_exponentials(key, first, COUNT: tl.constexpr):
+    """The logs of the numbers first, first + 1, … of a key's stream."""
+    counter = (first + 1 + tl.arange(0, COUNT)).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = (_mix(key + counter) >> 12).to(tl.float64)
+    return tl.log(-tl.log((bits + 0.5) * 2.220446049250313e-16)).to(tl.float32)
+
+
+@triton.jit
+def _log_sum_exp(z, level):
+    level = tl.where(level == float("-inf"), 0.0, level)
+    return level, tl.sum(tl.exp(z - level[:, None]), 1)
+
+
+@triton.jit
+def _blocks(
+    logits, temperatures, best, mass, whole, N, V, vocab, stride,
+    COLDEST: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    after_previous()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    z = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf"))
+    z = _scaled(z, tl.load(temperatures + row), COLDEST)
+    real = tl.where(ids < vocab, z, float("-inf"))
+    top = tl.max(real, 1)
+    level, total = _log_sum_exp(z, tl.max(z, 1))
+    tl.store(whole + row * N + block, level + tl.log(total), mask=block < N)
+    level, total = _log_sum_exp(real, top)
+    tl.store(mass + row * N + block, level + tl.log(total), mask=block < N)
+    tl.store(best + row * N + block, top, mask=block < N)
+
+
+@triton.jit
+def _pick(
+    logits, temperatures, keys, best, mass, whole, tokens, logprobs, N, V, vocab, stride,
+    COLDEST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    after_previous()
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    n = tl.arange(0, BLOCKS)
+    masses = tl.load(whole + row * N + n, mask=n < N, other=float("-inf"))
+    level = tl.max(masses, 0)
+    normaliser = level + tl.log(tl.sum(tl.exp(masses - level), 0))
+    if temperature == 0:
+        scores = tl.load(best + row * N + n, mask=n < N, other=float("-inf"))
+    else:
+        scores = tl.load(mass + row * N + n, mask=n < N, other=float("-inf")) - _log_exponentials(
+            key, 0, BLOCKS
+        )
+    block = tl.minimum(tl.argmax(scores, 0), N - 1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    z = _scaled(tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf")), temperature, COLDEST)
+    scores = tl.where(ids < vocab, z, float("-inf"))
+    if temperature != 0:
+        scores -= _log_exponentials(key, N, BLOCK)
+    token = tl.minimum(block * BLOCK + tl.argmax(scores, 0), vocab - 1)
+    chosen = _scaled(tl.load(logits + row * stride + token), temperature, COLDEST)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, chosen - normaliser)
+
+
+def draw(
+    logits_BV: Tensor, temperature_B: Tensor, keys_B: Tensor, vocab: int, tokens_B: Tensor, logprobs_B: Tensor
+) -> None:
+    """One token id (int64) and its logprob (float32) per row, by the stream of the row's key."""
+    (rows, v), n = logits_BV.shape, triton.cdiv(logits_BV.shape[1], BLOCK)
+    best, mass, whole = torch.empty(3, rows, n, dtype=torch.float32, device=logits_BV.device)
+    sizes = (n, v, vocab, logits_BV.stride(0))
+    _blocks[(rows, triton.cdiv(n, _AT_ONCE))](
+        logits_BV,
+        temperature_B,
+        best,
+        mass,
+        whole,
+        *sizes,
+        COLDEST=COLDEST,
+        BLOCK=BLOCK,
+        AT_ONCE=_AT_ONCE,
+        **CHAINED,
+    )
+    _pick[(rows,)](
+        logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
+        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(n), **CHAINED,
+    )  # fmt: skip

@@ -1,0 +1,340 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""Products of segments of rows with the matrices of many adapters, whatever their ranks, in one launch each.
+
+Adapters are found through a table of addresses on the device, so that a captured graph serves whoever is in
+the table when it runs and nothing is copied to bring adapters together. `shrink` reduces over features,
+`expand` adds a product of few columns, `backward` adds up gradients over rows. Rows come in tiles of one
+adapter.
+Knows nothing of sites' meaning, of autograd or of runs; `lora.LoraBatch` is the plain path.
+
+Shapes: T rows, S slots of the table, P parts of a site, R rank, I in-features, O out-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+
+_PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
+_SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
+_WIDEST = 128  # columns of u that one program holds
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the matrices of each slot lie: [S, columns] addresses after the rank, 0 where there is none.
+
+    `column` of a site holds A's, the columns after it each part's Bᵀ. `widest` is the largest rank.
+    """
+
+    addresses: Tensor  # int64 [S, columns]; column 0 is the rank
+    scales: Tensor  # float32 [S]
+    widest: int
+
+
+class Tiles(NamedTuple):
+    """Rows start:start+count of each tile belong to one slot; `count` 0 is a tile that does nothing."""
+
+    cells: Tensor  # int32 [3, tiles]: slots, starts, counts
+    rows: int  # of a whole tile
+
+
+class Site(NamedTuple):
+    """A site's place in the table and its sizes."""
+
+    column: int
+    in_features: int
+    outs: Sequence[int]
+
+
+def tile_rows(each: int) -> int:
+    """How many rows a tile should have where adapters have about `each` of them."""
+    return 16 if each < 32 else 32 if each < 96 else 64
+
+
+def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray:
+    """Tiles of at most `rows` rows of the segments (slot, start, stop): int32 [3, tiles]."""
+    tiles = [
+        (slot, at, min(rows, stop - at)) for slot, start, stop in segments for at in range(start, stop, rows)
+    ]
+    return np.array(tiles, np.int32).reshape(-1, 3).T
+
+
+# -- kernels -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _part(part, n0, n1, n2, EVEN: tl.constexpr):
+    """The width of a part and the columns before it; EVEN: all of them are multiples of 16."""
+    width = tl.where(part == 0, n0, tl.where(part == 1, n1, n2))
+    before = tl.where(part == 0, 0, tl.where(part == 1, n0, n0 + n1))
+    if EVEN:
+        width, before = tl.multiple_of(width, 16), tl.multiple_of(before, 16)
+    return width, before
+
+
+@triton.jit
+def _part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
+    """Which part the block of output columns lies in, and its first column there."""
+    b0, b1 = tl.cdiv(n0, BLOCK), tl.cdiv(n1, BLOCK)
+    part = tl.where(block < b0, 0, tl.where(block < b0 + b1, 1, 2))
+    first = block - tl.where(part == 0, 0, tl.where(part == 1, b0, b0 + b1))
+    return part, first * BLOCK
+
+
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _shrink(
+    x, u, table, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
+    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """u[rows, part] = x[rows, part's columns] · matrixᵀ, the matrix having MULTIPLE · rank rows."""
+    after_previous()
+    tile, split = tl.program_id(0), tl.program_id(2)
+    part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    slot, start, count = (
+        tl.load(cells + tile),
+        tl.load(cells + tiles + tile),
+        tl.load(cells + 2 * tiles + tile),
+    )
+    rank = tl.load(table + slot * columns).to(tl.int32)
+    address = tl.load(table + slot * columns + column + part)
+    if (count > 0) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
+        width, before = _part(part, n0, n1, n2, EVEN)
+        matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+        m, n = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = (start + m).to(tl.int64)
+        have_m, have_n = (m < count)[:, None], (n < rank * MULTIPLE)[None, :]
+        span = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLITS) * BLOCK_K
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(split * span, tl.minimum((split + 1) * span, width), BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)
+            have_k = at < width
+            left = tl.load(
+                x + row[:, None] * stride_x + before + at[None, :], mask=have_m & have_k[None, :], other=0.0
+            )
+            right = tl.load(
+                matrix + n[None, :] * width + at[:, None], mask=have_n & have_k[:, None], other=0.0
+            )
+            total = tl.dot(left, right, total)
+        out = u + split * stride_split + row[:, None] * stride_u + part * rank + n[None, :]
+        tl.store(out, total, mask=have_m & have_n)
+
+
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _expand(
+    u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
+    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[rows, part's columns] += scale · u[rows, part] · matrix, the matrix having MULTIPLE · rank rows."""
+    after_previous()
+    tile = tl.program_id(1)
+    part, first = _part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    slot, start, count = (
+        tl.load(cells + tile),
+        tl.load(cells + tiles + tile),
+        tl.load(cells + 2 * tiles + tile),
+    )
+    rank = tl.load(table + slot * columns).to(tl.int32)
+    address = tl.load(table + slot * columns + column + part)
+    if (count > 0) & (address != 0):
+        width, before = _part(part, n0, n1, n2, EVEN)
+        matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
+        m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+        row = (start + m).to(tl.int64)
+        have_m, have_n = (m < count)[:, None], (n < width)[None, :]
+        out = y + row[:, None] * stride_y + before + n[None, :]
+        held = tl.load(out, mask=have_m & have_n, other=0.0).to(tl.float32)  # early: all loads are under way
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, rank * MULTIPLE, BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)
+            have_k = at < rank * MULTIPLE
+            place = u + row[:, None] * stride_u + part * rank + at[None, :]
+            right = tl.load(
+                matrix + at[:, None] * width + n[None, :], mask=have_n & have_k[:, None], other=0.0
+            )
+            left = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+            for split in tl.static_range(SPLITS):
+                left += tl.load(place + split * stride_split, mask=have_m & have_k[None, :], other=0.0).to(
+                    tl.float32
+                )
+            total = tl.dot(left.to(y.dtype.element_ty), right, total)
+        tl.store(out, total * tl.load(scales + slot) + held, mask=have_m & have_n)
+
+
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _outer(
+    u, g, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_g,
+    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr, ATOMIC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns], rows being a whole segment."""
+    after_previous()
+    tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    part, first = _part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    slot, start, count = (
+        tl.load(cells + tile),
+        tl.load(cells + tiles + tile),
+        tl.load(cells + 2 * tiles + tile),
+    )
+    rank = tl.load(table + slot * columns).to(tl.int32)
+    address = tl.load(table + slot * columns + column + part)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if (address != 0) & (tl.program_id(2) * BLOCK_M < rank * MULTIPLE):
+        width, before = _part(part, n0, n1, n2, EVEN)
+        n = first + tl.arange(0, BLOCK_N)
+        have_m, have_n = (m < rank * MULTIPLE)[:, None], (n < width)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(split * BLOCK_K, count, SPLITS * BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)
+            row, have_k = (start + at).to(tl.int64), at < count
+            left = tl.load(
+                u + row[None, :] * stride_u + part * rank + m[:, None],
+                mask=have_m & have_k[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                g + row[:, None] * stride_g + before + n[None, :], mask=have_n & have_k[:, None], other=0.0
+            )
+            total = tl.dot(left, right, total)
+        total *= tl.load(scales + slot)
+        matrix = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+        out = matrix + m[:, None] * width + n[None, :]
+        if ATOMIC:
+            tl.atomic_add(out, total, mask=have_m & have_n, sem="relaxed")
+        else:
+            tl.store(out, total + tl.load(out, mask=have_m & have_n, other=0.0), mask=have_m & have_n)
+
+
+# -- launching -----------------------------------------------------------------------------------------
+
+
+def _triple(sizes: Sequence[int]) -> tuple[int, int, int]:
+    assert len(sizes) <= 3
+    n0, n1, n2 = (*sizes, 0, 0)[:3]
+    return n0, n1, n2
+
+
+def _even(sizes: Sequence[int]) -> bool:
+    return all(size % 16 == 0 for size in sizes)
+
+
+def _splits(wanted: int, most: int) -> int:
+    """A power of two: every sum over splits is unrolled."""
+    return 1 << max(0, min(16, wanted, most).bit_length() - 1)
+
+
+def _shrunk(
+    x: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
+) -> Tensor:
+    count, parts = tiles.cells.shape[1], len(sizes)
+    width = multiple * table.widest
+    block_n = max(16, min(_WIDEST, triton.next_power_of_2(width)))
+    blocks = triton.cdiv(width, block_n)
+    block_k = 128
+    wanted = _SHRINKING // (count * parts * blocks)
+    splits = _splits(min(wanted, 256 // tiles.rows), max(sizes) // (2 * block_k))
+    dtype = x.dtype if splits == 1 else torch.float32
+    u = torch.empty(splits, x.shape[0], parts * width, dtype=dtype, device=x.device)
+    _shrink[(count, parts * blocks, splits)](
+        x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *_triple(sizes),
+        x.stride(0), u.stride(1), u.stride(0),
+        EVEN=_even(sizes), MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
+        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3, **CHAINED,
+    )  # fmt: skip
+    return u
+
+
+def _expanded(
+    u: Tensor,
+    y: Tensor,
+    table: Table,
+    tiles: Tiles,
+    column: int,
+    sizes: Sequence[int],
+    multiple: int,
+) -> None:
+    count, block_n = tiles.cells.shape[1], 128
+    block_k = max(16, min(64, triton.next_power_of_2(multiple * table.widest)))
+    blocks = sum(triton.cdiv(size, block_n) for size in sizes)
+    stages = 2 if count <= 64 else 1  # few programs wait for memory, many hide it from each other
+    _expand[(blocks, count)](
+        u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
+        *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
+        EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0],
+        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=stages, **CHAINED,
+    )  # fmt: skip
+
+
+def _add_outer(
+    u: Tensor,
+    g: Tensor,
+    grads: Table,
+    segments: Tiles,
+    column: int,
+    sizes: Sequence[int],
+    multiple: int,
+    atomic: bool,
+) -> None:
+    count, block_n, block_k = segments.cells.shape[1], 128, 64
+    block_m = max(16, min(64, triton.next_power_of_2(multiple * grads.widest)))
+    blocks_m = triton.cdiv(multiple * grads.widest, block_m)
+    blocks = sum(triton.cdiv(size, block_n) for size in sizes)
+    wanted = 2 * _PROGRAMS // (count * blocks * blocks_m)
+    splits = max(1, min(wanted, triton.cdiv(segments.rows, 4 * block_k)))
+    _outer[(blocks, count * splits, blocks_m)](
+        u, g, grads.addresses, grads.scales, segments.cells, count, grads.addresses.shape[1], column,
+        *_triple(sizes), u.stride(1), g.stride(0),
+        EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=splits, ATOMIC=atomic or splits > 1,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2, **CHAINED,
+    )  # fmt: skip
+
+
+def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
+    """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does."""
+    return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs))
+
+
+def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+    """y += scale · u · Bᵀ in place."""
+    _expanded(u, y, table, tiles, site.column + 1, site.outs, 1)
+
+
+class Backward(NamedTuple):
+    """What the backward needs beside the forward's: the gradients' table and whole segments as tiles."""
+
+    grads: Table
+    segments: Tiles  # `rows` is the longest
+    atomic: bool  # an adapter has several segments
+
+
+def backward(
+    grad_y: Tensor,
+    x: Tensor,
+    u: Tensor,
+    table: Table,
+    tiles: Tiles,
+    back: Backward,
+    site: Site,
+    grad_x: Tensor | None,
+) -> None:
+    """Add to the adapters' gradients, and to `grad_x` if there is one."""
+    parts = len(site.outs)
+    grad_u = _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)
+    if grad_u.shape[0] > 1:
+        grad_u = grad_u.sum(0, keepdim=True).to(x.dtype)
+    u = u.sum(0, keepdim=True).to(x.dtype) if u.shape[0] > 1 else u
+    _add_outer(u, grad_y, back.grads, back.segments, site.column + 1, site.outs, 1, back.atomic)
+    _add_outer(grad_u, x, back.grads, back.segments, site.column, [site.in_features], parts, back.atomic)
+    if grad_x is not None:
+        _expanded(grad_u, grad_x, table, tiles, site.column, [site.in_features], parts)

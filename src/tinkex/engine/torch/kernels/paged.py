@@ -1,0 +1,164 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""Attention over the paged KV cache: one kernel for decoding and for prefill, by tiles of queries.
+
+A tile is up to `tokens` consecutive queries of one sequence with all the heads that share a kv head, so that
+a key is read once for all of them. Keys beyond a query's position are never read into a result, so pages need
+no clearing. Few sequences are cut along their keys and joined by a second kernel. `kv.PagedAttend` is the
+plain path. Knows nothing of requests.
+
+Shapes: T tokens, H query heads, G kv heads, C head dim, B sequences, N pages of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+
+_KEYS = 64  # that one round of the loop reads
+
+
+class Queries(NamedTuple):
+    """Where a step's queries are and what they see."""
+
+    tiles: Tensor  # int32 [4, tiles]: first row, how many, position of the first, sequence
+    table_BN: Tensor  # int32: each sequence's pages
+    tokens: int  # of a whole tile
+    splits: int = 1  # of the keys
+
+
+@triton.jit
+def _write(k, v, k_pool, v_pool, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = (at < WIDTH) & (slot >= 0)
+    tl.store(k_pool + slot * WIDTH + at, tl.load(k + token * WIDTH + at, mask=inside), mask=inside)
+    tl.store(v_pool + slot * WIDTH + at, tl.load(v + token * WIDTH + at, mask=inside), mask=inside)
+
+
+def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T: Tensor) -> None:
+    """Put new keys and values into their slots; a slot below 0 is nowhere."""
+    tokens, width = k_TGC.shape[0], k_TGC.shape[1] * k_TGC.shape[2]
+    _write[(tokens,)](
+        k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=triton.next_power_of_2(width), **CHAINED
+    )
+
+
+@triton.jit
+def _attend(
+    q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    after_previous()
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
+    position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
+    if count > 0:
+        m, c, l = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK_C), tl.arange(0, KEYS)
+        token, head = m // HEADS, m % HEADS
+        have_m, have_c = (token < count) & (head < H // G), c < C
+        at_q = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head)[:, None] * C + c[None, :]
+        queries = tl.load(q + at_q, mask=have_m[:, None] & have_c[None, :], other=0.0)
+        last = position + count  # keys that the last query sees
+        first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
+        span = tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS
+        if TOKENS == 1:  # whoever reads the new key writes it, instead of a kernel before this one
+            at, new = row.to(tl.int64) * G * C + kv_head * C + c, position
+            if (new >= first + split * span) & (new < first + (split + 1) * span):
+                page = tl.load(table + sequence * stride_table + new // PAGE).to(tl.int64)
+                slot = ((page * PAGE + new % PAGE) * G + kv_head) * C + c
+                tl.store(k_pool + slot, tl.load(k + at, mask=have_c), mask=have_c)
+                tl.store(v_pool + slot, tl.load(v + at, mask=have_c), mask=have_c)
+            tl.debug_barrier()
+        best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
+        mass = tl.zeros((TOKENS * HEADS,), tl.float32)
+        total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
+        for start in range(first + split * span, tl.minimum(first + (split + 1) * span, last), KEYS):
+            key = start + l
+            page = tl.load(table + sequence * stride_table + key // PAGE, mask=key < last, other=0).to(
+                tl.int64
+            )
+            slot = ((page * PAGE + key % PAGE) * G + kv_head) * C
+            keys = tl.load(
+                k_pool + slot[None, :] + c[:, None], mask=(key < last)[None, :] & have_c[:, None], other=0.0
+            )
+            scores = tl.dot(queries, keys) * (scale * 1.4426950408889634)  # so that exp2 does
+            seen = key[None, :] <= position + token[:, None]
+            if WINDOW > 0:
+                seen &= key[None, :] > position + token[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - level[:, None])
+            fade = tl.exp2(best - level)
+            mass = mass * fade + tl.sum(weights, 1)
+            values = tl.load(
+                v_pool + slot[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
+            )
+            total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
+            best = higher
+        total = total / tl.where(mass == 0, 1.0, mass)[:, None]
+        if SPLITS == 1:
+            tl.store(out + at_q, total, mask=have_m[:, None] & have_c[None, :])
+        else:
+            part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
+            tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
+            tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_m)
+
+
+@triton.jit
+def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr):
+    after_previous()
+    row = tl.program_id(0).to(tl.int64)
+    s, c = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
+    levels = tl.load(lse + row * SPLITS + s)
+    level = tl.max(levels, 0)
+    weights = tl.exp2(levels - tl.where(level == float("-inf"), 0.0, level))
+    values = tl.load(parts + (row * SPLITS + s)[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
+    whole = tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
+    tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
+
+
+def attend(
+    q_THC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    queries: Queries,
+    kv_heads: int,
+    page: int,
+    window: int | None,
+) -> Tensor:
+    """Every query over the keys of its sequence up to its own, `window` in all if there is one.
+
+    Tiles of one token put their keys and values into the pools on the way; for others `write` has done so.
+    """
+    (tokens, h, c), splits = q_THC.shape, queries.splits
+    out = torch.empty_like(q_THC)
+    parts, lse = out, out
+    if splits > 1:
+        parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device)
+        lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
+    heads = max(triton.next_power_of_2(h // kv_heads), 16 // queries.tokens)
+    block_c = max(16, triton.next_power_of_2(c))
+    count = queries.tiles.shape[1]
+    _attend[(count, kv_heads, splits)](
+        q_THC, k_TGC, v_TGC, k_pool, v_pool, parts, lse, queries.tiles, count,
+        queries.table_BN, queries.table_BN.stride(0), c**-0.5,
+        H=h, G=kv_heads, C=c, PAGE=page, WINDOW=window or 0, SPLITS=splits, TOKENS=queries.tokens,
+        HEADS=heads, KEYS=_KEYS, BLOCK_C=block_c,
+        num_warps=2 if queries.tokens == 1 else 4, num_stages=3, **CHAINED,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **CHAINED)
+    return out

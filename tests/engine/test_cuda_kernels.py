@@ -1,0 +1,280 @@
+"""Every Triton kernel against the plain path it stands for, in bf16 on a GPU.
+
+TRITON_INTERPRET=1 pytest tests/engine/test_cuda_kernels.py     # the kernels' logic without a GPU
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tinkex.engine.streams import stream_keys
+from tinkex.engine.torch import plain, sample
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.lora import PlainLora
+from tinkex.types.params import LoraConfig
+
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a CUDA device and Triton", allow_module_level=True)
+
+from tinkex.engine.torch import grouped  # noqa: E402
+from tinkex.engine.torch.kernels import draw, elementwise, logprobs, packed, paged  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bf16
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE, dtype)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖, in double."""
+    assert got.shape == want.shape
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm())
+
+
+def assert_near(got: Any, want: Any, bound: float = 8e-3) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert off(one, other) < bound, off(one, other)
+
+
+# -- elementwise -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [64, 96, 1024])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm(width: int, added: bool):
+    x, grad, weight = random(9, width), random(9, width, seed=1), random(width, seed=2)
+    delta, more = (random(9, width, seed=3), random(9, width, seed=4)) if added else (None, None)
+    wide = [None if t is None else t.float() for t in (x, delta, weight)]
+    total, y, rstd = elementwise.normalise(x, delta, weight, 1e-5)
+    want = plain.normalise(wide[0], wide[1], wide[2], 1e-5)  # type: ignore[arg-type]
+    assert_near((total, y, rstd), want)
+    got = elementwise.normalise_backward(grad, total, rstd, weight, more)
+    want = plain.normalise_backward(
+        grad.float(), total.float(), rstd, weight.float(), None if more is None else more.float()
+    )
+    assert_near([got], [want])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((3, 1), 24), ((16, 8), 128)])
+def test_rotate(normed: bool, heads: tuple[int, int], dim: int):
+    h, g = heads
+    qkv, angle = random(5, (h + 2 * g) * dim), random(5, dim // 2, seed=1, dtype=torch.float32)
+    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+    norms = (1 + 0.2 * random(dim, seed=2), 1 + 0.2 * random(dim, seed=3)) if normed else None
+    wide = None if norms is None else (norms[0].float(), norms[1].float())
+    got = elementwise.rotate(qkv, cos, sin, heads, norms, 1e-5)
+    want = plain.rotate(qkv.float(), cos.float(), sin.float(), heads, wide, 1e-5)
+    assert_near(got[:3], want[:3])
+    grads = tuple(random(*part.shape, seed=4 + i) for i, part in enumerate(got[:3]))
+    back = elementwise.rotate_backward(grads, qkv, cos, sin, norms, got[3])  # type: ignore[arg-type]
+    wide_grads = tuple(grad.float() for grad in grads)
+    want_back = plain.rotate_backward(wide_grads, qkv.float(), cos.float(), sin.float(), wide, want[3])  # type: ignore[arg-type]
+    assert_near([back], [want_back])
+
+
+def test_swiglu():
+    gate_up, grad = random(7, 2 * 1040), random(7, 1040, seed=1)
+    assert_near([elementwise.swiglu(gate_up)], [plain.swiglu(gate_up.float())])
+    got = elementwise.swiglu_backward(grad, gate_up)
+    assert_near([got], [plain.swiglu_backward(grad.float(), gate_up.float())])
+
+
+# -- adapters ----------------------------------------------------------------------------------------------
+
+QKV, DOWN = Site(0, "qkv"), Site(0, "down")
+SITES = {
+    QKV: (64, (Part("q", 48, "attn"), Part("k", 16, "attn"), Part("v", 24, "attn"))),
+    DOWN: (160, (Part("down", 64, "mlp"),)),
+}
+
+
+def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
+    one = Adapter.fresh(LoraConfig(rank=rank, seed=seed, **flags), SITES, DEVICE)
+    one.flat.copy_(0.3 * torch.randn(one.flat.shape, generator=torch.Generator().manual_seed(seed)))
+    return one
+
+
+@pytest.mark.parametrize("site", [QKV, DOWN])
+@pytest.mark.parametrize("lengths", [[3, 20, 1, 7], [40, 1, 600, 70]], ids=["few", "many"])
+def test_adapters_of_several_ranks(site: Site, lengths: list[int]):
+    """Forward, the gradient to x and every adapter's gradient; the second has no adapter on the MLP."""
+    adapters = [adapter(4, 1), None, adapter(16, 2, train_mlp=False), adapter(8, 3)]
+    in_features, outs = SITES[site][0], sum(part.out_features for part in SITES[site][1])
+    tokens = sum(lengths)
+    x, y, grad = random(tokens, in_features), random(tokens, outs, seed=1), random(tokens, outs, seed=2)
+
+    for one in adapters:
+        if one is not None:
+            one.open_grad()
+    oracle = PlainLora(adapters, lengths, train=True)
+    leaf = x.float().requires_grad_()
+    wide = oracle(site, leaf, y.float())
+    wide.backward(grad.float())
+    oracle.collect()
+    want = {one: one.grad.clone() for one in adapters if one is not None and one.grad is not None}
+
+    for one in want:
+        one.take_grad()
+        one.open_grad()
+    fast = grouped.GroupedLora(oracle.segments, DEVICE, BF16)
+    place = fast.site(site)
+    assert place is not None
+    got_y, got_x = y.clone(), torch.zeros_like(x)
+    kept = fast.add(place, x, got_y)
+    fast.backward(place, grad, x, kept, got_x)
+    assert off(got_y, wide.detach()) < 1e-2
+    assert leaf.grad is not None
+    assert off(got_x, leaf.grad) < 1e-2
+    for one, grads in want.items():
+        assert one.grad is not None
+        if site in one.shapes:
+            assert off(one.grad, grads) < 1e-2
+        else:
+            assert not one.grad.any()
+
+
+# -- packed attention --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 21, 200])
+@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 24), ((4, 4), 64), ((4, 1), 128)])
+def test_packed_attention(window: int | None, heads: tuple[int, int], dim: int):
+    """Sequences from one token to several tiles: the output and all three gradients."""
+    (h, g), lengths = heads, [1, 300, 128, 17, 129]
+    q, k, v = (random(sum(lengths), n, dim, seed=i) for i, n in enumerate((h, g, g)))
+    grad = random(sum(lengths), h, dim, seed=3)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    pieces = zip(*(x.split(lengths) for x in leaves), strict=True)
+    want = torch.cat([attention(*piece, window) for piece in pieces])
+    want.backward(grad.double())
+    sizes = ((packed.QUERIES, True), (packed.KEYS, False))
+    cut = [packed.cut_tiles(lengths, size, later_first=first) for size, first in sizes]
+    tiles = packed.Tiles(*(torch.from_numpy(one).to(DEVICE) for one in cut))
+    out, lse = packed.forward(q, k, v, tiles, window)
+    assert off(out, want.detach()) < 8e-3
+    back = packed.backward(grad, q, k, v, out, lse, tiles, window)
+    for got, leaf in zip(back, leaves, strict=True):
+        assert leaf.grad is not None
+        assert off(got, leaf.grad) < 1.5e-2
+
+
+# -- paged attention ---------------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The last len(q) of len(k) positions attend: [S, H, C] over [L, G, C], in double."""
+    (s, h, c), (length, g, _) = q.shape, k.shape
+    k, v = (x.double().repeat_interleave(h // g, 1) for x in (k, v))
+    scores = torch.einsum("shc,lhc->hsl", q.double(), k) / c**0.5
+    at, key = torch.arange(length - s, length)[:, None], torch.arange(length)[None]
+    hidden = (key > at) | ((key <= at - window) if window else torch.zeros_like(key, dtype=torch.bool))
+    return torch.einsum("hsl,lhc->shc", scores.masked_fill(hidden.to(DEVICE), -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(("tokens", "splits"), [(1, 1), (1, 4), (16, 1)])
+def test_paged_attention(window: int | None, tokens: int, splits: int):
+    """Sequences of several lengths whose pages lie anywhere, with stale NaNs in what they do not use."""
+    h, g, c, page, pages = 6, 2, 24, 16, 40
+    new = [1] * 5 if tokens == 1 else [1, 16, 33, 50, 5]
+    lengths = [1, 16, 90, 200, 17]
+    pools = [torch.full((pages * page, g * c), float("nan"), dtype=BF16, device=DEVICE) for _ in range(2)]
+    free = np.random.default_rng(0).permutation(pages).tolist()
+    table = torch.zeros(5, 16, dtype=torch.int32)
+    q, whole, tiles, row, new_k, new_v = random(sum(new), h, c), [], [], 0, [], []
+    for i, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        count = min(count, length)
+        held = [free.pop() for _ in range(-(-length // page))]
+        table[i, : len(held)] = torch.tensor(held)
+        slots = (torch.tensor(held)[:, None] * page + torch.arange(page)).flatten()[:length].to(DEVICE)
+        k, v = random(length, g, c, seed=10 + i), random(length, g, c, seed=30 + i)
+        written = slice(0, length - 1 if tokens == 1 else length)  # single tokens write their own
+        paged.write(k[written], v[written], pools[0], pools[1], slots[written])
+        new_k.append(k[length - count :])
+        new_v.append(v[length - count :])
+        tiles += [
+            (row + at, min(tokens, count - at), length - count + at, i) for at in range(0, count, tokens)
+        ]
+        whole.append(attention(q[row : row + count], k, v, window))
+        row += count
+    cells = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous().to(DEVICE)
+    queries = paged.Queries(cells, table.to(DEVICE), tokens, splits)
+    got = paged.attend(
+        q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v), pools[0], pools[1], queries, g, page, window
+    )
+    assert off(got, torch.cat(whole)) < 8e-3
+
+
+def test_a_slot_below_zero_is_nowhere():
+    pool = torch.zeros(4, 8, dtype=BF16, device=DEVICE)
+    k = random(2, 1, 8)
+    paged.write(k, k, pool, pool, torch.tensor([-1, 2], device=DEVICE))
+    assert torch.equal(pool[2], k[1, 0])
+    assert not pool[[0, 1, 3]].any()
+
+
+# -- drawing -----------------------------------------------------------------------------------------------
+
+
+def test_draws_are_the_hosts():
+    """The same keys give the same tokens; logprobs agree; greedy rows and padded ids included."""
+    vocab, padded, rows = 1001, 1216, 64
+    logits = 3 * random(rows, padded)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 2.0] * (rows // 4), device=DEVICE)
+    keys = stream_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows), np.arange(rows))
+    tokens = torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)
+    chosen = torch.full((rows,), torch.nan, device=DEVICE)
+    draw.draw(logits, temperature, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen)
+    logprobs_BV = sample.scaled_logprobs(logits, temperature)
+    off_switch = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
+    want = sample.draw(logprobs_BV, sample.Choice(temperature, *off_switch, keys), vocab)
+    greedy = (temperature == 0).nonzero()[:, 0]
+    best = logprobs_BV[:, :vocab].max(-1).values
+    torch.testing.assert_close(logprobs_BV[greedy, tokens[greedy]], best[greedy])  # bf16 logits have ties
+    drawn = (temperature != 0).nonzero()[:, 0]
+    assert (tokens[drawn] == want[drawn]).float().mean() > 0.95  # a tie of rounding may go either way
+    torch.testing.assert_close(chosen, logprobs_BV.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_draws_follow_the_distribution():
+    rows, vocab = (256, 600) if INTERPRETED else (8192, 600)
+    logits = random(1, vocab).expand(rows, -1).contiguous()
+    ones = torch.ones(rows, device=DEVICE)
+    keys = stream_keys(np.full(rows, 7, np.uint64), np.arange(rows), np.zeros(rows))
+    tokens, chosen = torch.empty(rows, dtype=torch.int64, device=DEVICE), torch.empty_like(ones)
+    draw.draw(logits, ones, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen)
+    p = logits[0].float().softmax(-1)
+    share = torch.bincount(tokens, minlength=vocab).float() / rows
+    # Pearson's statistic has mean vocab - 1 and variance about twice that
+    statistic = float(((share - p).square() / p).sum() * rows)
+    assert abs(statistic - (vocab - 1)) < 6 * (2 * vocab) ** 0.5
+
+
+# -- logprobs ----------------------------------------------------------------------------------------------
+
+
+def test_normaliser_and_gradient():
+    logits = 4 * random(5, 9001)
+    ids = torch.tensor([3, 9000, -1, 0, 4097], device=DEVICE)
+    grads = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], device=DEVICE)
+    wide = logits.double()
+    normaliser = logprobs.normaliser(logits)
+    torch.testing.assert_close(normaliser.double(), wide.logsumexp(-1), atol=1e-4, rtol=1e-5)
+    onehot = torch.zeros_like(wide)
+    onehot[ids >= 0, ids[ids >= 0]] = 1.0
+    want = grads.double()[:, None] * (onehot - wide.softmax(-1))
+    assert off(logprobs.gradient_(logits, normaliser, ids, grads), want) < 8e-3

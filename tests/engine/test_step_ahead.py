@@ -1,0 +1,171 @@
+"""Decoding one step ahead, on a CPU: a stand-in for the device's pipeline, held to the plain steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.tiny import tiny_model
+from tinkex.engine.protocol import EngineError, SampleWork
+from tinkex.engine.streams import stream_keys
+from tinkex.engine.torch.kv import KVCache, PagedAttend, Piece
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.sample import Choice, draw, scaled_logprobs
+from tinkex.engine.torch.sampler import Batch, Limits
+from tinkex.engine.torch.sequences import Request, Sequence
+from tinkex.types.outputs import SampleResponse
+from tinkex.types.params import SamplingParams
+
+CPU = torch.device("cpu")
+Landed = list[tuple[Sequence, int, float]]
+
+
+class SlowPipeline:
+    """What `decode.Pipeline` promises: the results of a step come out one step later."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._flight: Landed = []
+        self.launched = 0
+        self.error: Exception | None = None
+
+    def serves(self, request: Request) -> bool:
+        return request.draws_plainly
+
+    def step(self, sequences: Several[Sequence]) -> Landed:
+        if self.error:
+            raise self.error
+        before, known = self._flight, {s: token for s, token, _ in self._flight}
+        self._flight = [(s, *self._next(s, known.get(s, s.last))) for s in sequences]
+        return self._land(before)
+
+    def land(self) -> Landed:
+        before, self._flight = self._flight, []
+        return self._land(before)
+
+    def drop(self) -> None:
+        self._flight = []
+
+    @torch.inference_mode()
+    def _next(self, sequence: Sequence, token: int) -> tuple[int, float]:
+        self.launched += 1
+        at, config = sequence.computed + sequence.flying, self._decoder.config
+        sequence.flying += 1
+        attend = PagedAttend(self._cache, [Piece(sequence.pages, at, 1)], config.windows, CPU)
+        logits = self._decoder.logits(self._decoder(torch.tensor([token]), torch.tensor([at]), attend))
+        temperature = torch.tensor([sequence.request.work.params.temperature])
+        logprobs = scaled_logprobs(logits, temperature)
+        keys = stream_keys(
+            np.array([sequence.request.seed], np.uint64), np.array([sequence.index]), np.array([at + 1])
+        )
+        choice = Choice(temperature, torch.zeros(1, dtype=torch.int64), torch.ones(1), keys)
+        drawn = int(draw(logprobs, choice, config.vocab_size))
+        return drawn, float(logprobs[0, drawn])
+
+    def _land(self, flight: Landed) -> Landed:
+        for sequence, _, _ in flight:
+            sequence.flying -= 1
+        return flight
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path: Path = tiny_model(tmp_path_factory.mktemp("model"), "llama3")
+    return load_decoder(path)
+
+
+def new_batch(decoder: Decoder, ahead: bool, pages: int = 100, **limits: int) -> tuple[Batch, Any]:
+    c = decoder.config
+    cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
+    pipeline: Any = SlowPipeline(decoder, cache) if ahead else None
+    return Batch(decoder, cache, Limits(**{"context": 200, "sequences": 6, **limits}), pipeline), pipeline
+
+
+def submit(
+    batch: Batch, seed: int, length: int, work: dict | None = None, **params: Any
+) -> tuple[Future[SampleResponse], Request]:
+    ids = np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
+    asked = SamplingParams(**{"max_tokens": 30, "stop": [], "seed": seed, **params})
+    request, future = SampleWork(ids, asked, **(work or {})), Future()
+    return future, batch.submit(request, batch.check_work(request), None, future)
+
+
+def finish(batch: Batch) -> None:
+    for _ in range(3000):
+        if not batch.busy:
+            break
+        batch.step()
+        batch.check()
+    assert not batch.busy
+    assert batch.cache.pages.available == batch.cache.pages.count
+
+
+@pytest.mark.parametrize("pages", [100, 7], ids=["enough pages", "few pages"])
+def test_what_is_drawn_ahead_is_what_the_plain_steps_draw(decoder: Decoder, pages: int):
+    """Stops, lengths, samples of one prompt and cut draws among them, with and without preemption."""
+    answers = []
+    for ahead in (False, True):
+        batch, pipeline = new_batch(decoder, ahead, pages)
+        futures = [submit(batch, i, 5 + 3 * i, max_tokens=4 + 3 * i)[0] for i in range(8)]
+        futures += [submit(batch, 20 + i, 9, stop=list(range(i, 320, 7)))[0] for i in range(4)]
+        futures += [
+            submit(batch, 30, 18, work={"num_samples": 3})[0],
+            submit(batch, 31, 6, temperature=0.0)[0],
+        ]
+        futures += [submit(batch, 32, 6, top_k=5)[0]]
+        finish(batch)
+        answers.append([[s.tokens for s in future.result(timeout=0).sequences] for future in futures])
+        if ahead:
+            assert pipeline.launched > 50
+            assert pages > 7 or batch.preemptions > 0
+    assert answers[0] == answers[1]
+
+
+def test_cancelled_while_a_step_is_in_flight(decoder: Decoder):
+    batch, _ = new_batch(decoder, ahead=True)
+    kept, _ = submit(batch, 1, 10)
+    _, gone = submit(batch, 2, 10)
+    for _ in range(6):
+        batch.step()
+    batch.cancel(gone)
+    batch.check()
+    finish(batch)
+    alone, _ = new_batch(decoder, ahead=False)
+    wanted, _ = submit(alone, 1, 10)
+    finish(alone)
+    assert kept.result(timeout=0).sequences[0].tokens == wanted.result(timeout=0).sequences[0].tokens
+
+
+def test_newcomers_find_nothing_in_flight(decoder: Decoder):
+    """A request that comes while others decode ahead is read and answered; nobody loses a token."""
+    batch, pipeline = new_batch(decoder, ahead=True)
+    first, _ = submit(batch, 1, 10)
+    for _ in range(8):
+        batch.step()
+    assert pipeline._flight
+    second, _ = submit(batch, 2, 40)
+    finish(batch)
+    for future in (first, second):
+        assert len(future.result(timeout=0).sequences[0].tokens) == 30
+
+
+def test_a_step_that_fails_fails_those_it_touched(decoder: Decoder):
+    batch, pipeline = new_batch(decoder, ahead=True)
+    future, _ = submit(batch, 1, 10)
+    for _ in range(4):
+        batch.step()
+    pipeline.error = RuntimeError("the device is gone")
+    finish(batch)
+    with pytest.raises(EngineError, match="the device is gone"):
+        future.result(timeout=0)
+    pipeline.error = None
+    later, _ = submit(batch, 3, 10)
+    finish(batch)
+    assert len(later.result(timeout=0).sequences[0].tokens) == 30
