@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,23 @@ def test_the_documented_times() -> None:
     assert times.unreachable <= 10
     assert 2 * times.connect + 0.5 <= times.unreachable
     assert times.lost == 300
+
+
+def test_every_time_is_in_the_documented_table_with_its_default() -> None:
+    """K4: one table, of all of them."""
+    page = (Path(__file__).parents[1] / "docs" / "client.md").read_text()
+    for name, seconds in dataclasses.asdict(Timeouts()).items():
+        rows = [line for line in page.splitlines() if line.startswith("|") and f"`Timeouts({name}=)`" in line]
+        assert rows, f"docs/client.md does not say what {name} is"
+        spelled = f"{seconds:g} s" if seconds < 300 else f"{seconds / 60:g} minutes"
+        assert all(spelled in row for row in rows), rows
+
+
+def test_what_was_read_does_not_change() -> None:
+    """K11."""
+    for value in (Settings.read({}), Timeouts()):
+        with pytest.raises(AttributeError):
+            setattr(value, next(iter(dataclasses.asdict(value))), 1)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), "4", None, True])

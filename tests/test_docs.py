@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat import table
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- not run:(.*?)-->\n+\Z", re.DOTALL)
-MODEL_NAME = re.compile(r"""["']([\w.-]+(?:/[\w.-]+)+)["']""")
+MODEL_NAME = re.compile(r"""["']([\w.-]+(?:/[\w.-]+)+|SmolLM2-135M-Instruct)["']""")
 
 # Names that pages use without a word: what "your data" and the like stand for; then what single pages add.
 READER_HAS: dict[str, str] = {
@@ -106,3 +107,19 @@ def test_blocks_are_found_with_their_lines_and_reasons() -> None:
     assert first == Block(2, "x = 1\n", None)
     assert second == Block(6, "y\n", "needs a GPU")
     assert third == Block(10, "z = 2\n", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)|src=\"([^\"]+)\"", page.read_text())
+    missing = [one for pair in targets for one in pair if one and "://" not in one]
+    assert [one for one in missing if not (page.parent / one).exists()] == []
+
+
+def test_the_tables_of_what_works_are_what_was_recorded() -> None:
+    """`python -m tests.compat.table` writes them."""
+    outcomes = json.loads(table.RESULTS.read_text())
+    assert (ROOT / "docs/compat.md").read_text() == table.page(outcomes)
+    text = (ROOT / "README.md").read_text()
+    assert text == table.readme(text, outcomes)
+    assert "failed" not in outcomes.values()

@@ -8,8 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+import transformers
 
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 
@@ -63,8 +66,23 @@ def test_sft_then_evaluate_then_chat(model: Path, home: Path, tmp_path: Path) ->
     assert "0 of 1 right" in run(
         "evaluate", "questions.jsonl", model, "--max-tokens", 4, home=home, cwd=tmp_path
     )
+    exported = run("export", adapter, "out", "--base", model, home=home, cwd=tmp_path)
+    assert "merged: out/merged" in exported
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert said_by(load(tmp_path / "out/merged"), model) == "yes"
+    assert said_by(peft.PeftModel.from_pretrained(load(model), tmp_path / "out/adapter"), model) == "yes"
     talked = run("chat", adapter, "--temperature", 0, home=home, cwd=tmp_path, said="hello?\n")
     assert "model: yes" in talked
+
+
+def said_by(model: Any, place: Path) -> str:
+    """What transformers has it say to the question that was trained on."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    messages = [{"role": "user", "content": "hello?"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    return tokenizer.decode(model.generate(prompt, max_new_tokens=3, do_sample=False)[0, prompt.shape[1] :])
 
 
 def test_rl_raises_the_reward(model: Path, home: Path, tmp_path: Path) -> None:

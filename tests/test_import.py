@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -12,9 +14,8 @@ import pytest
 import tinkex
 from tinkex import types
 
-# What the official package exports at its top, 0.36.0 (client-behaviour.md §3), but for these: the traced
-# losses (LossHandle, PerDatumLossFn) are not there yet, and Timeout, RequestOptions, APIResponse and
-# AsyncAPIResponse belong to the HTTP library that its client is generated for.
+# What the official package exports at its top, 0.36.0 (client-behaviour.md §3), but for Timeout,
+# RequestOptions, APIResponse and AsyncAPIResponse, which belong to the HTTP library of its generated client.
 OFFICIAL = """
     TrainingClient ServiceClient SamplingClient RestClient AdminClient APIFuture auth AdamOptimizerConfig
     AdamParams DimuonOptimizerConfig DimuonParams OptimParams Checkpoint CheckpointType Datum DmelChunk
@@ -24,7 +25,7 @@ OFFICIAL = """
     TinkerError APIError APIStatusError APITimeoutError APIConnectionError APIResponseValidationError
     RequestFailedError BadRequestError AuthenticationError BillingError PermissionDeniedError NotFoundError
     ConflictError UnprocessableEntityError RateLimitError InternalServerError ExperimentalWarning types
-    __version__ __title__
+    LossHandle PerDatumLossFn __version__ __title__
 """
 OFFICIAL_TYPES = """
     AccessibleSearchOwner ActiveSessionStatusQuery AdamOptimizerConfig AdamParams AuditLogEntry
@@ -61,6 +62,19 @@ OFFICIAL_TYPES = """
     TrainingRunsResponse UnhandledExceptionEvent UnloadModelRequest UnloadModelResponse UntypedAPIFuture
     UserSearchOwner WeightsInfoResponse WhoamiResponse
 """
+# What its types can do (§3): attributes and methods that programs call.
+OFFICIAL_HELPERS = {
+    "ModelInput": "chunks from_ints to_ints empty append append_int length",
+    "EncodedTextChunk": "tokens type length",
+    "ImageChunk": "length",
+    "ImageAssetPointerChunk": "length",
+    "DmelChunk": "length",
+    "TensorData": "from_numpy from_torch from_torch_sparse to_numpy to_torch tolist data dtype shape",
+    "Datum": "with_provenance model_input loss_fn_inputs",
+    "SampleResponse": "sequences prompt_logprobs prompt_logprobs_np topk_prompt_logprobs",
+    "SampledSequence": "tokens tokens_np logprobs logprobs_np topk_logprobs topk_logprobs_np",
+    "ParsedCheckpointTinkerPath": "from_tinker_path",
+}
 HEAVY = "numpy pydantic torch transformers pyqwest asyncio ssl orjson google.protobuf concurrent.futures"
 
 
@@ -96,6 +110,26 @@ def test_every_official_name_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", OFFICIAL_TYPES.split())
 def test_every_official_type_is_there(name: str) -> None:
     assert getattr(types, name) is not None
+
+
+@pytest.mark.parametrize("name", OFFICIAL_HELPERS)
+def test_every_official_helper_of_a_type_is_there(name: str) -> None:
+    kind = getattr(types, name)
+    fields = getattr(kind, "__annotations__", {}) | getattr(kind, "__dataclass_fields__", {})
+    assert [
+        each for each in OFFICIAL_HELPERS[name].split() if not hasattr(kind, each) and each not in fields
+    ] == []
+
+
+def test_a_loss_handle_has_the_official_attributes() -> None:
+    given = {field.name for field in dataclasses.fields(tinkex.LossHandle)}
+    wanted = {"name", "inputs", "session_id", "graph", "loss_id", "key", "input_names"}
+    assert {each for each in wanted if each not in given and not hasattr(tinkex.LossHandle, each)} == set()
+
+
+def test_the_auth_module_has_the_official_functions() -> None:
+    for name in ("get_tinker_token", "tinker_has_credentials", "raise_if_tinker_not_accessible"):
+        assert callable(getattr(tinkex.auth, name))
 
 
 def test_every_name_we_list_resolves() -> None:
@@ -142,6 +176,7 @@ SERVICE: dict[str, tuple[bool, dict[str, Any]]] = {
     "create_training_client_from_state": (True, {**RESUMED, "optimizer": None}),
     "create_training_client_from_state_with_optimizer": (True, RESUMED),
     "create_sampling_client": (True, {"model_path": None, "base_model": None, **SAMPLER}),
+    "create_custom_loss": (False, {"fn": NEEDED, "input_ranks": NEEDED}),
     "create_rest_client": (False, {}),
     "get_telemetry": (False, {}),
 }  # fmt: skip
@@ -210,8 +245,24 @@ def test_the_official_parameters_are_taken_with_their_defaults(
 
 
 def test_close_takes_what_the_official_one_takes() -> None:
+    """Its status may be left out here: it is "success" then."""
     parameters = inspect.signature(tinkex.ServiceClient.close).parameters
-    assert list(parameters) == ["self", "status", "detail"]
+    assert {name: given.default for name, given in list(parameters.items())[1:]} == {
+        "status": "success", "detail": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["RestClient", "AdminClient"])
+def test_a_client_of_its_own_takes_a_url_and_a_key(kind: str) -> None:
+    parameters = inspect.signature(getattr(tinkex, kind)).parameters
+    for name in ("base_url", "api_key"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default is None
+
+
+def test_types_are_told_to_type_checkers() -> None:
+    """T14."""
+    assert (resources.files("tinkex") / "py.typed").is_file()
 
 
 def test_the_retry_config_has_the_official_fields() -> None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tests.client.conftest import PARAMS, PROMPT, datum
 from tinkex import AdminClient, RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinkex.types import SessionSearchRequest
@@ -46,7 +44,7 @@ FINE: dict[str, Any] = {
 }
 # Where the same name means something else.
 FINE_FOR: dict[str, dict[str, Any]] = {
-    "forward_backward_custom": {"loss_fn": lambda data, logprobs: (sum(map(np.sum, logprobs)), {})},
+    "forward_backward_custom": {"loss_fn": lambda data, logprobs: (sum(each.sum() for each in logprobs), {})},
     "get_external_weights_urls": {"tinker_path": "tinker://run:train:0/external_weights/step-1"},
     "copy_weights": {"destination_project_id": "project"},
     "create_sampling_client": {"model_path": FINE["model_path"]},

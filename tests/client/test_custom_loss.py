@@ -47,6 +47,17 @@ def test_a_custom_pass_is_a_forward_and_a_backward_in_one_turn(stub: Stub, run: 
     assert output.metrics["mine"] == 3
 
 
+def test_what_was_given_back_before_is_not_changed() -> None:
+    """T8: the user's loss and metrics go into a result of its own; the backward pass's stays as it was."""
+    backward = ForwardBackwardOutput("tensors", [], {"loss:sum": 1.5, "n:sum": 2.0})
+    gradients = custom_loss.Gradients([], 7.0, {"mine": 3.0})
+    output = custom_loss.finished(backward, gradients)
+    assert output.metrics == {"loss:sum": 7.0, "surrogate_loss:sum": 1.5, "n:sum": 2.0, "mine": 3.0}
+    assert backward.metrics == {"loss:sum": 1.5, "n:sum": 2.0}
+    with pytest.raises(AttributeError):
+        backward.metrics = {}  # type: ignore[misc]
+
+
 def test_async_and_the_ignored_argument(stub: Stub, run: Any) -> None:
     async def scenario() -> Any:
         return await (await run.forward_backward_custom_async([datum()], squares, loss_type_input="logprobs"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.client.conftest import PARAMS, PROMPT
 from tests.stub import Stub
-from tinkex import APIFuture, ResultTimeoutError
+from tinkex import APIFuture, ResultTimeoutError, ServiceClient
 from tinkex.client.future import completed, fail, resolve, start
 
 
@@ -61,6 +61,26 @@ def test_every_way_of_waiting_gives_the_one_cached_result() -> None:
     assert work.future.result() == 7
     assert work.future.done()
     assert work.calls == 1
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_result_is_fetched_once(stub: Stub, service: ServiceClient, batch: bool) -> None:
+    """K3, K14: whoever waits, however often, and whatever else is asked of the future."""
+    stub.config = {"sample_use_retrieve_futures": batch}
+    run = service.create_lora_training_client("stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    for ask in (run.optim_step, lambda: sampler.sample(PROMPT, 1, PARAMS)):
+        future = ask()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            results = [wait.result(5) for wait in [pool.submit(future.result, 5) for _ in range(4)]]
+        before = [r for r in stub.requests if r.op != "session_heartbeat"]
+        results += [future.result(), asyncio.run(future.result_async()), asyncio.run(_awaiting(future))]
+        assert future.exception() is None
+        assert all(result is results[0] for result in results)
+        time.sleep(0.05)
+        assert [r for r in stub.requests if r.op not in ("session_heartbeat", "retrieve_futures")] == [
+            r for r in before if r.op != "retrieve_futures"
+        ]
 
 
 def test_it_is_a_concurrent_future() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.client.conftest import datum
 from tests.stub import Stub
 from tinkex import Datum, InvalidInputError, ModelInput
 from tinkex.client.passes import check_pass, cut, join, reduce_metrics
-from tinkex.types import ForwardBackwardOutput, ImageAssetPointerChunk, ImageChunk, TensorData
+from tinkex.types import ForwardBackwardOutput, ImageAssetPointerChunk, ImageChunk, LossFnType, TensorData
 
 IMAGE = ImageAssetPointerChunk(format="png", location="s3://x", expected_tokens=4)
 RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones(4, np.float32)}
@@ -96,6 +96,16 @@ def test_good_passes_are_let_through(loss_fn: str) -> None:
     check_pass([datum(weights=huge)], "cross_entropy", None)
 
 
+@pytest.mark.parametrize("loss_fn", [*get_args(LossFnType), "kl_divergence"])
+def test_every_loss_of_the_official_list_and_our_own_is_sent(stub: Stub, run: Any, loss_fn: str) -> None:
+    """C4, T6: whether a server has it is the server's to say; what no one has is refused with the list."""
+    config = {"loss_id": "loss-0"} if loss_fn == "custom" else None
+    run.forward_backward([datum(**RL)], loss_fn, config).result(5)
+    assert loss_fn.encode() in stub.sent("forward_backward")[0].body
+    with pytest.raises(InvalidInputError, match=rf"no loss_fn is called 'l0ss'.*There are: .*{loss_fn}"):
+        run.forward_backward([datum()], "l0ss")
+
+
 def test_an_image_of_unknown_length_is_not_measured() -> None:
     chunk = ImageChunk(data=b"png", format="png")
     check_pass([Datum(ModelInput([chunk]), datum(9).loss_fn_inputs)], "cross_entropy", None)
@@ -140,6 +150,12 @@ def test_the_order_of_chunks_does_not_change_hash_unordered() -> None:
     """C10: CPython's hash of the sorted integers, which is the same in every process."""
     some = [({"h:hash_unordered": float(v)}, 1) for v in (3, 1, 2)]
     assert reduce_metrics(some) == reduce_metrics(some[::-1]) == {"h:hash_unordered": 529344067295497451.0}
+
+
+def test_what_no_rule_is_known_for_is_kept_chunk_by_chunk() -> None:
+    """T11: an unknown suffix, no suffix, and a metric that not every chunk has; nothing is dropped."""
+    some = [({"a:odd": 1.0, "plain": 3.0, "x:sum": 1.0}, 1), ({"a:odd": 2.0}, 2), ({"x:sum": 4.0}, 1)]
+    assert reduce_metrics(some) == {"a:odd": 1.0, "a:odd_1": 2.0, "plain": 3.0, "x:sum": 5.0}
 
 
 def test_hash2_wraps_at_64_bits() -> None:

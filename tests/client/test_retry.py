@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import time
 from email.utils import formatdate
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, close, datum, fast_retries
-from tests.stub import Stub, status
+from tests.stub import Stub, drop, fail, status
 from tinkex import (
     APIStatusError,
     BadRequestError,
@@ -20,6 +21,7 @@ from tinkex import (
     RateLimitError,
     RetryConfig,
     ServiceClient,
+    TinkerError,
 )
 from tinkex.client.retry import Attempt, RetryPolicy, retry_after, retryable
 from tinkex.errors import (
@@ -226,6 +228,25 @@ def test_x_should_retry_true_tries_what_would_be_final(stub: Stub, run: Any, sam
     assert stub.count(op) == 2
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_polls_honour_both_headers_too(stub: Stub, service: ServiceClient, batch: bool) -> None:
+    """C7, H2: every layer is the one policy, those that wait for a result as well."""
+    stub.config = {"sample_use_retrieve_futures": batch}
+    run = service.create_lora_training_client("stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    for call in (run.optim_step, lambda: sampler.sample(PROMPT, 1, PARAMS)):
+        stub.script("retrieve_future", status(503, {"x-should-retry": "false"}))
+        with pytest.raises(InternalServerError, match="retrieve_future: scripted 503"):
+            call().result(5)
+        stub.script("retrieve_future", status(404, {"x-should-retry": "true"}))
+        call().result(5)
+    before = stub.count("retrieve_future")
+    stub.script("retrieve_future", status(503, {"retry-after-ms": "400"}))
+    run.optim_step().result(5)
+    first, second = stub.sent("retrieve_future")[before:]
+    assert second.time - first.time >= 0.35, "its own backoff would have been 0.05 s at most"
+
+
 def test_a_persistent_5xx_on_sampling_is_bounded(stub: Stub, service: ServiceClient, sampler: Any) -> None:
     """Weakness 5.2(7): one budget, whatever the layer; the error says how often it was tried."""
     fast_retries(service, status_budget=0.3)
@@ -279,6 +300,64 @@ def test_the_idempotency_key_is_one_for_one_logical_call(stub: Stub, run: Any) -
     assert len(keys) == 4
     assert len(set(keys[:3])) == 1
     assert keys[3] != keys[0]
+
+
+def _calls(service: ServiceClient) -> dict[str, Any]:
+    run = service.create_lora_training_client("stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    path = run.save_state("kept").result(5).path
+    return {
+        "forward_backward": lambda: run.forward_backward([datum()], "cross_entropy").result(5),
+        "save_weights": lambda: run.save_state("again").result(5),
+        "asample": lambda: sampler.sample(PROMPT, 1, PARAMS).result(5),
+        "create_model": lambda: service.create_lora_training_client("stub/base", timeout=5),
+        "create_sampling_session": lambda: service.create_sampling_client(base_model="stub/base", timeout=5),
+        "copy_weights": lambda: service.copy_weights(path).result(5),
+    }
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "forward_backward",
+        "save_weights",
+        "asample",
+        "create_model",
+        "create_sampling_session",
+        "copy_weights",
+    ],
+)
+def test_every_kind_of_call_is_one_logical_call_over_its_retries(
+    stub: Stub, service: ServiceClient, op: str
+) -> None:
+    """H9, weakness 5.3: the same key and, word for word, the same request; whatever made it be sent again."""
+    call = _calls(service)[op]
+    call()
+    before = stub.count(op)
+    mishaps = [status(503), drop(), status(429, {"retry-after-ms": "10"}), status(409), status(408)]
+    stub.script(op, *mishaps)
+    call()
+    sent = stub.sent(op)[before:]
+    assert len(sent) == len(mishaps) + 1
+    assert len({(request.headers["x-idempotency-key"], request.body) for request in sent}) == 1
+    assert sent[0].headers["x-idempotency-key"] not in {
+        request.headers.get("x-idempotency-key") for request in stub.requests if request not in sent
+    }
+
+
+@pytest.mark.parametrize("where", ["submission", "poll", "failure"])
+def test_messages_are_for_people(stub: Stub, run: Any, where: str) -> None:
+    """Weakness 5.3: no class, no attribute and no object's repr in what is said."""
+    words = {"detail": "no such thing"}
+    if where == "failure":
+        stub.script("optim_step", fail("no such thing"))
+    else:
+        stub.script("optim_step" if where == "submission" else "retrieve_future", status(404, body=words))
+    with pytest.raises(TinkerError) as caught:
+        run.optim_step().result(5)
+    said = str(caught.value)
+    assert said.endswith("no such thing")
+    assert not re.search(r"self\.|<class|object at|[A-Za-z]+\(|\{", said), said
 
 
 def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) -> None:

@@ -267,6 +267,22 @@ def test_the_batch_poller_forgets_what_failed_or_was_cancelled(stub: Stub, servi
 # -- the batch poller --------------------------------------------------------------------------------------
 
 
+def test_a_poller_with_nothing_to_wait_for_does_not_have_the_server_hold_it(
+    stub: Stub, service: ServiceClient
+) -> None:
+    """Each step of a loop has a sampler of its own: polls left behind would take the next one's place."""
+    stub.config = {"sample_use_retrieve_futures": True}
+    sampler = service.create_sampling_client(base_model="stub/base")
+    for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(6)]:
+        future.result(5)
+
+    def told() -> int:
+        return sum(len(sent.json.get("retrieved_request_ids", [])) for sent in stub.sent("retrieve_futures"))
+
+    eventually(lambda: told() == 6)
+    assert stub.sent("retrieve_futures")[-1].json["timeout"] == 0
+
+
 @pytest.mark.parametrize("code", [404, 401, 422])
 def test_a_dead_batch_poller_falls_back(stub: Stub, service: ServiceClient, code: int) -> None:
     """Weakness 5.2(12): what waits and what comes later is polled for one by one."""

@@ -98,10 +98,49 @@ def test_going_on_from_a_checkpoint(stub: Stub, via_load: bool, with_optimizer: 
     close(service)
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("token", "asks"), [("tml-theirs", "tml-theirs"), ("a-capability", "tml-mine"), (None, "tml-mine")]
+)
+@pytest.mark.parametrize("jwt", [False, True])
+def test_going_on_from_another_accounts_checkpoint(
+    stub: Stub, kind: str, token: str | None, asks: str, jwt: bool
+) -> None:
+    """§3.3: what it is, is asked in that account's name; the rest in one's own. Both forms do the same."""
+    stub.config = {"pjwt_auth_enabled": jwt}
+    service = ServiceClient(base_url=stub.url, api_key="tml-mine")
+    path = service.create_lora_training_client("stub/base", rank=4).save_state("a").result(5).path
+    if kind == "sync":
+        service.create_training_client_from_state(path, weights_access_token=token)
+    else:
+        asyncio.run(service.create_training_client_from_state_async(path, weights_access_token=token))
+    keys = [request.headers["x-api-key"] for request in stub.sent("weights_info")]
+    exchanged = [request.headers["x-api-key"] for request in stub.sent("auth/token")]
+    assert (exchanged[-1:] if jwt else keys) == [asks]
+    (loading,) = stub.sent("load_weights")
+    assert loading.json.get("weights_access_token") == token
+    assert loading.headers["x-api-key"] == stub.sent("create_session")[0].headers["x-api-key"]
+    close(service)
+
+
 def test_copying_weights(stub: Stub, service: ServiceClient) -> None:
     path = service.create_lora_training_client("stub/base").save_state("a").result(5).path
     assert service.copy_weights(path, ttl_seconds=9).result(5).endswith("/weights/a")
     assert stub.sent("copy_weights")[0].json["ttl_seconds"] == 9
+    assert stub.sent("copy_weights")[0].json["session_id"] == next(iter(stub.sessions))
+
+
+@pytest.mark.parametrize("said", ["argument", "environment"])
+def test_a_copy_goes_into_the_clients_project(stub: Stub, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    if said == "environment":
+        monkeypatch.setenv("TINKER_PROJECT_ID", "mine")
+    service = ServiceClient(base_url=stub.url, project_id="mine" if said == "argument" else None)
+    path = service.create_lora_training_client("stub/base").save_state("a").result(5).path
+    service.copy_weights(path, ttl_seconds=9, weights_access_token="t").result(5)
+    (copy,) = stub.sent("copy_weights")
+    assert copy.json == {"source_path": path, "destination_project_id": "mine", "ttl_seconds": 9}
+    assert copy.headers["x-tinker-weights-access-token"] == "t"
+    close(service)
 
 
 def test_a_failed_creation_is_raised_and_can_be_repeated(stub: Stub, service: ServiceClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
 from tests.stub import Stub, hang, status
 from tinkex import ServiceClient, Timeouts, TinkerError
+from tinkex.client import limits, session
 
 BEATING = Timeouts(heartbeat_interval=0.05, close=2)
 
@@ -129,6 +131,25 @@ def test_a_dropped_client_is_collected_and_its_session_finished(stub: Stub) -> N
     beats = stub.count("session_heartbeat")
     time.sleep(0.2)
     assert stub.count("session_heartbeat") == beats
+
+
+def test_nothing_in_the_process_remembers_a_client_that_is_gone(stub: Stub) -> None:
+    """K9, K11: no cache, of limits, hosts or sessions, outlives who used it; a closed one no less."""
+
+    def remembered() -> list[str]:
+        leased = [lease.connection.base_url for lease in session._leases]
+        kept = map(str, [*limits._shared, *limits._hosts, *leased])
+        return [each for each in kept if stub.url in each]
+
+    for ends in (close, lambda service: None):
+        service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+        sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        pickle.loads(pickle.dumps(sampler)).sample(PROMPT, 1, PARAMS).result(5)
+        assert len(remembered()) >= 3
+        ends(service)
+        del service, sampler
+        eventually(lambda: gc.collect() is not None and remembered() == [])
 
 
 def test_a_pending_future_keeps_its_client(stub: Stub) -> None:

@@ -479,7 +479,7 @@ def test_the_http_library_streams_too(place: Place) -> None:
     transport: Any = service._connection.transport
     if isinstance(transport, LocalTransport):
         return
-    transport._plain = False
+    transport._pools.plain = False
     sampler = service.create_sampling_client(base_model=MODEL, timeout=30)
     stream = sampler.sample_stream(PROMPT, SEEDED)
     tokens = [token for new in stream for token in new.tokens]
@@ -494,7 +494,7 @@ def test_the_http_library_streams_too(place: Place) -> None:
 
 def test_the_http_library_breaking_off(stub: Stub, service: ServiceClient, sampler: Any) -> None:
     transport: Any = service._connection.transport
-    transport._plain = False
+    transport._pools.plain = False
     stub.script("stream_sample", drop(), events(), events(TOKENS))
     with pytest.raises(StreamBrokenError) as caught:
         sampler.sample_stream(PROMPT, PARAMS).result(5)

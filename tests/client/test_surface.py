@@ -1,4 +1,5 @@
-"""Every public method of every client, found by looking: it can be timed, and it refuses what is wrong."""
+"""Every public method of every client, found by looking: it can be timed, it refuses what is wrong, it gives
+what it says (T14, C13), it blocks no loop (weakness 5.2(8)), and it knows when its client is closed (K8)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ import pytest
 from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum
 from tests.client.surface import CLIENTS, Call, calls
 from tests.stub import Stub, hang
-from tinkex import APIFuture, InvalidInputError, ResultTimeoutError, ServiceClient
+from tinkex import (
+    AdminClient,
+    APIFuture,
+    ClientClosedError,
+    InvalidInputError,
+    RestClient,
+    ResultTimeoutError,
+    ServiceClient,
+)
 from tinkex import types as t
 
 # These answer from what is at hand.
@@ -84,6 +93,97 @@ def test_every_call_that_waits_takes_a_timeout(stub: Stub, clients: dict[type, A
         clients[call.client]._session._opening = None  # as if it had not been opened yet
     with pytest.raises(ResultTimeoutError):  # a listing, or a stream, waits when its items are wanted
         next(iter(do(clients[call.client], call, **call.arguments(timeout=0.05))))
+
+
+ASYNC = [
+    pytest.param(call, fresh, id=f"{call}-{'fresh' if fresh else 'used'}")
+    for call in WAITING
+    for fresh in (False, True)
+    if call.is_async and (not fresh or call.client in (ServiceClient, RestClient, AdminClient))
+]
+
+
+@pytest.mark.parametrize(("call", "fresh"), ASYNC)
+def test_no_async_call_holds_the_users_loop(
+    stub: Stub, clients: dict[type, Any], call: Call, fresh: bool
+) -> None:
+    """Weakness 5.2(8): one that waited for the server where it was called would be over at its first turn."""
+    client = call.client(base_url=stub.url) if fresh else clients[call.client]
+    stub.script("*", hang(), always=True)
+
+    async def scenario() -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            task = asyncio.ensure_future(getattr(client, call.name)(**call.arguments(timeout=0.1)))
+            await asyncio.sleep(0)
+        held = task.done()
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), ResultTimeoutError)
+        return held
+
+    assert not asyncio.run(scenario())
+
+
+LOCAL = NEVER_WAIT | {"close", "get_sampler_handle"}
+
+
+@pytest.mark.parametrize("call", [c for c in calls() if c.name not in LOCAL], ids=named)
+def test_every_call_of_a_closed_client_says_so(stub: Stub, clients: dict[type, Any], call: Call) -> None:
+    """K8: at the call, or from what it gave; and nothing is sent."""
+    clients[ServiceClient].close().result(5)
+    stub.requests.clear()
+
+    def use() -> None:
+        given = do(clients[call.client], call, **call.arguments())
+        given.result(5) if hasattr(given, "result") else next(iter(given))
+
+    with pytest.raises(ClientClosedError, match="make a new ServiceClient"):
+        use()
+    assert stub.requests == []
+
+
+# -- what they give ----------------------------------------------------------------------------------------
+
+
+def is_what_it_says(value: Any, annotation: str) -> bool:
+    """By the names of its classes: `str | None`, `list[float]`, `TrainingRun`."""
+    allowed = {each.partition("[")[0].strip() for each in annotation.split(" | ")}
+    return "Any" in allowed or type(value).__name__.replace("NoneType", "None") in allowed
+
+
+@pytest.fixture
+def there(clients: dict[type, Any]) -> dict[str, Any]:
+    """What the arguments of calls name, where it must be there for them to succeed."""
+    run = clients[CLIENTS[1]]
+    saves = (run.save_state, run.save_weights_for_sampler, run.save_weights_external)
+    paths = [save("step-1").result(5).path for save in saves]
+    return {
+        "training_run_id": run.model_id, "session_id": run.model_id.partition(":")[0],
+        "sampler_id": clients[CLIENTS[2]]._sampling_session_id, "path": paths[0],
+        "model_path": paths[1], "tinker_path": paths[0], "external": paths[2],
+    }  # fmt: skip
+
+
+# They need a tokenizer, a handle, a JWT or a server of ours; each has tests of its own.
+NEEDS_MORE = {
+    "get_tokenizer", "get_tokenizer_async", "from_sampler_handle", "whoami", "get_run_metrics",
+    "get_run_metrics_async", "on_queue_state_change",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [c for c in calls() if c.name not in NEEDS_MORE], ids=named)
+def test_every_call_gives_what_its_annotation_says(
+    clients: dict[type, Any], there: dict[str, Any], call: Call
+) -> None:
+    """T14, C13: every future is the one kind of future, and what comes of it is what is written there."""
+    arguments = {name: there.get(name, value) for name, value in call.arguments().items()}
+    if call.name.startswith("get_external"):
+        arguments["tinker_path"] = there["external"]
+    given, says = do(clients[call.client], call, **arguments), call.gives
+    if says.startswith("APIFuture["):
+        assert type(given) is APIFuture
+        given, says = given.result(5), says.removeprefix("APIFuture[").removesuffix("]")
+    assert is_what_it_says(given, says), f"{type(given)} is not {says}"
 
 
 def wrong_values(parameter: inspect.Parameter) -> list[Any]:

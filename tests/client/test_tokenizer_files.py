@@ -1,15 +1,17 @@
-"""A tokenizer with no hub in reach: from the files that a server of ours offers."""
+"""A client's tokenizer with no hub in reach: which one it is, and from where (Z1, Z2, Z3)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.stub import Stub, status
-from tinkex import TokenizerError
+from tinkex import TinkerError, TokenizerError
 from tinkex.client.service import ServiceClient
 
 WORDS = {"[UNK]": 0, "hello": 1, "world": 2}
@@ -23,12 +25,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def offer(stub: Stub) -> None:
-    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+CONFIG = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"})
+
+
+def words(vocabulary: dict[str, int]) -> str:
+    """The tokenizer.json of these words."""
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
-    stub.script("tokenizer/tokenizer.json", status(200, {}, tokenizer.to_str().encode()), always=True)
-    stub.script("tokenizer/tokenizer_config.json", status(200, {}, json.dumps(config).encode()), always=True)
+    return tokenizer.to_str()
+
+
+def offer(stub: Stub) -> None:
+    stub.script("tokenizer/tokenizer.json", status(200, {}, words(WORDS).encode()), always=True)
+    stub.script("tokenizer/tokenizer_config.json", status(200, {}, CONFIG.encode()), always=True)
 
 
 def test_a_sampler_reads_its_tokenizer_from_the_server_and_keeps_it(home: Path) -> None:
@@ -53,3 +62,56 @@ def test_a_server_without_tokenizers_leaves_the_hub(home: Path) -> None:
             sampler.get_tokenizer()
         assert stub.count("tokenizer/tokenizer.json") == 1
     assert not list(home.glob("tokenizers/*/stub--other"))
+
+
+SHELF = {
+    "server/says": 1,
+    "org/name": 2,
+    "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer": 3,
+}  # by what "hello" is in each
+
+
+@pytest.fixture
+def shelf(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in SHELF.items():
+        place = home / "shelf" / name
+        place.mkdir(parents=True)
+        others = {f"word{n}": n for n in range(1, number)}
+        (place / "tokenizer.json").write_text(words({"[UNK]": 0, **others, "hello": number}))
+        (place / "tokenizer_config.json").write_text(CONFIG)
+    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(home / "shelf"))
+
+
+@pytest.mark.parametrize("wait", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("base_model", "hello"), [("org/name/variant:tag", 2), ("meta-llama/Llama-3.1-8B", 3), ("org/name", 2)]
+)
+def test_runs_and_samplers_choose_alike(shelf: None, base_model: str, hello: int, wait: str) -> None:
+    """Z1: the table of renamed models, then the name; Z2: without blocking a loop, if asked so."""
+    with Stub() as stub, ServiceClient(base_url=stub.url) as service:
+        run = service.create_lora_training_client(base_model)
+        sampler = service.create_sampling_client(base_model=base_model)
+        for client in (run, sampler):
+            tokenizer = client.get_tokenizer() if wait == "sync" else asyncio.run(awaited(client))
+            assert tokenizer.encode("hello") == [hello]
+
+
+async def awaited(client: Any) -> Any:
+    return await client.get_tokenizer_async(timeout=20)
+
+
+def test_the_servers_word_comes_first(shelf: None) -> None:
+    """Z1, C6."""
+    with Stub() as stub, ServiceClient(base_url=stub.url) as service:
+        run = service.create_lora_training_client("meta-llama/Llama-3.1-8B")
+        data = {"model_name": "meta-llama/Llama-3.1-8B", "tokenizer_id": "server/says"}
+        stub.script("get_info", status(200, body={"model_id": run.model_id, "model_data": data}))
+        assert run.get_tokenizer().encode("hello") == [1]
+
+
+def test_a_server_that_names_neither_model_nor_tokenizer_is_told_so(shelf: None) -> None:
+    with Stub() as stub, ServiceClient(base_url=stub.url) as service:
+        run = service.create_lora_training_client("org/name")
+        stub.script("get_info", status(200, body={"model_id": run.model_id, "model_data": {}}))
+        with pytest.raises(TinkerError, match="does not say which model"):
+            run.get_tokenizer()

@@ -244,10 +244,11 @@ def test_a_refusal_fails_one_call_and_no_other(stub: Stub, run: Any, op: str) ->
 
 @pytest.mark.parametrize(("word", "category"), [("User", "user"), ("server", "server"), ("odd", "unknown")])
 def test_a_failed_request_is_told_as_it_was_said(stub: Stub, run: Any, word: str, category: str) -> None:
-    """C2, K3: the server took it, and failed it."""
+    """C2, K3: the server took it, and failed it; a word that is not known is not lost."""
     stub.script("optim_step", fail("the loss is made of cheese", word))
     with pytest.raises(RequestFailedError, match=r"optim_step failed .*made of cheese") as caught:
         run.optim_step().result(5)
+    assert word.lower() in str(caught.value)
     assert caught.value.category is RequestErrorCategory(category)
     assert caught.value.request_id.startswith("r")
     copy = pickle.loads(pickle.dumps(caught.value))

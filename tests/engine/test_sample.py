@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.engine.streams import exponentials, stream_keys
+from tinkex.engine.streams import exponentials, stream_key, stream_keys
 from tinkex.engine.torch.sample import BLOCK, Choice, draw, keep_likeliest, likeliest, race, scaled_logprobs
 from tinkex.types.outputs import TOPK_PADDING
 
@@ -85,6 +85,12 @@ def test_every_seed_sample_and_position_has_its_own_stream():
     assert len(np.unique(stream_keys(seeds.astype(np.uint64), samples, positions))) == 30**3
     huge = np.array([2**64 - 1, 2**63, 0], np.uint64)
     assert len(np.unique(stream_keys(huge, np.zeros(3, int), np.zeros(3, int)))) == 3
+
+
+def test_one_key_in_plain_numbers_is_that_of_arrays():
+    for seed, index, position in [(0, 0, 0), (1, 2, 3), (2**64 - 1, 2**32 + 7, 4095), (2**63, 1, 2**31)]:
+        arrays = stream_keys(np.array([seed], np.uint64), np.array([index]), np.array([position]))
+        assert stream_key(seed, index, position) == arrays[0]
 
 
 # -- rows mind their own business ---------------------------------------------------------------------------

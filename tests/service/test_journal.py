@@ -324,9 +324,33 @@ def test_zeros_at_the_end_are_what_a_power_cut_leaves(tmp_path):
 def test_a_request_of_another_version_is_reported(tmp_path):
     journal = Journal(tmp_path)
     journal.accept(entry(1, "x"))
-    journal._requests.append(["accept", 2, "r2", "op", 0.0, ""], b"cnowhere\nNothing\n.")
+    journal._requests.append(["accept", 2, "r2", "op", 0.0, ""], [b"cnowhere\nNothing\n."])
     with pytest.raises(JournalError, match="cannot be read by this version"):
         restore(tmp_path)
+
+
+def test_a_file_of_the_older_format_is_reported(tmp_path):
+    (tmp_path / "requests-000001.log").write_bytes(b"tinkex journal 1\nwhatever")
+    with pytest.raises(JournalError, match="from an older version of Tinkex"):
+        restore(tmp_path)
+
+
+def test_arrays_of_every_layout_come_back_as_they_were(tmp_path):
+    grid = np.arange(12.0).reshape(3, 4)
+    value = {
+        "empty": np.zeros((0, 3), np.int32),
+        "big": np.arange(300_000),  # longer than what is written at once
+        "fortran": np.asfortranarray(grid),
+        "strided": grid[:, ::2],
+        "read only": np.frombuffer(b"12345678", np.uint8),
+        "several": [np.full(n, n, np.float32) for n in range(50)],
+    }
+    journal = Journal(tmp_path)
+    journal.accept(entry(1, value))
+    journal.resolve("r1", [grid])
+    restored = restore(tmp_path)
+    np.testing.assert_equal(restored.entries[0].request, value)
+    np.testing.assert_equal(restored.outcomes["r1"], [grid])
 
 
 # -- a disk that fails, and a process that dies ----------------------------------------------------------

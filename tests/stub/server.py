@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import resource
+import ssl
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from tests.stub.api import Api
 from tests.stub.futures import Call
 from tests.stub.http import Connection, Reply, Request, reply
 from tests.stub.script import Action, Rule
+
+
+@functools.cache
+def certificate() -> Path:
+    """A certificate for 127.0.0.1 with its key, made for this process: `Stub(tls=True)` shows it."""
+    import trustme
+
+    place = Path(tempfile.mkdtemp(prefix="stub-")) / "localhost.pem"
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(place)
+    authority.cert_pem.write_to_path(place, append=True)
+    return place
 
 
 class Stub(Api):
@@ -24,10 +40,11 @@ class Stub(Api):
     the end of their path: `stub.script("asample", status(503), drop())`, `stub.hold("optim_step")`.
     """
 
-    def __init__(self, *, port: int = 0, record: bool = True, **config: Any) -> None:
+    def __init__(self, *, port: int = 0, record: bool = True, tls: bool = False, **config: Any) -> None:
         super().__init__()
         self.config = config
         self.port = port
+        self.tls = tls  # https, with `certificate()`
         self.record = record
         self.requests: list[Request] = []
         self.total_requests = 0
@@ -56,7 +73,7 @@ class Stub(Api):
         self._thread = threading.Thread(target=self._run, args=(listening,), name="stub", daemon=True)
         self._thread.start()
         self.port = listening.result(timeout=10)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
         """Stop listening and break every connection, as a crash would."""
@@ -75,7 +92,7 @@ class Stub(Api):
         self._connections.clear()  # one that was accepted while the last loop ended is never closed
         try:
             server = await self.loop.create_server(
-                lambda: Connection(self), "127.0.0.1", self.port, backlog=4096
+                lambda: Connection(self), "127.0.0.1", self.port, backlog=4096, ssl=self._context()
             )
         except OSError as error:
             listening.set_exception(error)
@@ -87,6 +104,13 @@ class Stub(Api):
             for connection in self._connections:
                 connection.transport.abort()
             await asyncio.sleep(0)
+
+    def _context(self) -> ssl.SSLContext | None:
+        if not self.tls:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate())
+        return context
 
     def _on_loop(self, function: Callable[[], None]) -> None:
         """Run it where the state lives; at once when the server is down."""

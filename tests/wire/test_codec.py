@@ -307,6 +307,14 @@ def test_whose_fault_a_failure_is_is_read_without_regard_to_case(said, meant):
     assert result({"error": "x", "category": said}).category == meant
 
 
+def test_a_category_that_nobody_knows_is_kept_in_the_words():
+    """C2: what a newer server calls it is for people to read."""
+    assert result({"error": "x", "category": "Quota"}).error == "x (category 'Quota')"
+    assert result({"error": "x", "category": 7}).error == "x (category 7)"
+    for known in ("user", "Server", "UNKNOWN", "", None):
+        assert result({"error": "x", "category": known}).error == "x"
+
+
 @pytest.mark.parametrize("body", [b"", b"junk", b"[]", b"{}"])
 def test_408_is_pending_with_or_without_a_body(body):
     assert result(body, status=408) == t.Pending()

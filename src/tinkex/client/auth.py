@@ -62,10 +62,14 @@ class Credential(Protocol):
         ...
 
 
+def looks_like_key(text: str) -> bool:
+    return text.strip().startswith(("tml-", "eyJ"))
+
+
 def check_key(key: str, origin: str) -> str:
     """`key` without surrounding space, if it can be one; the error never shows it."""
     key = key.strip()
-    if not key.startswith(("tml-", "eyJ")):
+    if not looks_like_key(key):
         raise InvalidInputError(f"{origin} is not an API key: keys start with 'tml-' (or 'eyJ', for a JWT)")
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise InvalidInputError(f"{origin} is not an API key: it has characters that no key contains")

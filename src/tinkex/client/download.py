@@ -22,11 +22,17 @@ from tinkex._version import __version__
 from tinkex.errors import APIConnectionError, InvalidInputError, Request, Response, TinkerError, status_error
 
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if that is known
+
+
+def _silent(done: int, total: int | None) -> None:
+    """Progress that nobody watches."""
+
+
 _CHUNK = 1024 * 1024
 _TIMEOUT = 60.0
 
 
-def download(url: str, target: Path, progress: Progress = lambda done, total: None) -> int:
+def download(url: str, target: Path, progress: Progress = _silent) -> int:
     """Put what is at `url` into the file `target`; its size in bytes."""
     if (local := _local(url)) is not None:
         shutil.copyfile(local, target)
@@ -105,7 +111,7 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
         before += download(url, place, lambda done, total, before=before: progress(before + done, None))
 
 
-def download_archive(url: str, directory: Path, progress: Progress) -> None:
+def download_archive(url: str, directory: Path, progress: Progress = _silent) -> None:
     """A tar, unpacked into `directory`; a directory of this machine is copied."""
     if (local := _local(url)) is not None:
         shutil.copytree(local, directory, dirs_exist_ok=True)

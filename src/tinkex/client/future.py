@@ -256,6 +256,15 @@ async def _drive(coroutine: Coroutine[Any, Any, T], future: APIFuture[T], hop: t
             raise
 
 
+async def owned(future: APIFuture[T], timeout: float | None) -> T:
+    """Await a future that nobody else has: if the task that awaits it is cancelled, so is the request."""
+    try:
+        return await future.result_async(timeout)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+
+
 def completed(value: T, what: str = "request") -> APIFuture[T]:
     """A future that already has its result."""
     future: APIFuture[T] = APIFuture(what)

@@ -1,7 +1,7 @@
 """HTTP/1.1 over plain TCP: for servers on this machine or this network, where requests are many and cheap.
 
 A third of the CPU of a full HTTP library, because it does a third: no TLS, no proxies, no redirects, no
-HTTP/2 (https:// goes through pyqwest; see transport.py). Promises: arrays are written without being copied;
+HTTP/2 (https:// goes through http_library.py). Promises: arrays are written without being copied;
 a connection is used again only after a whole answer; one that the server closed while it was idle is replaced
 without anyone noticing. Raises OSError and nothing else. Knows nothing of Tinker.
 """

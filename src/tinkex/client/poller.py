@@ -108,6 +108,8 @@ class BatchPoller:
         self._waiting: dict[str, asyncio.Future[int | None]] = {}
         # Finished before anyone asked (the submit's answer was slower, or it was cancelled): when, how large.
         self._early: dict[str, tuple[float, int]] = {}
+        self._fetching = 0  # callers whose result is there and on its way
+        self._moved = asyncio.Event()  # set when a caller came, went or was served
         self._retrieved: list[str] = []
         self._cursor = 0
         self._task: asyncio.Task[None] | None = None
@@ -120,16 +122,21 @@ class BatchPoller:
             size = self._early[request_id][1]
         elif not self._broken:
             waiter = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+            self._moved.set()
             if self._task is None:
                 self._task = background.spawn(self._poll())
             try:
                 size = await waiter
             finally:
                 del self._waiting[request_id]
+                self._moved.set()
+        self._fetching += 1
         try:
             owner = self._target.sampling_session_id
             return await retrieve(self._connection, op, request_id, observe=observe, size=size, owner=owner)
         finally:  # whatever came of it, nobody will ask again
+            self._fetching -= 1
+            self._moved.set()
             self._early.pop(request_id, None)
             if not self._broken:
                 self._retrieved.append(request_id)
@@ -137,8 +144,12 @@ class BatchPoller:
     async def _poll(self) -> None:
         failures = 0
         try:
-            # One more round after the last waiter, to tell the server what may be forgotten.
-            while self._waiting or self._retrieved:
+            # One more round after the last caller was served, to tell the server what may be forgotten.
+            while self._waiting or self._fetching or self._retrieved:
+                if (self._waiting or self._fetching) and not self._unanswered():
+                    self._moved.clear()
+                    await self._moved.wait()
+                    continue
                 try:
                     await self._poll_once()
                     failures = 0
@@ -156,6 +167,10 @@ class BatchPoller:
         finally:
             self._task = None
 
+    def _unanswered(self) -> bool:
+        """Is there anything to wait for? A poll for nothing holds a place that another sampler needs."""
+        return any(not waiter.done() for waiter in self._waiting.values())
+
     def _let_go(self) -> None:
         """Have everyone ask on their own: a server that came back may have forgotten what they wait for."""
         self._retrieved.clear()
@@ -168,7 +183,10 @@ class BatchPoller:
         retrieved, self._retrieved = self._retrieved, []
         asked = asyncio.get_running_loop().time()
         request = FuturesRetrieveRequest(
-            target=self._target, prev_cursor=self._cursor, retrieved_request_ids=retrieved
+            target=self._target,
+            prev_cursor=self._cursor,
+            retrieved_request_ids=retrieved,
+            timeout=None if self._unanswered() else 0.0,
         )
         try:
             reply = await self._connection.transport.call(ops.RETRIEVE_FUTURES, request)

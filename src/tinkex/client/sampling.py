@@ -1,49 +1,36 @@
 """SamplingClient: draws from a base model or a published adapter, thousands of requests at a time.
 
 Promises: requests are independent of each other and fail alone; a result that the server forgot is asked
-for anew; a cancelled request is cancelled on the server too. Copies travel to other processes with the
-source of their credential, never with the credential itself.
+for anew; a cancelled request is cancelled on the server too; copies travel to other processes. Knows nothing
+of how a call travels.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
-import json
 import logging
 import random
-import time
-import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinkex.client import loop as background
+from tinkex.client import sampler_copies, samples, tokenizer_files
 from tinkex.client.calls import checks_timeouts
-from tinkex.client.connection import Connection, check_headers, connect, may_travel
-from tinkex.client.future import APIFuture, fail, start
+from tinkex.client.connection import Connection, check_headers
+from tinkex.client.future import APIFuture, owned, start
 from tinkex.client.limits import Gate
 from tinkex.client.poller import BatchPoller, retrieve
+from tinkex.client.progress import Progress
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, RetryPolicy, check_wishes
 from tinkex.client.session import Session
 from tinkex.client.streaming import Feed, SampleStream, draw, unsupported
 from tinkex.client.telemetry import Telemetry
-from tinkex.client.tokenizer_files import fetcher
-from tinkex.config import Timeouts
-from tinkex.errors import (
-    APIConnectionError,
-    APIStatusError,
-    ClientClosedError,
-    ExpiredError,
-    InvalidInputError,
-    TinkerError,
-)
-from tinkex.tokenizers import load_tokenizer, tokenizer_name
-from tinkex.types.data import EncodedTextChunk, ModelInput
-from tinkex.types.futures import CancelFutureRequest, UntypedAPIFuture
+from tinkex.errors import APIStatusError, ClientClosedError, ExpiredError, InvalidInputError, TinkerError
+from tinkex.types.data import ModelInput
+from tinkex.types.futures import CancelFutureRequest
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import (
@@ -98,9 +85,7 @@ class SamplingClient:
         self._dispatch = Gate(1)
         self._batch: BatchPoller | None = None
         self._watch = self._connection.watch(f"sampler {sampling_session_id}", self.on_queue_state_change)
-        self._in_flight: set[asyncio.Task[Any] | None] = set()
-        self._stuck: APIConnectionError | None = None  # why those taken out of `_in_flight` were given up
-        self._last_success = time.monotonic()
+        self._progress = Progress(sampling_session_id)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
@@ -117,43 +102,15 @@ class SamplingClient:
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """`num_samples` continuations of `prompt`."""
-        request = self._request(
-            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
-            topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
-            seq_id=next(self._seq),
-        )  # fmt: skip
-        return start(lambda: self._admitted(self._sample_patiently, request), "sample")
-
-    def _request(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool,
-        topk_prompt_logprobs: int,
-        topk_sample_logprobs: int,
-        target_prompt_logprobs: TensorData | None,
-        prompt_alt_tokens_k: int,
-        prompt_logprobs_last_n: int | None,
-        *,
-        seq_id: int | None,
-    ) -> SampleRequest:
         request = SampleRequest(
-            prompt, sampling_params, num_samples, self._sampling_session_id, seq_id,
-            prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            prompt, sampling_params, num_samples, self._sampling_session_id, next(self._seq),
+            prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs, target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k, prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )  # fmt: skip
-        self._connection.check_open()
-        if _is_empty(prompt):
-            raise InvalidInputError("prompt is empty: sampling needs at least one token to go on from")
-        if request.target_prompt_logprobs is not None:
-            _check_targets(request)
-        return request
+        self._check(request)
+        return start(lambda: self._sample(request), "sample")
 
     async def sample_async(
         self,
@@ -173,7 +130,7 @@ class SamplingClient:
             prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
             topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
         )  # fmt: skip
-        return await _owned(future, timeout)
+        return await owned(future, timeout)
 
     def sample_stream(
         self,
@@ -194,20 +151,23 @@ class SamplingClient:
         `timeout` limits the wait for each next piece; running out of it cancels nothing. Not every server
         has streams: one that does not raises StreamingUnsupportedError.
         """
-        # Without a number: what breaks off is cancelled by the server, and must not be found again.
-        request = self._request(
-            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
-            topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
-            seq_id=None,
+        # Without a seq id: what breaks off is cancelled by the server, and must not be found again.
+        request = SampleRequest(
+            prompt, sampling_params, num_samples, self._sampling_session_id,
+            prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs, target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k, prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
         )  # fmt: skip
+        self._check(request)
         feed = Feed()
         return SampleStream(feed, start(lambda: self._stream(request, feed), "sample_stream"), timeout)
 
     async def _stream(self, request: SampleRequest, feed: Feed) -> SampleResponse:
         transport = self._connection.transport
 
-        def progress(state: str, reason: str | None) -> None:
-            self._last_success = time.monotonic()
+        def observe(state: str, reason: str | None) -> None:
+            self._progress.made()
             self._watch(state, reason)
 
         def opening() -> AsyncGenerator[SampleEvent, None]:
@@ -217,47 +177,46 @@ class SamplingClient:
         with self._connection.reporting(ops.STREAM_SAMPLE.name):
             try:
                 response = await self._admitted(
-                    lambda: draw(opening, feed, policy, self.retry_config, progress)
+                    lambda: draw(opening, feed, policy, self.retry_config, observe)
                 )
             except APIStatusError as error:
                 raise unsupported(error, request) from None
-        return _checked(response, request, UntypedAPIFuture(""))
+        return samples.checked(response, request)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
         """log p(token | what is before it) for each token of `prompt`; None for the first."""
-        future: APIFuture[list[float | None]] = APIFuture("compute_logprobs")
-        inner = self.sample(
-            prompt, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        request = SampleRequest(
+            prompt, SamplingParams(max_tokens=1), 1, self._sampling_session_id, next(self._seq),
+            prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
         )  # fmt: skip
-        _forward(inner, future, _prompt_logprobs)
-        return future
+        self._check(request)
+
+        async def score() -> list[float | None]:
+            return samples.prompt_logprobs(await self._sample(request))
+
+        return start(score, "compute_logprobs")
 
     async def compute_logprobs_async(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None, *, timeout: float | None = None
     ) -> list[float | None]:
-        return await _owned(self.compute_logprobs(prompt, prompt_logprobs_last_n), timeout)
+        return await owned(self.compute_logprobs(prompt, prompt_logprobs_last_n), timeout)
 
-    async def _admitted(
-        self, sample: Callable[..., Awaitable[SampleResponse]], *given: Any
-    ) -> SampleResponse:
+    def _check(self, request: SampleRequest) -> None:
+        self._connection.check_open()
+        samples.check_request(request)
+
+    def _sample(self, request: SampleRequest) -> Coroutine[Any, Any, SampleResponse]:
+        return self._admitted(lambda: self._sample_patiently(request))
+
+    async def _admitted(self, sample: Callable[[], Awaitable[SampleResponse]]) -> SampleResponse:
         """Sample within this client's limits, and give up if nothing moves any more."""
         await self._open()
-        task = asyncio.current_task()
-        self._in_flight.add(task)
-        try:
+        with self._progress:
             async with self._gate.hold():
-                response = await sample(*given)
-            self._last_success = time.monotonic()
-            return response
-        except asyncio.CancelledError:
-            if self._stuck is not None and task not in self._in_flight:
-                raise self._stuck from None
-            raise
-        finally:
-            self._in_flight.discard(task)
+                return await sample()
 
     async def _sample_patiently(self, request: SampleRequest) -> SampleResponse:
         if self._first_seq:
@@ -291,7 +250,7 @@ class SamplingClient:
         except asyncio.CancelledError:
             background.spawn(_cancel(self._connection, promise.request_id))
             raise
-        return _checked(response, request, promise)
+        return samples.checked(response, request, promise.sample_sequence_ids)
 
     async def _open(self) -> None:
         """Learn the server's settings and this copy's number, before the first sample."""
@@ -315,22 +274,7 @@ class SamplingClient:
         if config.sample_use_retrieve_futures:
             self._batch = BatchPoller(self._connection, self._sampling_session_id, clone_id)
         if self.retry_config.enable_stuck_detection and config.sample_enable_stuck_detection:
-            self._last_success = time.monotonic()
-            background.spawn(_watch_progress(weakref.ref(self), self.retry_config.progress_timeout))
-
-    def _give_up_if_stuck(self) -> None:
-        quiet = time.monotonic() - self._last_success
-        if not self._in_flight:
-            self._last_success = time.monotonic()
-        elif quiet > self.retry_config.progress_timeout:
-            stuck, self._in_flight = self._in_flight, set()
-            self._stuck = APIConnectionError(
-                message=f"no sample of {self._sampling_session_id} finished for {quiet:.0f} s "
-                f"(RetryConfig.progress_timeout); {len(stuck)} were waiting"
-            )
-            for task in stuck:
-                if task is not None:
-                    task.cancel()
+            self._progress.watch(self.retry_config.progress_timeout)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called when the server pauses or resumes this sampler; override it to be told."""
@@ -364,8 +308,7 @@ class SamplingClient:
     async def _tokenizer(self) -> Any:
         request = GetSamplerRequest(sampler_id=self._sampling_session_id)
         model = (await self._connection.call(ops.GET_SAMPLER, request)).base_model
-        load = partial(load_tokenizer, tokenizer_name(model), fetch=fetcher(self._connection, model))
-        return await background.in_own_thread(load)
+        return await tokenizer_files.load(self._connection, model)
 
     def get_telemetry(self) -> Telemetry | None:
         """What tells the server of failures; None unless that was asked for."""
@@ -377,25 +320,11 @@ class SamplingClient:
     # -- copies in other processes -----------------------------------------------------------------------
 
     def _state(self, timeout: float | None = None) -> dict[str, Any]:
-        if not self._connection.base_url:
-            raise TypeError(
-                "this sampler runs inside this process and cannot be sent to another one; start a server "
-                "with `tinkex serve` to share it"
-            )
-        headers = self._connection.headers
-        if left := [name for name, value in headers.items() if not may_travel(name, value)]:
-            log.warning(
-                "%r travels without the header %s, which may hold a credential: "
-                "SamplingClient.from_sampler_handle(…, default_headers_overrides=…) takes it there",
-                self, ", ".join(left),
-            )  # fmt: skip
+        """All that another process needs to make a copy of this sampler."""
         return {
-            "base_url": self._connection.base_url,
+            **sampler_copies.way_of(self._connection, self),
             "session_id": start(self._session.open).result(timeout),
-            "headers": {name: value for name, value in headers.items() if name not in left},
-            "timeouts": asdict(self._connection.timeouts),
             "sampling_session_id": self._sampling_session_id,
-            "credential": self._connection.credential_source,
             "record_stability_info": self._record_stability_info,
             "base_model": self.base_model,
             "model_path": self.model_path,
@@ -406,9 +335,7 @@ class SamplingClient:
 
     def get_sampler_handle(self, *, timeout: float | None = None) -> str:
         """A string from which another process can make this sampler; it holds no credential."""
-        config = asdict(replace(self.retry_config, retryable_exceptions=()))
-        state = {**self._state(timeout), "retry_config": config}
-        return base64.urlsafe_b64encode(json.dumps(state).encode()).decode()
+        return sampler_copies.to_handle(self._state(timeout), self.retry_config)
 
     @staticmethod
     def from_sampler_handle(
@@ -420,9 +347,8 @@ class SamplingClient:
         """The sampler that `get_sampler_handle` described, with headers besides those that came along."""
         more = check_headers(default_headers_overrides)
         try:
-            state = json.loads(base64.urlsafe_b64decode(handle))
+            state, config = sampler_copies.from_handle(handle)
             state["headers"] = {**state.get("headers", {}), **more}
-            config = RetryConfig(**{**state.pop("retry_config"), "retryable_exceptions": ()})
             return _from_state(state, config, api_key=api_key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, TinkerError):
@@ -454,7 +380,7 @@ def open_sampler(
             model_path=model_path,
             base_model=base_model,
         )
-        reply = await session.call(ops.CREATE_SAMPLING_SESSION, request)
+        reply = await session.connection.call(ops.CREATE_SAMPLING_SESSION, request)
         return SamplingClient(
             session, reply.sampling_session_id, retry_config=retry_config,
             record_stability_info=record_stability_info, base_model=base_model, model_path=model_path,
@@ -463,36 +389,14 @@ def open_sampler(
     return start(create, "create_sampling_session")
 
 
-# Copies that came into this process share one session each, so that a thousand of them beat one heart.
-_joined: weakref.WeakValueDictionary[tuple[Any, ...], Session] = weakref.WeakValueDictionary()
-
-
 def _from_state(
     state: dict[str, Any], retry_config: RetryConfig, *, api_key: str | None = None
 ) -> SamplingClient:
-    headers, timeouts = state.get("headers", {}), Timeouts(**state.get("timeouts", {}))
-    source = None if api_key else state["credential"]
-    connection = connect(state["base_url"], api_key, source=source, headers=headers, timeouts=timeouts)
-    ways = connection.credential_source, api_key or "", tuple(sorted(headers.items())), timeouts
-    key = (state["base_url"], state["session_id"], *ways)
-    session = _joined.get(key)
-    if session is None or session.connection.closed:
-        session = _joined[key] = Session(connection, session_id=state["session_id"])
     return SamplingClient(
-        session, state["sampling_session_id"], retry_config=retry_config,
-        record_stability_info=state["record_stability_info"], clone=True,
+        sampler_copies.joined_session(state, api_key), state["sampling_session_id"], clone=True,
+        retry_config=retry_config, record_stability_info=state["record_stability_info"],
         base_model=state.get("base_model"), model_path=state.get("model_path"),
     )  # fmt: skip
-
-
-async def _watch_progress(ref: weakref.ref[SamplingClient], timeout: float) -> None:
-    while True:
-        await asyncio.sleep(min(60.0, timeout / 4))
-        sampler = ref()
-        if sampler is None:
-            return
-        sampler._give_up_if_stuck()
-        del sampler
 
 
 async def _cancel(connection: Connection, request_id: str) -> None:
@@ -501,66 +405,3 @@ async def _cancel(connection: Connection, request_id: str) -> None:
         await connection.transport.call(ops.CANCEL_FUTURE, CancelFutureRequest(request_id=request_id))
     except TinkerError as error:
         log.debug("sample %s could not be cancelled on the server: %s", request_id, error)
-
-
-async def _owned(future: APIFuture[Any], timeout: float | None) -> Any:
-    """Await a future that nobody else has: if the task that awaits it is cancelled, so is the request."""
-    try:
-        return await future.result_async(timeout)
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
-
-
-def _forward(inner: APIFuture[Any], outer: APIFuture[Any], convert: Any) -> None:
-    """`outer` becomes `convert` of what `inner` becomes; cancelling either cancels both."""
-
-    def done(_: Any) -> None:
-        if inner.cancelled():
-            outer.cancel()
-        elif error := inner.exception():
-            fail(outer, error)
-        else:
-            try:
-                outer.set_result(convert(inner.result()))
-            except Exception as failure:
-                fail(outer, failure)
-
-    inner.when_done(done)
-    outer.when_done(lambda f: f.cancelled() and inner.cancel())
-
-
-def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
-    if response.prompt_logprobs is None:
-        raise TinkerError("the server did not return the prompt's logprobs")
-    return response.prompt_logprobs
-
-
-def _is_empty(prompt: ModelInput) -> bool:
-    return all(isinstance(chunk, EncodedTextChunk) and not chunk.length for chunk in prompt.chunks)
-
-
-def _check_targets(request: SampleRequest) -> None:
-    targets, positions = request.target_prompt_logprobs, request.prompt.length - 1
-    assert targets is not None
-    if targets.dtype != "int64" or len(targets.dense_shape) != 2 or targets.dense_shape[0] != positions:
-        raise InvalidInputError(
-            f"target_prompt_logprobs must be int64 of shape [{positions}, K] (a row for each prompt token "
-            f"but the first), got {targets.dtype} {list(targets.dense_shape)}"
-        )
-
-
-def _checked(response: SampleResponse, request: SampleRequest, promise: UntypedAPIFuture) -> SampleResponse:
-    """The response, with its sequences' ids; what was asked for must be there."""
-    if len(response.sequences) != request.num_samples:
-        raise TinkerError(
-            f"the server returned {len(response.sequences)} sequences for num_samples={request.num_samples}"
-        )
-    if request.prompt_alt_tokens_k and response.prompt_alt_tokens is None:
-        raise TinkerError("this server does not support prompt_alt_tokens_k")
-    ids = promise.sample_sequence_ids
-    if not ids or len(ids) != len(response.sequences):
-        return response  # servers before 0.26 have none
-    for sequence, sequence_id in zip(response.sequences, ids, strict=True):
-        object.__setattr__(sequence, "sequence_id", sequence_id)  # nobody else has seen it yet
-    return response

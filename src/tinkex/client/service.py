@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinkex.client.auth import looks_like_key
 from tinkex.client.calls import check_text, check_ttl, checks_timeouts
 from tinkex.client.connection import Connection, check_headers, connect
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
@@ -257,13 +258,13 @@ class ServiceClient:
         async def via_load() -> TrainingClient:
             """The server makes the run and loads it in one request; the run's id follows from its number."""
             session_id = await self._session.open()
-            place = {"session_id": session_id, "model_seq_id": seq}
-            promise = await self._session.call(ops.LOAD_WEIGHTS, request.model_copy(update=place))
+            numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
+            promise = await self._connection.call(ops.LOAD_WEIGHTS, numbered)
             loaded = await retrieve(self._connection, ops.LOAD_WEIGHTS, promise.request_id)
             return TrainingClient(self._session, loaded.model_id or f"{session_id}:train:{seq}")
 
         async def via_create() -> TrainingClient:
-            info = await self._connection.call(ops.GET_WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path))
+            info = await self._weights_info(path, token)
             run = await open_run(
                 self._session,
                 lambda session_id: CreateModelRequest(
@@ -282,6 +283,20 @@ class ServiceClient:
             return await via_create()
 
         return start(resume, "create_training_client_from_state")
+
+    async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
+        """What a checkpoint is; another account's is asked for in its name: the token is a key of its."""
+        mine, request = self._connection, WeightsInfoRequest(tinker_path=path)
+        if not mine.base_url or token is None or not looks_like_key(token):
+            return await mine.call(ops.GET_WEIGHTS_INFO, request, method="get_weights_info_by_tinker_path")
+        theirs = connect(
+            mine.base_url, token, settings=mine.settings, headers=mine.headers, timeouts=mine.timeouts,
+            telemetry=False,
+        )  # fmt: skip
+        try:
+            return await theirs.call(ops.GET_WEIGHTS_INFO, request, method="get_weights_info_by_tinker_path")
+        finally:
+            await theirs.close()
 
     def _session_alive(self) -> APIFuture[bool]:
         """Whether the server still has this client's session; if not, another is opened (tinkex.recovery)."""
@@ -311,7 +326,7 @@ class ServiceClient:
                 session_id=session_id, custom_loss_seq_id=next(self._session.custom_loss_seq), name=loss.name,
                 inputs=list(loss.inputs), graph=loss.wire,
             )  # fmt: skip
-            promise = await self._session.call(ops.CREATE_CUSTOM_LOSS, request)
+            promise = await self._connection.call(ops.CREATE_CUSTOM_LOSS, request)
             try:
                 reply = await retrieve(self._connection, ops.CREATE_CUSTOM_LOSS, promise.request_id)
             except RequestFailedError as error:
@@ -358,7 +373,11 @@ class ServiceClient:
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> APIFuture[str]:
-        """Copy a checkpoint into this session; the new path."""
+        """Copy a checkpoint into this client's project or, if it has none, into its session; the new path."""
+        if project := self._session.project_id:
+            return RestClient(self._connection).copy_weights(
+                path, project, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+            )
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         self._connection.check_open()
         request = CopyWeightsRequest(
@@ -367,9 +386,9 @@ class ServiceClient:
         seq = next(self._session.run_seq)
 
         async def copy() -> str:
-            place = {"session_id": await self._session.open(), "model_seq_id": seq}
-            reply = await self._session.call(ops.COPY_WEIGHTS, request.model_copy(update=place))
-            return reply.tinker_path
+            session_id = await self._session.open()
+            numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
+            return (await self._connection.call(ops.COPY_WEIGHTS, numbered)).tinker_path
 
         return start(copy, "copy_weights")
 

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import weakref
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from tinkex._version import __version__
 from tinkex.client import loop as background
@@ -29,11 +29,8 @@ from tinkex.types.sessions import (
     SessionHeartbeatRequest,
 )
 from tinkex.wire import ops
-from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
-Req = TypeVar("Req")
-Reply = TypeVar("Reply")
 _REASONS = {
     "success": ClientSessionFinishSuccess,
     "errored": ClientSessionFinishErrored,
@@ -138,6 +135,11 @@ class Session:
         self.sampling_seq = itertools.count()
         self.custom_loss_seq = itertools.count()
 
+    @property
+    def project_id(self) -> str | None:
+        """The project that it belongs to, if one was named."""
+        return self._request.project_id
+
     async def open(self) -> str:
         """The session's id, opening the session if this is its first use."""
         self.connection.check_open()
@@ -165,9 +167,6 @@ class Session:
             if message:
                 log.log(level, "%s", message)
         return reply.session_id
-
-    async def call(self, op: Op[Req, Reply], request: Req, **context: Any) -> Reply:
-        return await self.connection.call(op, request, **context)
 
     @property
     def session_id(self) -> str | None:

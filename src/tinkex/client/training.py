@@ -1,38 +1,29 @@
 """TrainingClient: one run, as a loop on a laptop sees it.
 
-Promises: requests are executed in the order of the calls; a call returns at once with a future; what is
-wrong with its input is raised at the call. A step whose pass was not wholly accepted is held back, so that
-nothing is ever applied to a part of a batch. Hop 1 of a request.
+Promises: the official names, parameters and defaults; requests are executed in the order of the calls; a call
+returns at once with a future; what is wrong with its input is raised at the call. Hop 1 of a request: how it
+is numbered and sent is run_requests.py's. Knows nothing of how a call travels.
 """
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from tinkex.client import custom_loss, passes
+from tinkex.client import custom_pass, passes, tokenizer_files
 from tinkex.client.calls import check_ttl, checks_timeouts
+from tinkex.client.custom_pass import CustomLoss
 from tinkex.client.future import APIFuture, start
-from tinkex.client.loop import in_own_thread, off_loop
 from tinkex.client.poller import retrieve
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_wishes
+from tinkex.client.run_requests import LossConfig, RunRequests, after
+from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
-from tinkex.client.tokenizer_files import fetcher
-from tinkex.client.turns import Turns
 from tinkex.config import console_url
-from tinkex.errors import (
-    CredentialError,
-    InvalidInputError,
-    PassIncompleteError,
-    RequestFailedError,
-    TinkerError,
-)
-from tinkex.tokenizers import load_tokenizer, tokenizer_name
+from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -44,28 +35,12 @@ from tinkex.types.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from tinkex.types.data import Datum, ForwardBackwardInput
+from tinkex.types.data import Datum
 from tinkex.types.optimizers import OptimParams
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams
-from tinkex.types.training import (
-    ForwardBackwardRequest,
-    GetInfoRequest,
-    GetInfoResponse,
-    OptimStepRequest,
-    OptimStepResponse,
-)
+from tinkex.types.training import GetInfoRequest, GetInfoResponse, OptimStepRequest, OptimStepResponse
 from tinkex.wire import ops
-from tinkex.wire.ops import Op
-
-if TYPE_CHECKING:
-    from tinkex.client.sampling import SamplingClient
-
-T = TypeVar("T")
-LossConfig = Mapping[str, float | str]
-
-# Errors after which a seq id is free again: nothing with it left this process.
-NEVER_SENT = (InvalidInputError, CredentialError)
 
 
 @checks_timeouts
@@ -81,15 +56,7 @@ class TrainingClient:
     def __init__(self, session: Session, model_id: str) -> None:
         self._session = session
         self.model_id = model_id
-        self._turns = Turns()
-        self._seq = 1  # create_model was 0; only touched in a turn
-        self._incomplete: str | None = None  # why the next step must not be sent: a part of its pass was
-        self._failed: str | None = (
-            None  # why the pass before came to nothing, which bars steps already called
-        )
-        self._failures = 0
-        self._cause: Exception | None = None  # what either of them came from
-        self._watch = session.connection.watch(f"run {model_id}")
+        self._requests = RunRequests(session, model_id)
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -118,7 +85,7 @@ class TrainingClient:
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: custom_loss.CustomLossFnV1 | custom_loss.LossHandle | custom_loss.ArrayLoss,
+        loss_fn: CustomLoss,
         *,
         loss_type_input: str | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
@@ -128,40 +95,16 @@ class TrainingClient:
         `ServiceClient.create_custom_loss`; or an object that knows its gradients (tinkex.regularizers).
         `loss_type_input` is accepted for the official signature and has no effect.
         """
-        if isinstance(loss_fn, custom_loss.LossHandle):
-            return self._pass_of_handle(data, loss_fn)
-        passes.check_pass(data, "cross_entropy", None)
-        if not callable(loss_fn) and not isinstance(loss_fn, custom_loss.ArrayLoss):
-            raise InvalidInputError(
-                f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"
-            )
-        data = list(data)
-        return self._enqueue(
-            "forward_backward_custom", lambda: self._guarded(self._send_custom(data, loss_fn))
-        )
+        return custom_pass.submit(self._requests, data, loss_fn)
 
     async def forward_backward_custom_async(
         self,
         data: Sequence[Datum],
-        loss_fn: custom_loss.CustomLossFnV1 | custom_loss.LossHandle | custom_loss.ArrayLoss,
+        loss_fn: CustomLoss,
         *,
         loss_type_input: str | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
-
-    def _pass_of_handle(
-        self, data: Sequence[Datum], handle: custom_loss.LossHandle
-    ) -> APIFuture[ForwardBackwardOutput]:
-        passes.check_pass(data, "custom", None)
-        handle.check(data)
-        if handle.session_id != self._session.session_id:
-            raise InvalidInputError(
-                f"the loss {handle.name!r} was created in session {handle.session_id}, but this run is of "
-                f"session {self._session.session_id}: create it with this run's ServiceClient"
-            )
-        data = list(data)
-        send = self._send_uploaded if handle.loss_id is not None else self._send_traced
-        return self._enqueue("forward_backward_custom", lambda: self._guarded(send(data, handle)))
 
     def _pass(
         self, what: str, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
@@ -173,101 +116,7 @@ class TrainingClient:
                 "forward_backward_custom"
             )
         data = list(data)  # the caller may reuse theirs
-        if forward_only:
-            return self._enqueue(what, lambda: self._send_pass(data, loss_fn, config, True))
-        return self._enqueue(what, lambda: self._guarded(self._send_pass(data, loss_fn, config, False)))
-
-    async def _guarded(self, sending: Awaitable[T]) -> T:
-        """Send a pass that a step builds on; if it comes to nothing, the step must not be sent."""
-        try:
-            return await sending
-        except Exception as error:
-            self._cause = error
-            if self._incomplete is None:
-                self._failures += 1
-                self._failed = str(error) or type(error).__name__
-            raise
-
-    async def _send_pass(
-        self, data: list[Datum], loss_fn: str, config: LossConfig | None, forward_only: bool
-    ) -> Awaitable[ForwardBackwardOutput]:
-        limits = self._session.connection.config
-        chunks = passes.cut(data, limits.fwdbwd_max_chunk_len, limits.fwdbwd_max_chunk_bytes_count)
-        first, self._seq = self._seq, self._seq + len(chunks)
-        requests = [
-            ForwardBackwardRequest(
-                ForwardBackwardInput(chunk, loss_fn, config), self.model_id, first + n, forward_only
-            )
-            for n, chunk in enumerate(chunks)
-        ]
-        promises = await self._post_chunks(requests, parallel=limits.parallel_fwdbwd_chunks)
-        return self._collect_pass([promise.request_id for promise in promises])
-
-    async def _post_chunks(self, requests: list[ForwardBackwardRequest], *, parallel: bool) -> list[Any]:
-        """Post all chunks of a pass; if any is refused, say so and remember that the pass is incomplete."""
-
-        def post(request: ForwardBackwardRequest) -> Awaitable[Any]:
-            return self._session.call(ops.FORWARD_BACKWARD, request, observe=self._watch.submitting)
-
-        answers: list[Any] = []
-        if parallel:
-            # The first chunk last: when it arrives, the server has the whole pass and can batch it.
-            rest = await asyncio.gather(*map(post, requests[1:]), return_exceptions=True)
-            answers = [*await asyncio.gather(post(requests[0]), return_exceptions=True), *rest]
-        else:
-            for request in requests:
-                answers += await asyncio.gather(post(request), return_exceptions=True)
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if not errors:
-            return answers
-        if len(errors) == len(answers) and all(isinstance(e, NEVER_SENT) for e in errors):
-            self._seq = requests[0].seq_id
-        elif not requests[0].forward_only:
-            accepted = len(answers) - len(errors)
-            self._incomplete = (
-                f"{accepted} of {len(answers)} requests of a forward_backward were accepted ({errors[0]})"
-            )
-        raise errors[0]
-
-    async def _collect_pass(self, request_ids: list[str]) -> ForwardBackwardOutput:
-        outputs = await asyncio.gather(*(self._result(ops.FORWARD_BACKWARD, r) for r in request_ids))
-        return passes.join(outputs)
-
-    async def _send_uploaded(
-        self, data: list[Datum], handle: custom_loss.LossHandle
-    ) -> Awaitable[ForwardBackwardOutput]:
-        waiting = await self._send_pass(data, "custom", {"loss_id": handle.loss_id or ""}, False)
-
-        async def finish() -> ForwardBackwardOutput:
-            try:
-                return await waiting
-            except RequestFailedError as error:
-                raise handle.explain(error) from None
-
-        return finish()
-
-    def _send_traced(
-        self, data: list[Datum], handle: custom_loss.LossHandle
-    ) -> Awaitable[Awaitable[ForwardBackwardOutput]]:
-        return self._send_custom(data, handle.run_here)
-
-    async def _send_custom(
-        self, data: list[Datum], loss_fn: custom_loss.CustomLossFnV1 | custom_loss.ArrayLoss
-    ) -> Awaitable[ForwardBackwardOutput]:
-        # All of it within one turn: what is called after this pass must be sent after its backward half.
-        forward = await self._send_pass(custom_loss.probe(data), "cross_entropy", None, True)
-
-        async def differentiate() -> custom_loss.Gradients:
-            return await in_own_thread(custom_loss.differentiate, self, loss_fn, data, await forward)
-
-        gradients = await self._turns.while_wanted(differentiate())
-        surrogate = await off_loop(custom_loss.linearised, data, gradients.weights)
-        waiting = await self._send_pass(surrogate, "cross_entropy", None, False)
-
-        async def finish() -> ForwardBackwardOutput:
-            return custom_loss.finished(await waiting, gradients)
-
-        return finish()
+        return self._requests.submit_pass(what, data, loss_fn, config, forward_only=forward_only)
 
     # -- steps -------------------------------------------------------------------------------------------
 
@@ -284,8 +133,7 @@ class TrainingClient:
         # Built now, so that bad parameters are refused at the call; its number comes with its turn.
         params = AdamParams() if params is None else params
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
-        failures = self._failures
-        return self._enqueue("optim_step", lambda: self._send_step(request, failures))
+        return self._requests.submit_step(request)
 
     async def optim_step_async(
         self,
@@ -294,23 +142,6 @@ class TrainingClient:
         adam_params: AdamParams | None = None,
     ) -> APIFuture[OptimStepResponse]:
         return self.optim_step(optim_params, adam_params=adam_params)
-
-    async def _send_step(self, request: OptimStepRequest, failures: int) -> Awaitable[OptimStepResponse]:
-        """Send a step, unless its pass was not wholly sent.
-
-        `failures` is how many passes had come to nothing when the step was called: one that failed since then
-        is news to the caller, one that failed before is not.
-        """
-        reason, self._incomplete = self._incomplete, None
-        failed, self._failed = self._failed, None
-        if reason is None and failed is not None and failures < self._failures:
-            reason = f"the forward_backward before it came to nothing ({failed})"
-        if reason is not None:
-            raise PassIncompleteError(
-                f"this optim_step was not sent: {reason}, so it would have applied a part of the batch. Call "
-                "optim_step again to apply what was accepted, or load a checkpoint to discard it"
-            ) from self._cause
-        return await self._send(ops.OPTIM_STEP, request)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -328,7 +159,7 @@ class TrainingClient:
             model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             overwrite=overwrite, user_metadata=user_metadata,
         )  # fmt: skip
-        return self._enqueue("save_state", lambda: self._send(ops.SAVE_WEIGHTS, request))
+        return self._requests.submit("save_state", ops.SAVE_WEIGHTS, request)
 
     async def save_state_async(
         self,
@@ -370,7 +201,7 @@ class TrainingClient:
         request = LoadWeightsRequest(
             model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token
         )
-        return self._enqueue("load_state", lambda: self._send(ops.LOAD_WEIGHTS, request))
+        return self._requests.submit("load_state", ops.LOAD_WEIGHTS, request)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
@@ -380,12 +211,12 @@ class TrainingClient:
             model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             user_metadata=user_metadata,
         )  # fmt: skip
-
-        async def send() -> Awaitable[SaveWeightsForSamplerResponse]:
-            waiting = await self._send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request)
-            return _named(waiting, SaveWeightsForSamplerResponse)
-
-        return self._enqueue("save_weights_for_sampler", send)
+        return self._requests.submit(
+            "save_weights_for_sampler",
+            ops.SAVE_WEIGHTS_FOR_SAMPLER,
+            request,
+            lambda reply: SaveWeightsForSamplerResponse(path=_path(reply)),
+        )
 
     async def save_weights_for_sampler_async(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
@@ -403,12 +234,12 @@ class TrainingClient:
             model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             age_encryption_recipients=age_encryption_recipients,
         )  # fmt: skip
-
-        async def send() -> Awaitable[SaveWeightsExternalResponse]:
-            waiting = await self._send(ops.SAVE_WEIGHTS_EXTERNAL, request)
-            return _named(waiting, SaveWeightsExternalResponse)
-
-        return self._enqueue("save_weights_external", send)
+        return self._requests.submit(
+            "save_weights_external",
+            ops.SAVE_WEIGHTS_EXTERNAL,
+            request,
+            lambda reply: SaveWeightsExternalResponse(path=_path(reply)),
+        )
 
     async def save_weights_external_async(
         self,
@@ -444,8 +275,6 @@ class TrainingClient:
     def _sampler(
         self, model_path: str, retry_config: RetryConfig | None, record: bool
     ) -> APIFuture[SamplingClient]:
-        from tinkex.client.sampling import open_sampler
-
         return open_sampler(
             self._session, model_path=model_path, retry_config=retry_config, record_stability_info=record
         )
@@ -475,30 +304,23 @@ class TrainingClient:
         return await self._publish(retry_config, record_stability_info).result_async(timeout)
 
     def _publish(self, retry_config: RetryConfig | None, record: bool) -> APIFuture[SamplingClient]:
-        from tinkex.client.sampling import SamplingClient
-
         check_wishes(retry_config, record)
 
+        def open_published(reply: Any) -> SamplingClient:
+            if not reply.sampling_session_id:
+                raise TinkerError("the server published the adapter, but named no sampling session for it")
+            return SamplingClient(
+                self._session, reply.sampling_session_id,
+                retry_config=retry_config, record_stability_info=record,
+            )  # fmt: skip
+
         async def send() -> Awaitable[SamplingClient]:
-            request = SaveWeightsForSamplerRequest(
-                model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_seq)
-            )
-            waiting = await self._send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request)
+            # Numbered when its turn comes: one that is cancelled before leaves no gap.
+            seq_id = next(self._session.sampling_seq)
+            request = SaveWeightsForSamplerRequest(model_id=self.model_id, sampling_session_seq_id=seq_id)
+            return after(await self._requests.send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request), open_published)
 
-            async def finish() -> SamplingClient:
-                reply = await waiting
-                if not reply.sampling_session_id:
-                    raise TinkerError(
-                        "the server published the adapter, but named no sampling session for it"
-                    )
-                return SamplingClient(
-                    self._session, reply.sampling_session_id,
-                    retry_config=retry_config, record_stability_info=record,
-                )  # fmt: skip
-
-            return finish()
-
-        return self._enqueue("save_weights_and_get_sampling_client", send)
+        return self._requests.enqueue("save_weights_and_get_sampling_client", send)
 
     # -- what this run is --------------------------------------------------------------------------------
 
@@ -523,9 +345,12 @@ class TrainingClient:
     async def _tokenizer(self) -> Any:
         connection = self._session.connection
         info = await connection.call(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
-        base_model = info.model_data.model_name or info.model_name or ""
-        load = partial(load_tokenizer, _tokenizer_of(info), fetch=fetcher(connection, base_model))
-        return await in_own_thread(load)
+        name, tokenizer_id = info.model_data.model_name or info.model_name, info.model_data.tokenizer_id
+        if not name and not tokenizer_id:
+            raise TinkerError(
+                "the server does not say which model this run is based on: no tokenizer can be chosen"
+            )
+        return await tokenizer_files.load(connection, name or "", tokenizer_id)
 
     def get_console_url(self) -> str:
         return console_url(self._session.connection.base_url, f"training_runs/{self.model_id}")
@@ -537,34 +362,7 @@ class TrainingClient:
     @property
     def queue_stats(self) -> QueueStats:
         """How often this run was paused, why, and for how long."""
-        return self._watch.stats()
-
-    # -- sending -----------------------------------------------------------------------------------------
-
-    def _enqueue(self, what: str, send: Callable[[], Awaitable[Awaitable[T]]]) -> APIFuture[T]:
-        self._session.connection.check_open()
-        if custom_loss.running_for() is self:
-            raise TinkerError(
-                f"{what} was called inside a custom loss of the same run, and could only be sent after it. "
-                "Compute the loss from the logprobs alone, or call it after forward_backward_custom"
-            )
-        return self._turns.enqueue(what, send)
-
-    async def _send(self, op: Op[Any, Any], request: Any) -> Awaitable[Any]:
-        """Post one request with the next seq id; returns what waits for its result."""
-        seq_id, self._seq = self._seq, self._seq + 1
-        try:
-            numbered = request.model_copy(update={"seq_id": seq_id})
-            promise = await self._session.call(op, numbered, observe=self._watch.submitting)
-        except NEVER_SENT:
-            self._seq = seq_id
-            raise
-        return self._result(op, promise.request_id)
-
-    async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
-        return await retrieve(
-            self._session.connection, op, request_id, observe=self._watch, owner=self.model_id
-        )
+        return self._requests.queue_stats()
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"
@@ -578,33 +376,24 @@ def open_run(session: Session, make_request: Callable[[str], Any]) -> APIFuture[
 
     async def create() -> TrainingClient:
         request = make_request(await session.open())
-        promise = await session.call(ops.CREATE_MODEL, request)
+        promise = await session.connection.call(ops.CREATE_MODEL, request)
         created = await retrieve(session.connection, ops.CREATE_MODEL, promise.request_id)
         return TrainingClient(session, created.model_id)
 
     return start(create, "create_model")
 
 
-async def _named(waiting: Awaitable[Any], kind: type[T]) -> T:
-    reply = await waiting
+def _path(reply: Any) -> str:
+    """Where the server put the weights."""
     if not reply.path:
         raise TinkerError("the server saved the weights, but gave no path for them")
-    return kind(path=reply.path)  # type: ignore[call-arg]
+    return reply.path
 
 
 def _checkpoint_name(name: str) -> str:
     if not isinstance(name, str) or not name or "/" in name:
         raise InvalidInputError(f"a checkpoint's name must be a string without '/', got {name!r}")
     return name
-
-
-def _tokenizer_of(info: GetInfoResponse) -> str:
-    name = info.model_data.model_name or info.model_name
-    if not name and not info.model_data.tokenizer_id:
-        raise TinkerError(
-            "the server does not say which model this run is based on: no tokenizer can be chosen"
-        )
-    return tokenizer_name(name or "", info.model_data.tokenizer_id)
 
 
 def _deprecated(name: str, instead: str) -> None:

@@ -1,9 +1,8 @@
 """Hop 2: how a call leaves this process. `Transport` is the seam; `HttpTransport` is HTTP behind it.
 
-Promises: one call, one answer or one typed error; retries by the one policy; connections kept apart by
-traffic kind with hard caps, which runs and samplers share fairly; big bodies built and parsed off the event
-loop. How bytes travel is http1.py's (plain HTTP) and http_library.py's (all else). Knows nothing of sessions,
-runs or futures.
+Promises: one call, one answer or one typed error; retries by the one policy (retry.py); so many calls under
+way for each kind of traffic, which runs and samplers share fairly. What a call looks like as HTTP is
+http_call.py's, and how bytes travel http_pools.py's. Knows nothing of sessions, runs or futures.
 """
 
 from __future__ import annotations
@@ -16,60 +15,33 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import urljoin, urlsplit
+from typing import Any, Protocol
 
 from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client.auth import CommandCredential, Credential, JwtCredential
 from tinkex.client.event_stream import read_events
 from tinkex.client.failures import answer_error, connection_error, root_cause, with_history
-from tinkex.client.http1 import Body, Http1
-from tinkex.client.http_library import LIBRARY_ERRORS, Library
-from tinkex.client.http_stream import Streamed, open_plain
+from tinkex.client.http_call import SAMPLES, AnyOp, Call, decode, encode, headers_of, owner_of
+from tinkex.client.http_library import LIBRARY_ERRORS
+from tinkex.client.http_pools import Answer, HttpPools, capacities, is_answer
 from tinkex.client.limits import Gate, Hold, shared_host, shared_rate_limit
-from tinkex.client.loop import off_loop
 from tinkex.client.queue_state import Listener
 from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy, retryable
 from tinkex.config import Timeouts, is_loopback
-from tinkex.errors import (
-    APIError,
-    APIResponseValidationError,
-    ClientClosedError,
-    CredentialError,
-    InvalidInputError,
-    Request,
-    Response,
-)
+from tinkex.errors import APIError, ClientClosedError, CredentialError, InvalidInputError
 from tinkex.types.config import ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
-from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
-from tinkex.wire.ops import Op, Pool
+from tinkex.wire.ops import Pool
 
 log = logging.getLogger("tinkex")
 
-# From where on encoding or decoding leaves the loop, as it may take more than a millisecond. Arrays are not
-# copied into or out of protobuf: there it is their number that counts.
-BIG_BODY = 128 * 1024  # bytes of JSON
-BIG_PROTO = 1024 * 1024  # bytes of an answer
-MANY_DATUMS = 128  # of a pass
-MAX_REDIRECTS = 5
 LOST_NOTICE = 10.0  # seconds of silence from a server that did answer, before it is said
 CLOSED = "this client was closed; make a new ServiceClient"
 PROBE_TIMEOUT = 10.0  # seconds for one look at whether a host is back
-MAX_REFUSAL = 1 << 20  # bytes of a refusal that are read where a stream was expected
 JSON_ONLY = (400, 415, 422, 500)  # how servers that only speak JSON refuse a protobuf body
-
-AnyOp = Op[Any, Any]
-LIMITED = (ops.SAMPLE, ops.STREAM_SAMPLE)  # what the rate limit of sampling applies to
 PAUSES = {402: "paused_billing", 429: "paused_rate_limit"}  # statuses that mean "later", as queue states
-
-# Statuses beside 2xx that are an answer, not a failure: "not yet", and "it is over there".
-ALSO_OK: dict[str, tuple[int, ...]] = {
-    ops.RETRIEVE_FUTURE.name: (408,),
-    ops.GET_CHECKPOINT_ARCHIVE_URL.name: (301, 302, 303, 307, 308),
-}
 
 
 class Transport(Protocol):
@@ -109,66 +81,11 @@ class Transport(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Http(Protocol):
-    """Something that sends requests: Http1 for plain HTTP, the HTTP library for all else."""
-
-    async def execute(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> tuple[int, Mapping[str, str], bytes]: ...
-
-    async def aclose(self) -> None: ...
-
-
-class Answer(NamedTuple):
-    """One HTTP response; of a stream, the body is still to come."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    stream: Streamed | None = None
-
-
-class _Call(NamedTuple):
-    """One call, however often it is sent."""
-
-    op: AnyOp
-    request: Any
-    awaiting: AnyOp | None
-    pool: Pool
-    method: str
-    idempotency_key: str
-    retry: RetryConfig | None
-    owner: str
-    observe: Listener | None
-    place: Hold | None = None
-
-    def leave_place(self) -> None:
-        if self.place is not None:
-            self.place.leave()
-
-
 class _Failed(Exception):
     """One try that failed: what the policy needs to know, and the error it would be."""
 
     def __init__(self, attempt: Attempt, error: APIError) -> None:
         self.attempt, self.error = attempt, error
-
-
-def _caps(https: bool) -> dict[Pool, int]:
-    """Requests in flight for each kind of traffic.
-
-    Over plain HTTP each one is a socket; over TLS they usually share one HTTP/2 connection.
-    """
-    return {
-        Pool.SESSION: 2,
-        Pool.TRAIN: 8,
-        Pool.SAMPLE: 400 if https else 8,
-        Pool.RETRIEVE: 2000 if https else 256,
-        Pool.STREAM: 2000 if https else 256,
-        Pool.POLL: 64 if https else 4,
-        Pool.REST: 32 if https else 8,
-        Pool.TELEMETRY: 1,
-    }
 
 
 def _body_limits(config: ClientConfigResponse) -> dict[str, int]:
@@ -188,23 +105,21 @@ class HttpTransport:
         credential: Credential,
         *,
         headers: Mapping[str, str] | None = None,
-        policy: RetryPolicy | None = None,
         timeouts: Timeouts | None = None,
         direct: bool = True,
     ) -> None:
         self.base_url = base_url
         self.credential = credential
         self.timeouts = timeouts or Timeouts()
-        self.policy = policy or RetryPolicy(
-            connect_budget=self.timeouts.unreachable, lost_budget=self.timeouts.lost
-        )
+        self.policy = RetryPolicy(connect_budget=self.timeouts.unreachable, lost_budget=self.timeouts.lost)
         https = base_url.startswith("https")
+        caps = capacities(https)
         # Without TLS or a proxy in between, a request costs a third.
-        self._plain = not https and (direct or is_loopback(base_url))
-        self._gates = {pool: Gate(cap) for pool, cap in _caps(https).items()}
+        plain = not https and (direct or is_loopback(base_url))
+        self._pools = HttpPools(base_url, self.timeouts, caps, plain=plain)
+        self._gates = {pool: Gate(cap) for pool, cap in caps.items()}
         self._bodies = {op: Gate(size) for op, size in _body_limits(ClientConfigResponse()).items()}
         self._bodies[ops.STREAM_SAMPLE.name] = self._bodies[ops.SAMPLE.name]
-        self._clients: dict[tuple[Pool, bool], Http] = {}
         self._rate = shared_rate_limit(base_url, credential.identity)
         self._host = shared_host(base_url)
         self._headers = {"user-agent": f"tinkex/{__version__}", **(headers or {})}
@@ -215,7 +130,7 @@ class HttpTransport:
         self._reached = False
         self._silent_since: float | None = None
         self._speaks_proto: bool | None = None  # None: not known yet
-        self._calling: set[asyncio.Task[Any] | None] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     @property
@@ -243,14 +158,11 @@ class HttpTransport:
     async def aclose(self) -> None:
         """End every call under way with ClientClosedError, and let go of the connections."""
         self._closed = True
-        for task in self._calling:
-            if task is not None:
-                task.cancel()
-        clients, self._clients = self._clients, {}
-        for http in clients.values():
-            await http.aclose()
+        for task in self._under_way:
+            task.cancel()
+        await self._pools.aclose()
 
-    # -- the call ----------------------------------------------------------------------------------------
+    # -- calls and streams -------------------------------------------------------------------------------
 
     async def call(
         self,
@@ -268,109 +180,17 @@ class HttpTransport:
         pool = Pool.SAMPLE if ready else op.pool  # a result that is there needs no long poll
         # One key for one logical operation: however often it is sent, it is done once.
         key = "" if op.method == "GET" else next(self._ids)
-        owner = owner or _owner_of(request) or key  # what is nobody's in particular takes a turn of its own
-        call = _Call(op, request, awaiting, pool, method, key, retry, owner, observe, place)
-        with self._under_way(), tracing.span(f"transport {op.name}", kind="client", within=True):
-            return await self._decode(call, await self._answered(call))
-
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        """A call, or a stream: ended by `aclose`, with the error that says so."""
-        if self._closed:
-            raise ClientClosedError(CLOSED)
-        task = asyncio.current_task()
-        self._calling.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._closed:
-                raise ClientClosedError(CLOSED) from None
-            raise
-        finally:
-            self._calling.discard(task)
-
-    async def _answered(self, call: _Call) -> Answer:
-        """Send until there is an answer, by the one policy."""
-        op = call.op
-        started: float | None = None
-        tries = 0
-        error: APIError | None = None
-        breaker = self._host.breaker
-        while True:
-            if breaker.is_open:
-                call.leave_place()  # whoever waits for the host does so together, and from now on
-                started = time.monotonic() if started is None else started
-                await self._host_back(call, started, tries, error)
-            try:
-                answer = await self._try(call, proto=self._speaks_proto is not False)
-                break
-            except _Failed as failed:
-                attempt, error = failed.attempt, failed.error
-            except (CredentialError, InvalidInputError) as refusal:
-                raise error or refusal from None  # a refusal promises that nothing was ever sent
-            if self._may_want_json(op, attempt, tries) and (json := await self._in_json(call)) is not None:
-                return json
-            tries += 1
-            now = time.monotonic()
-            if started is None:
-                started = now - attempt.took  # waiting for a turn to send is not held against the server
-            elapsed = now - started
-            patient = op.pool in (Pool.SAMPLE, Pool.STREAM)
-            delay = self._policy(call).decide(attempt, tries, elapsed, patient=patient)
-            if call.observe is not None:
-                call.observe(PAUSES.get(attempt.status, "active"), error.message)
-            if delay is None or not op.retry:
-                raise with_history(error, tries, elapsed)
-            if not attempt.status:
-                self._say_if_lost(attempt.cause)
-            if op in LIMITED and attempt.status in PAUSES:
-                self._rate.pause(delay)
-                if attempt.status == 429:
-                    started = now + delay  # queueing is no failure: what comes after it has its whole time
-            elif attempt.status or not breaker.is_open:
-                await asyncio.sleep(delay)
-        if op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
-            self._speaks_proto = True
-        if call.observe is not None:
-            call.observe("active", None)
-        return answer
-
-    def _policy(self, call: _Call) -> RetryPolicy:
-        policy = self.policy if call.retry is None else self.policy.tuned(call.retry)
-        return replace(policy, enabled=False) if self._no_retries and call.op is ops.SAMPLE else policy
-
-    async def _host_back(self, call: _Call, started: float, tries: int, error: APIError | None) -> None:
-        """Wait, with everybody else, until the host can be reached; raise once this call's time is up."""
-        elapsed, breaker, policy = time.monotonic() - started, self._host.breaker, self._policy(call)
-        patience = policy.patience(self._reached, elapsed) if call.op.retry else 0.0
-        if await self._host.reachable(patience, self._probe, policy.probe_delay):
-            return
-        cause = breaker.cause or ConnectionError("it does not answer")
-        error = error or connection_error(call.op, self.base_url + call.op.path, cause)
-        raise with_history(error, tries, time.monotonic() - started, breaker.state())
-
-    async def _probe(self) -> None:
-        """Does the host answer, whatever it says? OSError if not."""
-        if self._closed:
-            raise ClientClosedError(CLOSED)
-        url = self.base_url + ops.GET_HEALTH.path
-        try:
-            async with asyncio.timeout(min(PROBE_TIMEOUT, self.timeouts.request)):
-                await self._http(Pool.SESSION, url).execute("GET", url, dict(self._headers), None)
-        except LIBRARY_ERRORS as cause:
-            raise ConnectionError(root_cause(cause)) from cause
-        except OSError:
-            self._say_if_lost(self._host.breaker.cause)
-            raise
-
-    # -- streams -----------------------------------------------------------------------------------------
+        owner = owner or owner_of(request) or key  # what is nobody's in particular takes a turn of its own
+        call = Call(op, request, pool, key, owner, awaiting, method, retry, observe, place)
+        with self._until_closed(), tracing.span(f"transport {op.name}", kind="client", within=True):
+            return await decode(call, await self._answered(call), self.base_url)
 
     async def stream(
         self, request: SampleRequest, *, retry: RetryConfig | None = None, observe: Listener | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         op = ops.STREAM_SAMPLE
-        call = _Call(op, request, None, op.pool, "", next(self._ids), retry, _owner_of(request), observe)
-        with self._under_way():
+        call = Call(op, request, op.pool, next(self._ids), owner_of(request), retry=retry, observe=observe)
+        with self._until_closed():
             async with self._gates[op.pool].hold(owner=call.owner):
                 with tracing.span(f"transport {op.name}", kind="client", within=True):
                     streamed = (await self._answered(call)).stream
@@ -382,60 +202,112 @@ class HttpTransport:
                 finally:
                     await streamed.aclose()
 
-    async def _try(self, call: _Call, *, proto: bool) -> Answer:
-        """Send once; anything but a usable answer is `_Failed`."""
-        op, url = call.op, self.base_url + call.op.path
-        probing = await self._rate.turn() if op in LIMITED else False
-        began = time.monotonic()
+    @contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """A call, or a stream: ended by `aclose`, with the error that says so."""
+        if self._closed:
+            raise ClientClosedError(CLOSED)
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
         try:
-            # Before the gate: fetching a token is a call too, and must not wait for those that wait for it.
-            api_key = await self._api_key(call)
-            # A stream holds its place for as long as it lasts: see `stream`.
-            gate = self._gates[call.pool].hold(owner=call.owner)
-            async with self._room(call), nullcontext() if op is ops.STREAM_SAMPLE else gate:
-                call.leave_place()
-                # Encoded only now: thousands may wait for the gate, and none shall hold its body meanwhile.
-                encoded = await self._encode(op, call.request, proto=proto)
-                url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
-                began = time.monotonic()
-                answer = await self._send(
-                    call, url, self._headers_of(call, encoded, api_key), encoded.content
-                )
-        except (OSError, *LIBRARY_ERRORS) as cause:
-            if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
-                self._host.failed(cause)  # who is merely slow is there
-            attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
-            raise _Failed(attempt, connection_error(op, url, cause)) from None
+            yield
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ClientClosedError(CLOSED) from None
+            raise
         finally:
-            if probing:
-                self._rate.finish_probe()
-        self._reached, self._silent_since = True, None
-        self._host.answered()
-        if op in LIMITED and answer.status not in (402, 429):
-            self._rate.succeeded()
-        if answer.status < 300 or answer.status in ALSO_OK.get(op.name, ()):
-            return answer
-        attempt = Attempt(
-            answer.status, answer.headers, empty_body=not answer.body, took=time.monotonic() - began
-        )
-        raise _Failed(attempt, answer_error(op, url, answer.status, answer.headers, answer.body))
+            self._under_way.discard(task)
 
-    def _room(self, call: _Call) -> AbstractAsyncContextManager[object]:
-        """Room for a request's body among those being sent; one larger than all of it goes alone."""
-        if (gate := self._bodies.get(call.op.name)) is None:
-            return nullcontext()
-        return gate.hold(codec.request_size(call.request), call.owner)
+    # -- until there is an answer ------------------------------------------------------------------------
 
-    def _may_want_json(self, op: AnyOp, failed: Attempt, earlier: int) -> bool:
+    async def _answered(self, call: Call) -> Answer:
+        """Send until there is an answer, by the one policy."""
+        while True:
+            if self._host.breaker.is_open:
+                await self._host_back(call)
+            try:
+                answer = await self._try(call, proto=self._speaks_proto is not False)
+                break
+            except _Failed as failed:
+                attempt, call.error = failed.attempt, failed.error
+            except (CredentialError, InvalidInputError) as refusal:
+                raise call.error or refusal from None  # a refusal promises that nothing was ever sent
+            if self._may_want_json(call, attempt) and (json := await self._in_json(call)) is not None:
+                return json
+            await self._pause(call, attempt, call.error)
+        if call.op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
+            self._speaks_proto = True
+        if call.observe is not None:
+            call.observe("active", None)
+        return answer
+
+    async def _pause(self, call: Call, failed: Attempt, error: APIError) -> None:
+        """Wait until the next try is due; raise `error` if there shall be none."""
+        op, now = call.op, time.monotonic()
+        call.tries += 1
+        if call.started is None:
+            call.started = now - failed.took  # waiting for a turn to send is not held against the server
+        elapsed = now - call.started
+        patient = op.pool in (Pool.SAMPLE, Pool.STREAM)
+        delay = self._policy(call).decide(failed, call.tries, elapsed, patient=patient)
+        if call.observe is not None:
+            call.observe(PAUSES.get(failed.status, "active"), error.message)
+        if delay is None or not op.retry:
+            raise with_history(error, call.tries, elapsed)
+        if not failed.status:
+            self._say_if_lost(failed.cause)
+        if op in SAMPLES and failed.status in PAUSES:
+            self._rate.pause(delay)
+            if failed.status == 429:
+                call.started = now + delay  # queueing is no failure: what comes after it has its whole time
+        elif failed.status or not self._host.breaker.is_open:
+            await asyncio.sleep(delay)
+
+    def _policy(self, call: Call) -> RetryPolicy:
+        policy = self.policy if call.retry is None else self.policy.tuned(call.retry)
+        return replace(policy, enabled=False) if self._no_retries and call.op is ops.SAMPLE else policy
+
+    async def _host_back(self, call: Call) -> None:
+        """Wait, with everybody else, until the host can be reached; raise once this call's time is up."""
+        call.leave_place()  # whoever waits for the host does so together, and from now on
+        if call.started is None:
+            call.started = time.monotonic()
+        breaker, policy = self._host.breaker, self._policy(call)
+        elapsed = time.monotonic() - call.started
+        patience = policy.patience(self._reached, elapsed) if call.op.retry else 0.0
+        if await self._host.reachable(patience, self._probe, policy.probe_delay):
+            return
+        cause = breaker.cause or ConnectionError("it does not answer")
+        error = call.error or connection_error(call.op, self.base_url + call.op.path, cause)
+        raise with_history(error, call.tries, time.monotonic() - call.started, breaker.state())
+
+    async def _probe(self) -> None:
+        """Does the host answer, whatever it says? OSError if not."""
+        if self._closed:
+            raise ClientClosedError(CLOSED)
+        url = self.base_url + ops.GET_HEALTH.path
+        try:
+            async with asyncio.timeout(min(PROBE_TIMEOUT, self.timeouts.request)):
+                http = self._pools.http(Pool.SESSION, url)
+                await http.execute("GET", url, dict(self._headers), None)
+        except LIBRARY_ERRORS as cause:
+            raise ConnectionError(root_cause(cause)) from cause
+        except OSError:
+            self._say_if_lost(self._host.breaker.cause)
+            raise
+
+    def _may_want_json(self, call: Call, failed: Attempt) -> bool:
         """Was a first protobuf body refused as by a server that only speaks JSON?
 
         What may pass (a 500, a proxy's 400) must have come twice.
         """
-        if op is not ops.FORWARD_BACKWARD or self._speaks_proto is not None or failed.status not in JSON_ONLY:
+        if self._speaks_proto is not None or call.op is not ops.FORWARD_BACKWARD:
             return False
-        return earlier == 1 if retryable(failed.status, failed.empty_body) else earlier == 0
+        tries = 1 if retryable(failed.status, failed.empty_body) else 0
+        return failed.status in JSON_ONLY and call.tries == tries
 
-    async def _in_json(self, call: _Call) -> Answer | None:
+    async def _in_json(self, call: Call) -> Answer | None:
         """The answer to the same request in JSON; None if it was not about protobuf after all."""
         try:
             answer = await self._try(call, proto=False)
@@ -458,50 +330,44 @@ class HttpTransport:
                 self.base_url, cause, self.policy.lost_budget,
             )  # fmt: skip
 
-    # -- sending -----------------------------------------------------------------------------------------
+    # -- one try -----------------------------------------------------------------------------------------
 
-    async def _send(self, call: _Call, url: str, headers: dict[str, str], content: Body | None) -> Answer:
-        method = call.op.method
-        answer = await self._exchange(call, method, url, headers, content)
-        for _ in range(MAX_REDIRECTS):
-            if not 300 <= answer.status < 400 or answer.status in ALSO_OK.get(call.op.name, ()):
-                break
-            url = urljoin(url, answer.headers.get("location", url))
-            if not _same_place(url, self.base_url):
-                headers = {}  # a signed URL elsewhere: never show it our key
-            if answer.status not in (307, 308):
-                method, content = "GET", None
-            answer = await self._exchange(call, method, url, headers, content)
-        if note := answer.headers.get("x-deprecation-note"):
-            severe = answer.headers.get("x-deprecation-level") == "error"
-            log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self.base_url, note)
-        return answer
-
-    async def _exchange(
-        self, call: _Call, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> Answer:
-        if call.op is not ops.STREAM_SAMPLE:
-            return Answer(*await self._http(call.pool, url).execute(method, url, headers, content))
-        silence, connect = self.timeouts.request, self.timeouts.connect
-        if self._is_plain(url):
-            stream = await open_plain(method, url, headers, content, silence=silence, connect=connect)
-        else:
-            http = self._http(call.pool, url)
-            assert isinstance(http, Library)
-            stream = await http.stream(method, url, headers, content)
-        if stream.status < 300:
-            return Answer(stream.status, stream.headers, b"", stream)
-        body = bytearray()
+    async def _try(self, call: Call, *, proto: bool) -> Answer:
+        """Send once; anything but a usable answer is `_Failed`."""
+        op, url = call.op, self.base_url + call.op.path
+        probing = await self._rate.turn() if op in SAMPLES else False
+        began = time.monotonic()
         try:
-            async for piece in stream:
-                body += piece
-                if len(body) > MAX_REFUSAL:
-                    break
+            # Before the turn: fetching a token is a call too, and must not wait for those that wait for it.
+            api_key = await self._api_key(call)
+            async with self._room(call), self._turn(call):
+                call.leave_place()
+                # Encoded only now: thousands may wait for their turn, and none shall hold its body meanwhile.
+                encoded = await encode(op, call.request, proto=proto, compress=self._compress)
+                url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
+                headers = headers_of(call, encoded, api_key, self._headers)
+                began = time.monotonic()
+                answer = await self._pools.send(op, call.pool, url, headers, encoded.content)
+        except (OSError, *LIBRARY_ERRORS) as cause:
+            if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
+                self._host.failed(cause)  # who is merely slow is there
+            attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
+            raise _Failed(attempt, connection_error(op, url, cause)) from None
         finally:
-            await stream.aclose()
-        return Answer(stream.status, stream.headers, bytes(body))
+            if probing:
+                self._rate.finish_probe()
+        self._reached, self._silent_since = True, None
+        self._host.answered()
+        if op in SAMPLES and answer.status not in PAUSES:
+            self._rate.succeeded()
+        if is_answer(op, answer.status):
+            return answer
+        attempt = Attempt(
+            answer.status, answer.headers, empty_body=not answer.body, took=time.monotonic() - began
+        )
+        raise _Failed(attempt, answer_error(op, url, answer.status, answer.headers, answer.body))
 
-    async def _api_key(self, call: _Call) -> str:
+    async def _api_key(self, call: Call) -> str:
         credential = self.credential
         if call.op is ops.GET_AUTH_TOKEN and isinstance(credential, JwtCredential):
             credential = credential.inner  # a JWT is asked for with the key itself
@@ -510,76 +376,14 @@ class HttpTransport:
         call.leave_place()
         return await credential.token()
 
-    def _is_plain(self, url: str) -> bool:
-        return self._plain and url.startswith(self.base_url + "/")
+    def _room(self, call: Call) -> AbstractAsyncContextManager[object]:
+        """Room for a request's body among those being sent; one larger than all of it goes alone."""
+        if (gate := self._bodies.get(call.op.name)) is None:
+            return nullcontext()
+        return gate.hold(codec.request_size(call.request), call.owner)
 
-    def _http(self, pool: Pool, url: str) -> Http:
-        """What sends requests of this kind of traffic to `url`."""
-        plain = self._is_plain(url)
-        if (http := self._clients.get((pool, plain))) is None:
-            polls = pool in (Pool.RETRIEVE, Pool.POLL)
-            timeout = self.timeouts.long_poll if polls else self.timeouts.request
-            keep = self._gates[pool].capacity
-            if plain:
-                http = Http1(self.base_url, timeout=timeout, connect_timeout=self.timeouts.connect, keep=keep)
-            else:
-                http = Library(timeout, self.timeouts.connect, keep, endless=pool is Pool.STREAM)
-            self._clients[pool, plain] = http
-        return http
-
-    def _headers_of(self, call: _Call, encoded: codec.Encoded, api_key: str) -> dict[str, str]:
-        headers = {"x-api-key": api_key, **self._headers, **encoded.headers}
-        if call.idempotency_key:
-            headers["x-idempotency-key"] = call.idempotency_key
+    def _turn(self, call: Call) -> AbstractAsyncContextManager[object]:
+        """A place among the calls of one kind; `stream` holds one of its own for as long as it lasts."""
         if call.op is ops.STREAM_SAMPLE:
-            headers["accept"] = "text/event-stream"
-        if call.op in LIMITED:
-            headers["x-tinker-sampling-backpressure"] = "1"
-        if call.awaiting is not None:
-            headers["x-tinker-request-type"] = call.awaiting.request_type
-            headers["accept"] = "application/x-protobuf, application/json"
-        if call.method:
-            headers["x-sdk-version"], headers["x-sdk-method"] = __version__, call.method
-        tracing.inject(headers)
-        return headers
-
-    # -- bodies ------------------------------------------------------------------------------------------
-
-    async def _encode(self, op: AnyOp, request: Any, *, proto: bool) -> codec.Encoded:
-        compress = self._compress and op is ops.FORWARD_BACKWARD
-        if proto and not compress and isinstance(request, ForwardBackwardRequest):
-            quick = len(request.forward_backward_input.data) <= MANY_DATUMS
-        else:
-            quick = codec.request_size(request, BIG_BODY) < BIG_BODY
-        if quick:
-            return codec.encode_request(op, request, proto=proto, compress=compress)
-        return await off_loop(lambda: codec.encode_request(op, request, proto=proto, compress=compress))
-
-    async def _decode(self, call: _Call, answer: Answer) -> Any:
-        op, awaiting = call.op, call.awaiting
-
-        def decode() -> Any:
-            if awaiting is not None:
-                return codec.decode_result(awaiting, answer.status, answer.headers, answer.body)
-            return codec.decode_reply(op, answer.status, answer.headers, answer.body)
-
-        try:
-            big = BIG_PROTO if codec.PROTO in answer.headers.get("content-type", "") else BIG_BODY
-            return decode() if len(answer.body) < big else await off_loop(decode)
-        except InvalidInputError as error:
-            url = self.base_url + op.path
-            response = Response(answer.status, answer.headers, "", Request(op.method, url))
-            raise APIResponseValidationError(
-                response, answer.body[:4096], f"{op.method} {url}: the answer cannot be read: {error}"
-            ) from error
-
-
-def _owner_of(request: Any) -> str:
-    """Whose request it is, for sharing limits: a sampler's, a run's, or nobody's in particular."""
-    return getattr(request, "sampling_session_id", None) or getattr(request, "model_id", None) or ""
-
-
-def _same_place(url: str, base_url: str) -> bool:
-    """May `url` see what `base_url` may: the same host and port, and no less encrypted?"""
-    to, base = urlsplit(url), urlsplit(base_url)
-    return to.netloc.lower() == base.netloc and to.scheme in (base.scheme, "https")
+            return nullcontext()
+        return self._gates[call.pool].hold(owner=call.owner)

@@ -32,10 +32,10 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
     length = len(work.prompt)
     if length == 0:
         raise user_error("the prompt is empty; give at least one token")
-    outside = (work.prompt < 0) | (work.prompt >= vocab)
-    if outside.any():
-        at = int(np.argmax(outside))
-        raise user_error(f"prompt token {at} is {work.prompt[at]}; token ids must be 0..{vocab - 1}")
+    prompt = work.prompt
+    if prompt[prompt.argmin()] < 0 or prompt[prompt.argmax()] >= vocab:
+        at = int(np.argmax((prompt < 0) | (prompt >= vocab)))
+        raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{vocab - 1}")
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):

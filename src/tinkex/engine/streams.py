@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
+_64_BITS = 2**64 - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -23,6 +24,17 @@ def stream_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np
     key = np.zeros(len(seed), np.uint64)
     for part in (seed, index, position):
         key = _mix(key * _STRIDE + np.asarray(part).astype(np.uint64) + np.uint64(1))
+    return key
+
+
+def stream_key(seed: int, index: int, position: int) -> int:
+    """`stream_keys` of one, in plain numbers: a tenth of what so small an array costs."""
+    key = 0
+    for part in (seed, index, position):
+        key = (key * 0x9E3779B97F4A7C15 + part + 1) & _64_BITS
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _64_BITS
+        key ^= key >> 31
     return key
 
 

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC
 from email.utils import format_datetime
 from functools import lru_cache
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import orjson
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,7 +33,7 @@ from tinkex.config import is_loopback
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import Auth, Identity, credential
-from tinkex.server.bodies import Bodies, Disconnected, read_body
+from tinkex.server.bodies import BIG, Bodies, Disconnected, read_body
 from tinkex.server.metrics import Metrics
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
@@ -52,45 +53,24 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 Handler = Callable[["Http"], Awaitable[Response]]
 
 
-class Headers(Mapping[str, str]):
-    """A request's headers by their names in lower case, each read when it is asked for."""
+class Http:
+    """A request as handlers read it; Starlette's has far more than they ask for, at every request."""
 
-    __slots__ = ("_raw",)
+    __slots__ = ("headers", "receive", "scope")
 
-    def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        self._raw = dict(raw)
-
-    def __getitem__(self, name: str) -> str:
-        return self._raw[name.encode("latin-1")].decode("latin-1")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._raw.get(name.encode("latin-1"))
-        return default if value is None else value.decode("latin-1")
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.encode("latin-1") in self._raw
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.decode("latin-1") for name in self._raw)
-
-    def __len__(self) -> int:
-        return len(self._raw)
-
-
-class Http(Request):
-    """Starlette's request, with headers that cost less."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        super().__init__(scope, receive, send)
-        self._read = Headers(scope["headers"])
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.scope, self.receive = scope, receive
+        # By names in lower case, as uvicorn gives them.
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
     @property
-    def headers(self) -> Headers:  # type: ignore[override]
-        return self._read
+    def path_params(self) -> dict[str, Any]:
+        return self.scope.get("path_params", {})
 
     @property
     def query(self) -> dict[str, str]:
-        return dict(self.query_params) if self.scope["query_string"] else {}
+        text = self.scope["query_string"]
+        return dict(QueryParams(text)) if text else {}
 
 
 class Answer(Response):
@@ -213,12 +193,16 @@ class Endpoint:
         refuse: Callable[[int, str, dict[str, str] | None], Response] = refused,
     ) -> None:
         self._door, self._name, self._answer, self._refuse = door, name, answer, refuse
+        self._span = f"server {name}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, http = time.perf_counter(), Http(scope, receive, send)
+        began, http = time.perf_counter(), Http(scope, receive)
         request_id = self._door.request_id(http)
-        with tracing.span(f"server {self._name}", kind="server", parent=tracing.extract(http.headers)):
-            response = await self._respond(http, request_id)
+        with tracing.span(self._span, kind="server", parent=tracing.extract(http.headers)):
+            try:
+                response = await self._answer(http)
+            except Exception as error:
+                response = self._failure(error, request_id)
         response.raw_headers.append((b"x-request-id", request_id.encode()))
         self._door.metrics.count_request(self._name, response.status_code)
         if log.isEnabledFor(logging.DEBUG):
@@ -227,21 +211,18 @@ class Endpoint:
         if response.status_code != _GONE:
             await response(scope, receive, send)
 
-    async def _respond(self, http: Http, request_id: str) -> Response:
-        try:
-            return await self._answer(http)
-        except Refusal as refusal:
-            headers = {"retry-after": "1"} if refusal.status in (429, 503) else None
-            return self._refuse(refusal.status, refusal.message, headers)
-        except InvalidInputError as error:
-            return self._refuse(422, str(error), None)
-        except EngineError as error:
-            return self._refuse(422 if error.category == "user" else 500, error.message, None)
-        except Disconnected:
-            return Response(status_code=_GONE)
-        except Exception:
-            log.exception("%s failed (request %s)", self._name, request_id)
-            return self._refuse(500, f"the server failed; its log says why at request {request_id}", None)
+    def _failure(self, error: Exception, request_id: str) -> Response:
+        match error:
+            case Refusal(status=status, message=message):
+                return self._refuse(status, message, {"retry-after": "1"} if status in (429, 503) else None)
+            case InvalidInputError():
+                return self._refuse(422, str(error), None)
+            case EngineError(category=category, message=message):
+                return self._refuse(422 if category == "user" else 500, message, None)
+            case Disconnected():
+                return Response(status_code=_GONE)
+        log.error("%s failed (request %s)", self._name, request_id, exc_info=error)
+        return self._refuse(500, f"the server failed; its log says why at request {request_id}", None)
 
 
 # -- operations ------------------------------------------------------------------------------------------
@@ -256,9 +237,9 @@ def build_app(door: Door, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     # Routes are tried one after another: most operations have one fixed path, and are found by it at once.
     fixed = {(op.method, op.path): endpoint for op, endpoint in endpoints.items() if not op.placeholders}
 
-    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+    def dispatch(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         endpoint = fixed.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        await (endpoint or app)(scope, receive, send)
+        return (endpoint or app)(scope, receive, send)
 
     return dispatch
 
@@ -318,7 +299,9 @@ async def _reply(op: Op[Any, Any], door: Door, http: Http, request: Any, value: 
     else:
         encoded = codec.encode_reply(value)
     content_type, body = encoded
-    encoding, body = await door.bodies.packed(body, http.headers.get("accept-encoding", ""))
+    encoding = ""
+    if len(body) >= BIG:
+        encoding, body = await door.bodies.packed(body, http.headers.get("accept-encoding", ""))
     return Answer(body, content_type, encoding)
 
 

@@ -13,7 +13,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -66,18 +65,24 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
 def result_size(value: Any) -> int:
     """About how many bytes a result takes: enough to know whether it is big."""
     if isinstance(value, SampleResponse):
-        return 8 * sum(len(s.tokens_np) for s in value.sequences if s.tokens_np is not None) + sum(
-            array.nbytes * 2 for array in _tables(value)
-        )
+        return _sample_size(value)
     if isinstance(value, ForwardBackwardOutput):
         return sum(tensor.nbytes for output in value.loss_fn_outputs for tensor in output.values())
     return 0
 
 
-def _tables(value: SampleResponse) -> list[Any]:
-    tables = [value.topk_prompt_logprobs_np, *(s.topk_logprobs_np for s in value.sequences)]
-    arrays = [table.logprobs for table in tables if table is not None]
-    return arrays if value.prompt_logprobs_np is None else [*arrays, value.prompt_logprobs_np]
+def _sample_size(value: SampleResponse) -> int:
+    size = 0
+    if value.prompt_logprobs_np is not None:
+        size += 2 * value.prompt_logprobs_np.nbytes
+    if value.topk_prompt_logprobs_np is not None:
+        size += 2 * value.topk_prompt_logprobs_np.logprobs.nbytes
+    for sequence in value.sequences:
+        if sequence.tokens_np is not None:
+            size += 8 * sequence.tokens_np.size
+        if sequence.topk_logprobs_np is not None:
+            size += 2 * sequence.topk_logprobs_np.logprobs.nbytes
+    return size
 
 
 def _encodings(accept: str) -> set[str]:
@@ -110,12 +115,10 @@ class Bodies:
         headers: Mapping[str, str],
         body: bytes,
     ) -> Any:
-        decode = partial(
-            codec.decode_request,
-            op, path_params=path_params, query=query, headers=headers, body=body, max_body=self.limit,
-        )  # fmt: skip
-        small = len(body) < BIG and "content-encoding" not in headers  # a small one may unpack to a big one
-        return decode() if small else await self._off_loop(decode)
+        parts = {"path_params": path_params, "query": query, "headers": headers, "body": body}
+        if len(body) < BIG and "content-encoding" not in headers:  # a small one may unpack to a big one
+            return codec.decode_request(op, **parts)
+        return await self._off_loop(lambda: codec.decode_request(op, **parts, max_body=self.limit))
 
     async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:
         if result_size(value) < BIG:
@@ -139,10 +142,8 @@ class Bodies:
             self._kept -= len(self._results.pop(oldest).result()[1])
 
     async def packed(self, body: bytes, accept_encoding: str) -> tuple[str, bytes]:
-        """The content encoding and the body in it; ("", body) if it stays as it is."""
-        if not self.compress or len(body) < BIG:
-            return "", body
-        offered = _encodings(accept_encoding)
+        """A big body's content encoding, and the body in it; ("", body) if it stays as it is."""
+        offered = _encodings(accept_encoding) if self.compress else set()
         if "zstd" in offered:
             return "zstd", await self._off_loop(lambda: zstd.compress(body, level=1))
         if "gzip" in offered:

@@ -34,7 +34,7 @@ def link_maker(signer: Signer, home: Path) -> Callable[[Caller, Path, float], st
 
 def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
     async def download(http: Http) -> Response:
-        path, query = http.path_params["path"], http.query_params
+        path, query = http.path_params["path"], http.query
         if not signer.allows(path, query.get("expires", ""), query.get("signature", ""), time.time()):
             raise Refusal(403, _NO_LINK)
         place = _below(home, path)

@@ -28,6 +28,7 @@ from tinkex.errors import TinkerError
 from tinkex.server.app import Door, Endpoint, Http, build_app
 from tinkex.server.auth import Auth
 from tinkex.server.bodies import MAX_BODY, Bodies
+from tinkex.server.connection import Connection
 from tinkex.server.downloads import download_routes, link_maker
 from tinkex.server.openai import openai_routes
 from tinkex.server.signing import Signer, WeightsTokens, home_secret
@@ -126,7 +127,8 @@ class Server:
         ]
         return uvicorn.Config(
             build_app(self.door, routes),
-            http="httptools",
+            interface="asgi3",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -148,6 +148,8 @@ class Engines:
 
     def find(self, name: str) -> BaseModel:
         """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
+        if (model := self._models.get(name)) is not None:  # nearly always
+            return model
         for spelling in dict.fromkeys((name, name.partition(":")[0])):
             if spelling in self._models:
                 return self._models[spelling]

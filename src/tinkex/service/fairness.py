@@ -22,9 +22,15 @@ class FairGate:
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def try_enter(self, owner: str, units: int) -> bool:
+        """Enter, if there is room now and nobody waits for it."""
+        if self._waiting or not self._fits(units):
+            return False
+        self._take(owner, units)
+        return True
+
     async def enter(self, owner: str, units: int) -> None:
-        if not self._waiting and self._fits(units):
-            self._take(owner, units)
+        if self.try_enter(owner, units):
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append((units, turn))

@@ -164,7 +164,7 @@ class Futures:
             raise Refusal(410, EXPIRED)  # not 404: on 410 official samplers ask anew by themselves
         if future.owner != caller.user:
             raise not_found(f"request {request.request_id}")
-        if not await future.wait(self.long_poll):
+        if not future.done and not await future.wait(self.long_poll):
             return Pending(request.request_id, *future.why())
         if future.delivered is None:
             future.delivered = time.monotonic()

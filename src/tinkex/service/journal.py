@@ -13,7 +13,6 @@ directory can already do anything that we can.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import threading
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinkex.service.records import JournalError, JournalFullError, Log, Record, sync
+from tinkex.service.records import JournalError, JournalFullError, Log, Record, pack, sync
 
 __all__ = ["Entry", "Journal", "JournalError", "JournalFullError", "Restored", "restore"]
 
@@ -94,7 +93,7 @@ class Journal:
 
     def accept(self, entry: Entry) -> None:
         """Keep a request. Do this before it can be executed, and before its client hears of it."""
-        request = pickle.dumps(entry.request, protocol=5)
+        request = pack(entry.request)
         with self._lock:
             if entry.seq_id < self.next_seq:
                 raise ValueError(f"seq id {entry.seq_id} is below the snapshot's {self.next_seq}")
@@ -103,7 +102,7 @@ class Journal:
 
     def resolve(self, request_id: str, outcome: Any) -> None:
         """Keep a request's outcome. The first one holds; one that nobody waits for any more is not kept."""
-        content = pickle.dumps(outcome, protocol=5)
+        content = pack(outcome)
         with self._lock:
             entry = self._index.known.get(request_id)
             if entry is not None and not self._index.done(request_id):

@@ -3,7 +3,8 @@
 Promises: `append` returns when the kernel has the whole record (the disk, with `fsync`) and otherwise leaves
 the log as it was; reading finds every record appended, in order; only the last record of the last file may be
 cut off, and is then as if it never was; any other damage raises JournalError with its file and offset.
-Knows nothing of what records say: a head of JSON, for finding one's way, and a body of bytes.
+Knows nothing of what records say: a head of JSON, for finding one's way, and a body, which is a value in
+pickle's form, its arrays beside it as they lie in memory (copying them would hold the interpreter for long).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,12 +22,17 @@ from zlib import crc32
 
 from tinkex.errors import TinkerError
 
-_MAGIC = b"tinkex journal 1\n"
+_MAGIC = b"tinkex journal 2\n"
+_OLDER = b"tinkex journal 1\n"
 # Lengths of head and body, a checksum of both, and one of this header: a length that was damaged must not
 # be taken for a record that was cut off.
 _LENGTHS = struct.Struct("<IQI")
 _CHECK = struct.Struct("<I")
 _HEADER_BYTES = _LENGTHS.size + _CHECK.size
+_COUNT = struct.Struct("<Q")  # of the parts of a body; their sizes follow, then they themselves
+_WRITE_BYTES = 1 << 20  # small parts are joined up to this before they are written
+
+Bytes = bytes | memoryview
 
 
 class JournalError(TinkerError):
@@ -51,12 +57,35 @@ class Record:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                return pickle.loads(file.read(self.length))
+                return unpack(file.read(self.length))
         except Exception as error:
             raise JournalError(
                 f"{self.path}: what the record at byte {self.offset} holds cannot be read by this version of "
                 f"Tinkex ({type(error).__name__}: {error})"
             ) from error
+
+
+def pack(value: Any) -> list[Bytes]:
+    """A value as the pieces of a body: a table of sizes, its pickle, and its arrays, uncopied."""
+    arrays: list[memoryview] = []
+
+    def keep(array: pickle.PickleBuffer) -> None:
+        arrays.append(array.raw())  # being Python, it also lets other threads have a turn at every array
+
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=keep)
+    parts = [pickled, *arrays]
+    return [_COUNT.pack(len(parts)) + struct.pack(f"<{len(parts)}Q", *map(len, parts)), *parts]
+
+
+def unpack(body: bytes) -> Any:
+    """The value of a body. Its arrays are views of the body: nobody can write to them."""
+    (count,) = _COUNT.unpack_from(body)
+    sizes = struct.unpack_from(f"<{count}Q", body, _COUNT.size)
+    at, view, parts = _COUNT.size * (1 + count), memoryview(body), []
+    for size in sizes:
+        parts.append(view[at : at + size])
+        at += size
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 class Log:
@@ -108,6 +137,10 @@ class Log:
         with path.open("rb") as file:
             magic = file.read(len(_MAGIC))
             if magic != _MAGIC and not (last and size < len(_MAGIC) and _MAGIC.startswith(magic)):
+                if magic == _OLDER:
+                    raise JournalError(
+                        f"{path} is from an older version of Tinkex, which alone can go on with it"
+                    )
                 raise JournalError(f"{path} is damaged at byte 0: it does not begin as a journal does")
             at = len(_MAGIC)
             while at < size:
@@ -124,16 +157,20 @@ class Log:
 
     # -- writing -----------------------------------------------------------------------------------------
 
-    def append(self, head: list[Any], body: bytes = b"") -> Record:
-        front = json.dumps(head).encode()
-        lengths = _LENGTHS.pack(len(front), len(body), crc32(body, crc32(front)))
+    def append(self, head: list[Any], body: Iterable[Bytes] = ()) -> Record:
+        """Add a record; `body` comes in pieces (see `pack`)."""
+        front, length = json.dumps(head).encode(), 0
+        check = crc32(front)
+        for piece in body:
+            check, length = crc32(piece, check), length + len(piece)
+        lengths = _LENGTHS.pack(len(front), length, check)
         if self._file is not None and self._sizes[self._next - 1] >= self._segment_bytes:
             self.rotate()
         if self._file is None:
             self._open()
         segment = self._next - 1
-        self._write(lengths + _CHECK.pack(crc32(lengths)) + front, body)
-        return Record(head, segment, self.path(segment), self._sizes[segment] - len(body), len(body))
+        self._write(lengths + _CHECK.pack(crc32(lengths)), front, *body)
+        return Record(head, segment, self.path(segment), self._sizes[segment] - length, length)
 
     def _open(self) -> None:
         path = self.path(self._next)
@@ -147,15 +184,15 @@ class Log:
         if self._fsync:
             sync(self.directory)
 
-    def _write(self, *parts: bytes) -> None:
+    def _write(self, *parts: Bytes) -> None:
         """All or nothing, at the end of the open segment."""
         segment = self._next - 1
         if self._broken:
             raise JournalError(f"{self.path(segment)} could not be written before: restart to go on")
         assert self._file is not None
         try:
-            for part in parts:
-                rest = memoryview(part)
+            for piece in _joined(parts):
+                rest = memoryview(piece)
                 while rest:
                     rest = rest[os.write(self._file, rest) :]
             if self._fsync:
@@ -189,6 +226,19 @@ class Log:
     def delete(self, segment: int) -> None:
         os.unlink(self.path(segment))
         del self._sizes[segment]
+
+
+def _joined(parts: Iterable[Bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces, none of which takes long to join."""
+    waiting: list[Bytes] = []
+    size = 0
+    for part in parts:
+        waiting.append(part)
+        size += len(part)
+        if size >= _WRITE_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    yield b"".join(waiting)
 
 
 def _number(path: Path) -> int:

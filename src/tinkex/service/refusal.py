@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Refusal(Exception):
@@ -14,8 +14,7 @@ class Refusal(Exception):
         self.message = message
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """On whose behalf a request is made: what it creates is theirs, what is another's does not exist."""
 
     user: str

@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tinkex import tracing
-from tinkex.engine.protocol import Engine, EngineError, OnTokens, SampleWork
+from tinkex.engine.protocol import Engine, EngineError, OnTokens, SampleWork, StopBytes
 from tinkex.errors import InvalidInputError
 from tinkex.service.core import Core
 from tinkex.service.engines import BaseModel
@@ -124,18 +124,19 @@ class Samplers:
     ) -> UntypedAPIFuture:
         """Accept a sample; it runs as a task of its own."""
         row = self._row(request, caller)
-        key = (row.sampler_id, -1 if request.seq_id is None else request.seq_id)
-        is_numbered = row.sampler_id != "" and request.seq_id is not None
-        promised = self._repeats.get(key) if is_numbered else None
-        if promised is not None and self._core.futures.get(promised.request_id) is not None:
-            return promised
+        key = None  # of what may be repeated
+        if row.sampler_id and request.seq_id is not None:
+            key = (row.sampler_id, request.seq_id)
+            promised = self._repeats.get(key)
+            if promised is not None and self._core.futures.get(promised.request_id) is not None:
+                return promised
         model = self._core.engines.find(row.base_model)
         self._check(request, model.max_context())
         future = self._promise(row, request, caller)
         future.cancel = self._spawn(self._run(future, row, model, request, on_tokens)).cancel
         ids = [f"{future.request_id}.{n}" for n in range(request.num_samples)]
         promise = UntypedAPIFuture(future.request_id, None, ids)
-        if is_numbered:
+        if key is not None:
             self._repeats[key] = promise
             if len(self._repeats) > REMEMBERED:
                 self._repeats.popitem(last=False)
@@ -162,8 +163,11 @@ class Samplers:
         lane = f"{row.sampler_id}#{(request.seq_id or 0) // CLONE_STRIDE}"
         future = self._core.futures.create(caller.user, lane=lane)
         self._lanes.begin(lane, future.request_id)
-        future.on_done = lambda done: self._lanes.end(lane, done.request_id, failed=done.failed)
+        future.on_done = self._tell_lane
         return future
+
+    def _tell_lane(self, done: Future) -> None:
+        self._lanes.end(done.lane, done.request_id, failed=done.failed)
 
     def _check(self, request: types.SampleRequest, limit: int | None) -> None:
         """What must be a 400, because clients act on it: the prompt is too long, or is not text."""
@@ -217,6 +221,7 @@ class Samplers:
     async def _loaded(self, future: Future, model: BaseModel, request: types.SampleRequest) -> Engine:
         future.why = lambda: ("paused_capacity", f"the base model {model.name} is being loaded")
         engine = await model.load()
+        future.why = lambda: ACTIVE
         self._check(request, engine.info.max_context)  # it may not have been known before
         return engine
 
@@ -231,14 +236,19 @@ class Samplers:
     ) -> SampleResponse:
         """Wait for room among other owners' samples, have the adapter there, and sample."""
         gate, published = self._gate_of(model), self._published_of(model)
-        future.why = lambda: ("paused_capacity", f"{gate.waiting()} requests wait for room to be sampled")
         with tracing.span("scheduler sample", within=True):
-            await gate.enter(row.owner, request.num_samples)
-        future.why = lambda: ACTIVE
+            if not gate.try_enter(row.owner, request.num_samples):
+                future.why = lambda: (
+                    "paused_capacity",
+                    f"{gate.waiting()} requests wait for room to be sampled",
+                )
+                await gate.enter(row.owner, request.num_samples)
+                future.why = lambda: ACTIVE
         try:
             await published.take(engine, row)
             try:
-                work = await self._work(request, row, model, on_tokens)
+                stops = await _stop_bytes(request, model) if request.sampling_params.stop else None
+                work = _work(request, row, stops, on_tokens)
                 with tracing.span("engine sample", within=True):
                     return await engine.sampler.sample(work)
             finally:
@@ -251,37 +261,14 @@ class Samplers:
             self._gates[model.name] = FairGate(self._core.config.samples_in_flight)
         return self._gates[model.name]
 
-    async def _work(
-        self, request: types.SampleRequest, row: SamplerRow, model: BaseModel, on_tokens: OnTokens | None
-    ) -> SampleWork:
-        params, stop_bytes = request.sampling_params, None
-        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
-        strings = [s for s in stops if isinstance(s, str)]
-        if strings:
-            stop_bytes = await model.stop_bytes(strings)
-            params = replace(params, stop=None)
-        return SampleWork(
-            request.prompt.to_numpy(),
-            params,
-            row.adapter,
-            request.num_samples,
-            stop_bytes,
-            request.prompt_logprobs,
-            request.prompt_logprobs_last_n,
-            request.topk_prompt_logprobs,
-            request.topk_sample_logprobs,
-            request.target_prompt_logprobs,
-            request.prompt_alt_tokens_k,
-            on_tokens,
-        )
-
     def _account(self, row: SamplerRow, request: types.SampleRequest, response: Outcome) -> None:
         if not isinstance(response, SampleResponse) or not row.session_id:
             return
-        cached = response.prompt_cache_hit_tokens
+        cached, sampled = response.prompt_cache_hit_tokens, 0
+        for sequence in response.sequences:
+            sampled += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         self._core.count("sampling_prefill_cached", cached, row)
         self._core.count("sampling_prefill", max(0, request.prompt.length - cached), row)
-        sampled = sum(0 if s.tokens_np is None else s.tokens_np.size for s in response.sequences)
         self._core.count("sampling_sample", sampled, row)
 
     # -- published adapters ------------------------------------------------------------------------------
@@ -323,3 +310,31 @@ class Samplers:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _stop_bytes(request: types.SampleRequest, model: BaseModel) -> StopBytes | None:
+    """The strings to stop at as the engine checks them; None if there are none."""
+    given = request.sampling_params.stop
+    stops = [given] if isinstance(given, str) else given or []
+    strings = [s for s in stops if isinstance(s, str)]
+    return await model.stop_bytes(strings) if strings else None
+
+
+def _work(
+    request: types.SampleRequest, row: SamplerRow, stops: StopBytes | None, on_tokens: OnTokens | None
+) -> SampleWork:
+    params = request.sampling_params
+    return SampleWork(
+        request.prompt.to_numpy(),
+        params if stops is None else replace(params, stop=None),
+        row.adapter,
+        request.num_samples,
+        stops,
+        request.prompt_logprobs,
+        request.prompt_logprobs_last_n,
+        request.topk_prompt_logprobs,
+        request.topk_sample_logprobs,
+        request.target_prompt_logprobs,
+        request.prompt_alt_tokens_k,
+        on_tokens,
+    )

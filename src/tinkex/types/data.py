@@ -50,7 +50,7 @@ def as_tokens(tokens: Any) -> np.ndarray:
         try:
             # Twice as fast as numpy, as strict, and without letting go of the interpreter for so little.
             array = np.frombuffer(_array("i", tokens), np.int32)
-            if min(tokens, default=0) >= 0:
+            if not array.size or array[array.argmin()] >= 0:
                 array.flags.writeable = False
                 return array
         except (TypeError, ValueError, OverflowError):

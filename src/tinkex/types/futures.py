@@ -28,9 +28,12 @@ class UntypedAPIFuture:
     sample_sequence_ids: list[str] | None = None  # of a sample request: one per sequence, in order
 
     def to_wire(self) -> dict[str, Any]:
-        fields = {"request_id": self.request_id, "model_id": self.model_id}
-        fields["sample_sequence_ids"] = self.sample_sequence_ids
-        return {name: value for name, value in fields.items() if value is not None}
+        fields: dict[str, Any] = {"request_id": self.request_id}
+        if self.model_id is not None:
+            fields["model_id"] = self.model_id
+        if self.sample_sequence_ids is not None:
+            fields["sample_sequence_ids"] = self.sample_sequence_ids
+        return fields
 
     @classmethod
     def model_validate(cls, fields: Mapping[str, Any], context: Any = None) -> UntypedAPIFuture:

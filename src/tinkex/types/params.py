@@ -25,7 +25,7 @@ def _plain(owner: Any, name: str) -> Any:
 
 def _number(owner: Any, name: str, low: float, high: float, *, open_high: bool = False) -> None:
     value = getattr(owner, name)
-    if type(value) is float and low <= value < high:  # nearly always
+    if type(value) is float and (low <= value < high or (value == high and not open_high)):  # nearly always
         return
     value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
@@ -72,24 +72,26 @@ class SamplingParams(Dumpable):
         _number(self, "temperature", 0.0, math.inf, open_high=True)
         _number(self, "top_p", 0.0, 1.0)
         _whole(self, "top_k", -1)
-        if isinstance(self.stop, bytes) or not (
-            self.stop is None or isinstance(self.stop, str | Sequence) or hasattr(self.stop, "tolist")
-        ):
+        if self.stop is not None:
+            self._check_stop(self.stop)
+
+    def _check_stop(self, given: Any) -> None:
+        if isinstance(given, bytes) or not (isinstance(given, str | Sequence) or hasattr(given, "tolist")):
             raise InvalidInputError(
-                f"SamplingParams.stop must be a string, strings, or token ids, got {self.stop!r}"
+                f"SamplingParams.stop must be a string, strings, or token ids, got {given!r}"
             )
-        if not isinstance(self.stop, str | None):
-            stop = [int(s) if hasattr(s, "__index__") else s for s in self.stop]  # numpy ints too
+        if not isinstance(given, str):
+            stop = [int(s) if hasattr(s, "__index__") else s for s in given]  # numpy ints too
             if not (all(isinstance(s, str) for s in stop) or all(isinstance(s, int) for s in stop)):
                 raise InvalidInputError(
-                    f"SamplingParams.stop must be all strings or all token ids, got {self.stop!r}"
+                    f"SamplingParams.stop must be all strings or all token ids, got {given!r}"
                 )
             if any(s == "" for s in stop):
                 raise InvalidInputError("SamplingParams.stop has an empty string; use [] to never stop early")
             if any(isinstance(s, int) and s < 0 for s in stop):
                 raise InvalidInputError(f"SamplingParams.stop has a negative token id: {stop}")
             object.__setattr__(self, "stop", stop)
-        elif self.stop == "":
+        elif given == "":
             raise InvalidInputError("SamplingParams.stop is an empty string; use [] to never stop early")
 
 

@@ -63,6 +63,14 @@ class GetSamplerResponse(ReplyModel):
     model_path: str | None = None
 
 
+_COUNTS = (
+    ("num_samples", 1),
+    ("topk_prompt_logprobs", 0),
+    ("topk_sample_logprobs", 0),
+    ("prompt_alt_tokens_k", 0),
+)
+
+
 @strict
 class SampleRequest:
     """`num_samples` continuations of a prompt, and what shall be said about the prompt itself."""
@@ -83,10 +91,10 @@ class SampleRequest:
     record_stability_info: bool = False
 
     def __post_init__(self) -> None:
-        _at_least(self, "num_samples", 1)
-        _at_least(self, "topk_prompt_logprobs", 0)
-        _at_least(self, "topk_sample_logprobs", 0)
-        _at_least(self, "prompt_alt_tokens_k", 0)
+        for name, low in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value < 2**63:
+                _at_least(self, name, low)
         if self.prompt_logprobs_last_n is not None:
             _at_least(self, "prompt_logprobs_last_n", 1)
         if self.seq_id is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, RequestErrorCategory
 from tinkex.types.base import WIRE, Model, explain
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
 from tinkex.types.data import EncodedTextChunk
@@ -156,7 +156,9 @@ def decode_request(
         body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
-        fields = {**(query or {}), **_load_object(body or b"{}"), **(path_params or {})}
+        fields = _load_object(body or b"{}")
+        if query or path_params:
+            fields = {**(query or {}), **fields, **(path_params or {})}
         if op.request is ForwardBackwardRequest:
             return json_codec.read_pass(fields, forward_only=op is ops.FORWARD)
         if op.request is SampleRequest:
@@ -334,9 +336,12 @@ def _read_pending(body: bytes) -> Pending:
 
 
 def _read_failure(fields: dict[str, Any]) -> RequestFailedResponse:
-    error = fields["error"]
+    error, said = fields["error"], fields.get("category") or "unknown"
     text = error if isinstance(error, str) else orjson.dumps(error).decode()
-    return RequestFailedResponse(error=text, category=fields.get("category", ""))
+    category = RequestErrorCategory.parse(said)
+    if category is RequestErrorCategory.Unknown and str(said).lower() != category:
+        text = f"{text} (category {said!r:.80})"  # a word of a newer server's: kept for people
+    return RequestFailedResponse(error=text, category=category)
 
 
 def _read_redirect(headers: Headers) -> CheckpointArchiveUrlResponse:

@@ -19,18 +19,34 @@ _RNG = np.random.default_rng(0)
 _EMBED = _RNG.normal(size=(VOCAB, D))
 UNEMBED = _RNG.normal(size=(VOCAB, D))
 BASE = _RNG.normal(size=(D, D)) * 0.3
+_REACH = 64  # tokens: what is farther back has faded out
+_FADES = _DECAY ** np.arange(_REACH - 1.0, -1.0, -1.0)
 
 
-def features(tokens: np.ndarray, state: np.ndarray | None = None) -> np.ndarray:
-    """[N, D]: at each position the tokens so far, older ones fading; `state` is the position before."""
+def features(tokens: np.ndarray) -> np.ndarray:
+    """[N, D]: at each position the tokens so far, older ones fading."""
     out = _EMBED[tokens]
-    if state is not None:
-        out[:1] += _DECAY * state
     reach, fade = 1, _DECAY  # sums over 1, 2, 4, … tokens, until those farther back have faded out
     while reach < len(out) and fade > 1e-18:
         out[reach:] += fade * out[:-reach]
         reach, fade = 2 * reach, fade * fade
     return out
+
+
+def last_feature(tokens: np.ndarray) -> np.ndarray:
+    """[D]: `features` at the last position alone."""
+    near = tokens[-_REACH:]
+    return _FADES[-len(near) :].dot(_EMBED.take(near, 0))
+
+
+def next_feature(feature: np.ndarray, token: int) -> np.ndarray:
+    """[D]: the feature after one more token."""
+    return _EMBED[token] + _DECAY * feature
+
+
+def head(matrix: np.ndarray) -> np.ndarray:
+    """[D, V]: from a feature to logits."""
+    return matrix.T @ UNEMBED.T
 
 
 def log_softmax(z: np.ndarray) -> np.ndarray:

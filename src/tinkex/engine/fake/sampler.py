@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,19 +11,31 @@ from pathlib import Path
 import numpy as np
 
 from tinkex.engine.fake.files import load
-from tinkex.engine.fake.model import BASE, EOS, UNEMBED, VOCAB, Adapter, features, log_softmax
+from tinkex.engine.fake.model import (
+    BASE,
+    EOS,
+    VOCAB,
+    features,
+    head,
+    last_feature,
+    log_softmax,
+    next_feature,
+)
 from tinkex.engine.fake.trainer import FakeTrainer
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
-from tinkex.engine.streams import exponentials, stream_keys
+from tinkex.engine.streams import exponentials, stream_key
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopReason, TopkLogprobs
+from tinkex.types.params import SamplingParams
+
+_BASE_HEAD_DV = head(BASE)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Sample:
     """One sequence on its way."""
 
-    state: np.ndarray
+    feature_D: np.ndarray
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -55,7 +68,7 @@ class _Rows:
 class _Published:
     """An adapter that requests can name, and what they are drawing with it."""
 
-    adapter: Adapter
+    head_DV: np.ndarray
     samples: list[list[_Sample]] = field(default_factory=list)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -76,23 +89,23 @@ class FakeSampler:
         if work.adapter is not None and work.adapter not in self.published:
             raise user_error(f"there is no published adapter {work.adapter!r}")
         published = self.published[work.adapter] if work.adapter is not None else None
-        matrix, seed = published.adapter.matrix() if published else BASE, seed_of(work)
-        x_ND = features(work.prompt)
-        scores = PromptScores(work, seed)
-        if wanted := len(work.prompt) - scores.next:
-            rows_ND = x_ND[scores.next - 1 : -1]
-            scores.add(_Rows(log_softmax(rows_ND @ matrix.T @ UNEMBED.T)), wanted)
-        samples = [_Sample(x_ND[-1]) for _ in range(work.num_samples)]
+        head_DV, seed = published.head_DV if published else _BASE_HEAD_DV, seed_of(work)
+        scores = _score(work, head_DV, seed) if PromptScores.asked(work) else None
+        feature_D = last_feature(work.prompt)
+        samples = [_Sample(feature_D) for _ in range(work.num_samples)]
         running = published.samples if published else self._base
         running.append(samples)
         try:
-            await self._decode(work, samples, matrix, seed, count)
+            await self._decode(work, samples, head_DV, seed, count)
         finally:
             running.remove(samples)
             if published and not running:
                 published.idle.set()
+        sequences = [_sampled(sample) for sample in samples]
+        if scores is None:
+            return SampleResponse(sequences)
         return SampleResponse(
-            [_sampled(sample) for sample in samples],
+            sequences,
             prompt_logprobs_np=scores.prompt_logprobs,
             topk_prompt_logprobs_np=scores.topk,
             target_prompt_logprobs=scores.targets,
@@ -100,14 +113,13 @@ class FakeSampler:
         )
 
     async def _decode(
-        self, work: SampleWork, samples: list[_Sample], matrix: np.ndarray, seed: int, count: int
+        self, work: SampleWork, samples: list[_Sample], head_DV: np.ndarray, seed: int, count: int
     ) -> None:
         stops = Stops(work, (EOS,))
         for position in range(len(work.prompt), len(work.prompt) + count):
             for index, sample in enumerate(samples):
                 if sample.reason is None:
-                    key = stream_keys(np.array([seed], np.uint64), np.array([index]), np.array([position]))
-                    _advance(work, sample, matrix, key)
+                    _advance(work, sample, head_DV, stream_key(seed, index, position))
                     stopped, sample.tail = stops.after(sample.tail, sample.tokens[-1])
                     sample.reason = "stop" if stopped else "length" if len(sample.tokens) == count else None
                     if work.on_tokens:
@@ -129,7 +141,7 @@ class FakeSampler:
             adapter = load(source, self._trainer.model, optimizer=False)
         else:
             adapter = self._trainer.snapshot(source)
-        self.published[name] = _Published(adapter)
+        self.published[name] = _Published(head(adapter.matrix()))
 
     async def retire(self, name: str) -> None:
         published = self.published.pop(name, None)
@@ -144,28 +156,49 @@ class FakeSampler:
         return (sample for groups in lists for group in groups for sample in group if not sample.reason)
 
 
-def _advance(work: SampleWork, sample: _Sample, matrix: np.ndarray, key: np.ndarray) -> None:
-    """Draw one token."""
+def _score(work: SampleWork, head_DV: np.ndarray, seed: int) -> PromptScores:
+    scores = PromptScores(work, seed)
+    if wanted := len(work.prompt) - scores.next:
+        rows_ND = features(work.prompt)[scores.next - 1 : -1]
+        scores.add(_Rows(log_softmax(rows_ND @ head_DV)), wanted)
+    return scores
+
+
+def _advance(work: SampleWork, sample: _Sample, head_DV: np.ndarray, key: int) -> None:
+    """Draw one token. For arrays this small numpy's calls are the cost: few of them, and the cheap forms."""
     params = work.params
-    logits = sample.state @ matrix.T @ UNEMBED.T
-    logprobs = log_softmax(logits / (params.temperature or 1.0))
-    p = np.exp(logprobs)
+    if sample.tokens:
+        sample.feature_D = next_feature(sample.feature_D, sample.tokens[-1])
+    z_V = sample.feature_D.dot(head_DV)
+    if params.temperature not in (0.0, 1.0):
+        z_V /= params.temperature
+    z_V -= z_V[z_V.argmax()]
+    p_V = np.exp(z_V)
+    totals_V = p_V.cumsum()
+    log_total = math.log(totals_V[-1])
     if params.top_k > 0 or params.top_p < 1:
-        order = np.argsort(-logprobs, kind="stable")
-        if params.top_k > 0:
-            p[order[params.top_k :]] = 0
-        if params.top_p < 1:
-            ranked = p[order] / p.sum()
-            p[order[1:][(ranked.cumsum() - ranked)[1:] >= params.top_p]] = 0
+        totals_V = _cut(p_V, params).cumsum()
     if params.temperature > 0:
-        p /= exponentials(key, VOCAB)[0]
-    token = int(np.argmax(p))
+        share = ((key >> 11) + 1) * 2.0**-53  # in (0, 1]: what was cut is never drawn
+        token = int(totals_V.searchsorted(share * totals_V[-1]))
+    else:
+        token = int(z_V.argmax())
     sample.tokens.append(token)
-    sample.logprobs.append(float(logprobs[token]))
+    sample.logprobs.append(float(z_V[token]) - log_total)
     if work.topk_sample_logprobs:
-        ids, values = _Rows(logprobs[None]).top(work.topk_sample_logprobs)
+        ids, values = _Rows(z_V[None] - log_total).top(work.topk_sample_logprobs)
         sample.top.append((ids[0], values[0]))
-    sample.state = features(np.array([token]), sample.state)[0]
+
+
+def _cut(p_V: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """What top-k and top-p leave: the others are 0."""
+    order = np.argsort(-p_V, kind="stable")
+    if params.top_k > 0:
+        p_V[order[params.top_k :]] = 0
+    if params.top_p < 1:
+        ranked = p_V[order] / p_V.sum()
+        p_V[order[1:][(ranked.cumsum() - ranked)[1:] >= params.top_p]] = 0
+    return p_V
 
 
 def _sampled(sample: _Sample) -> SampledSequence:

@@ -1,0 +1,108 @@
+"""One call, as HTTP says it: its headers, the bytes of its request, and what the bytes of its answer mean.
+
+Promises: bodies that take long to build or to read are built and read off the event loop; an answer that
+cannot be read is an APIResponseValidationError. Decides nothing: when and how often a call is sent is
+transport.py's, on which socket http_pools.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tinkex import tracing
+from tinkex._version import __version__
+from tinkex.client.http_pools import Answer
+from tinkex.client.limits import Hold
+from tinkex.client.loop import off_loop
+from tinkex.client.queue_state import Listener
+from tinkex.client.retry import RetryConfig
+from tinkex.errors import APIError, APIResponseValidationError, InvalidInputError, Request, Response
+from tinkex.types.training import ForwardBackwardRequest
+from tinkex.wire import codec, ops
+from tinkex.wire.ops import Op, Pool
+
+# From where on encoding or decoding leaves the loop, as it may take more than a millisecond. Arrays are not
+# copied into or out of protobuf: there it is their number that counts.
+BIG_BODY = 128 * 1024  # bytes of JSON
+BIG_PROTO = 1024 * 1024  # bytes of an answer
+MANY_DATUMS = 128  # of a pass
+
+AnyOp = Op[Any, Any]
+SAMPLES = (ops.SAMPLE, ops.STREAM_SAMPLE)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call: what the caller said of it (see `Transport.call`), and how it has gone so far."""
+
+    op: AnyOp
+    request: Any
+    pool: Pool
+    idempotency_key: str
+    owner: str
+    awaiting: AnyOp | None = None
+    method: str = ""
+    retry: RetryConfig | None = None
+    observe: Listener | None = None
+    place: Hold | None = None
+    tries: int = 0  # that failed
+    started: float | None = None  # since when its time is running, by time.monotonic()
+    error: APIError | None = None  # of the last try
+
+    def leave_place(self) -> None:
+        if self.place is not None:
+            self.place.leave()
+
+
+def headers_of(call: Call, encoded: codec.Encoded, api_key: str, given: dict[str, str]) -> dict[str, str]:
+    """All headers of a request; `given` are those that every request of this client has."""
+    headers = {"x-api-key": api_key, **given, **encoded.headers}
+    if call.idempotency_key:
+        headers["x-idempotency-key"] = call.idempotency_key
+    if call.op is ops.STREAM_SAMPLE:
+        headers["accept"] = "text/event-stream"
+    if call.op in SAMPLES:
+        headers["x-tinker-sampling-backpressure"] = "1"
+    if call.awaiting is not None:
+        headers["x-tinker-request-type"] = call.awaiting.request_type
+        headers["accept"] = "application/x-protobuf, application/json"
+    if call.method:
+        headers["x-sdk-version"], headers["x-sdk-method"] = __version__, call.method
+    tracing.inject(headers)
+    return headers
+
+
+async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool) -> codec.Encoded:
+    """A request's path, query, headers and body. `proto` and `compress` are for passes."""
+    compress = compress and op is ops.FORWARD_BACKWARD
+    if proto and not compress and isinstance(request, ForwardBackwardRequest):
+        quick = len(request.forward_backward_input.data) <= MANY_DATUMS
+    else:
+        quick = codec.request_size(request, BIG_BODY) < BIG_BODY
+    if quick:
+        return codec.encode_request(op, request, proto=proto, compress=compress)
+    return await off_loop(partial(codec.encode_request, op, request, proto=proto, compress=compress))
+
+
+async def decode(call: Call, answer: Answer, base_url: str) -> Any:
+    """What the server said: an operation's reply, or the result that was awaited."""
+    if call.awaiting is not None:
+        read = partial(codec.decode_result, call.awaiting, answer.status, answer.headers, answer.body)
+    else:
+        read = partial(codec.decode_reply, call.op, answer.status, answer.headers, answer.body)
+    big = BIG_PROTO if codec.PROTO in answer.headers.get("content-type", "") else BIG_BODY
+    try:
+        return read() if len(answer.body) < big else await off_loop(read)
+    except InvalidInputError as error:
+        url = base_url + call.op.path
+        response = Response(answer.status, answer.headers, "", Request(call.op.method, url))
+        raise APIResponseValidationError(
+            response, answer.body[:4096], f"{call.op.method} {url}: the answer cannot be read: {error}"
+        ) from error
+
+
+def owner_of(request: Any) -> str:
+    """Whose request it is, for sharing limits: a sampler's, a run's, or nobody's in particular."""
+    return getattr(request, "sampling_session_id", None) or getattr(request, "model_id", None) or ""

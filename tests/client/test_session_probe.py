@@ -1,0 +1,259 @@
+"""Sessions: opened late, kept alive, and finished however a client ends (K8, K9; weakness 5.2(10))."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+
+from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
+from tests.stub import Stub, hang, status
+from tinkex import ServiceClient, Timeouts, TinkerError
+from tinkex.client import limits, session
+
+BEATING = Timeouts(heartbeat_interval=0.05, close=2)
+
+
+def finished(stub: Stub) -> list[str | None]:
+    ends = [session["finished"] for session in stub.sessions.values()]
+    return [end and end["reason"]["type"] for end in ends]
+
+
+def test_nothing_is_sent_before_it_is_needed(stub: Stub) -> None:
+    service = ServiceClient(base_url=stub.url)
+    service.get_console_url()
+    assert stub.requests == []
+    service.get_server_capabilities()
+    assert stub.count("create_session") == 0
+    service.create_lora_training_client("stub/base", timeout=5)
+    service.create_sampling_client(base_model="stub/base", timeout=5)
+    assert stub.count("create_session") == 1
+    assert stub.count("client/config") == 1
+    close(service)
+
+
+def test_a_session_says_what_it_is_for(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TINKER_TAGS", "b, a,,c")
+    monkeypatch.setenv("TINKER_PROJECT_ID", "from-env")
+    words = {"info_message": "hello", "warning_message": "soon", "error_message": "now"}
+    stub.script("create_session", status(200, body={"session_id": "s", "type": "create_session", **words}))
+    service = ServiceClient({"who": "me"}, display_name="mine", base_url=stub.url)
+    with caplog.at_level(logging.INFO, "tinkex"):
+        service.create_sampling_client(base_model="stub/base", timeout=5)
+    body = stub.sent("create_session")[0].json
+    assert (body["tags"], body["project_id"]) == (["b", "a", "c"], "from-env")
+    assert (body["user_metadata"], body["display_name"]) == ({"who": "me"}, "mine")
+    assert [r.levelname for r in caplog.records if r.message in words.values()] == [
+        "INFO",
+        "WARNING",
+        "ERROR",
+    ]
+    close(service)
+
+
+def test_it_beats_until_it_is_closed(stub: Stub) -> None:
+    service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+    service.create_sampling_client(base_model="stub/base", timeout=5)
+    stub.wait_for("session_heartbeat", 3)
+    service.close("errored", "it was me").result(5)
+    assert next(iter(stub.sessions.values()))["finished"] == {
+        "reason": {"type": "errored"},
+        "detail": "it was me",
+    }
+    beats = stub.count("session_heartbeat")
+    time.sleep(0.2)
+    assert stub.count("session_heartbeat") == beats
+
+
+def test_a_failing_heartbeat_goes_on_and_is_said_once_in_a_while(
+    stub: Stub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_WARNING", 0.2)
+    stub.script("session_heartbeat", status(500), always=True)
+    service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+    with caplog.at_level(logging.WARNING, "tinkex"):
+        service.create_sampling_client(base_model="stub/base", timeout=5)
+        stub.wait_for("session_heartbeat", 8)
+    assert 1 <= caplog.text.count("no heartbeat for") <= 3
+    stub.unscript()
+    stub.wait_for("session_heartbeat", 12)
+    close(service)
+
+
+def test_a_heartbeat_that_gets_no_answer_is_not_waited_for_long(stub: Stub) -> None:
+    """A request may take a minute; a heartbeat that does has failed, and the next one is due."""
+    stub.script("session_heartbeat", hang(), hang())
+    service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+    service.create_sampling_client(base_model="stub/base", timeout=5)
+    stub.wait_for("session_heartbeat", 4, timeout=5)
+    close(service)
+
+
+def test_a_session_the_server_ended_stops_beating(stub: Stub) -> None:
+    stub.script("session_heartbeat", status(410), always=True)
+    service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+    service.create_sampling_client(base_model="stub/base", timeout=5)
+    stub.wait_for("session_heartbeat")
+    time.sleep(0.2)
+    assert stub.count("session_heartbeat") == 1
+    close(service)
+
+
+# -- how it ends -------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_client_is_collected_and_its_session_finished(stub: Stub) -> None:
+    """Weakness 5.2(10), K8, K9: service, run and sampler; the heart stops with them."""
+    service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+    run = service.create_lora_training_client("stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    run.forward_backward([datum()], "cross_entropy").result(5)
+    run.optim_step().result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    gone = [weakref.ref(each) for each in (service, run, sampler)]
+    del service, run
+    gc.collect()
+    stub.wait_for("session_heartbeat", stub.count("session_heartbeat") + 2)
+    assert finished(stub) == [None], "the sampler still needs it"
+    del sampler
+    eventually(lambda: gc.collect() is not None and all(ref() is None for ref in gone))
+    eventually(lambda: finished(stub) == ["success"])
+    beats = stub.count("session_heartbeat")
+    time.sleep(0.2)
+    assert stub.count("session_heartbeat") == beats
+
+
+def test_nothing_in_the_process_remembers_a_client_that_is_gone(stub: Stub) -> None:
+    """K9, K11: no cache, of limits, hosts or sessions, outlives who used it; a closed one no less."""
+
+    def remembered() -> list[str]:
+        leased = [lease.connection.base_url for lease in session._leases]
+        kept = map(str, [*limits._shared, *limits._hosts, *leased])
+        return [each for each in kept if stub.url in each]
+
+    for ends in (close, lambda service: None):
+        service = ServiceClient(base_url=stub.url, timeouts=BEATING)
+        sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        pickle.loads(pickle.dumps(sampler)).sample(PROMPT, 1, PARAMS).result(5)
+        assert len(remembered()) >= 3
+        ends(service)
+        del service, sampler
+        try:
+            eventually(lambda: gc.collect() is not None and remembered() == [])
+        except AssertionError:
+            out = [f"URL {stub.url} sessions {list(stub.sessions)} remembered {remembered()}"]
+            for lease in list(session._leases):
+                if lease.session_id in stub.sessions:
+                    out.append(f"lease {lease.session_id} url {lease.connection.base_url} finished {lease.finished} closed {lease.connection.closed}")
+            for name, d in (("shared", limits._shared), ("hosts", limits._hosts)):
+                for k in list(d):
+                    if stub.url in str(k):
+                        v = d[k]
+                        seen = set()
+                        def walk(o, depth):
+                            if depth > 7 or id(o) in seen: return
+                            seen.add(id(o))
+                            for r in gc.get_referrers(o):
+                                if r is seen or type(r).__name__ in ("frame", "list_iterator") and depth == 0: continue
+                                out.append("  " * depth + f"{type(r)} {str(r)[:150]}")
+                                if type(r).__name__ not in ("module",) and len(out) < 300:
+                                    walk(r, depth + 1)
+                        out.append(name + str(k)); walk(v, 0)
+            open("/tmp/scratch/probe_" + ("old" if "before" in limits.__file__ else "new") + ".txt", "w").write("\n".join(out))
+            raise
+
+
+def test_a_pending_future_keeps_its_client(stub: Stub) -> None:
+    stub.hold("optim_step")
+    run = ServiceClient(base_url=stub.url).create_lora_training_client("stub/base", timeout=5)
+    future = run.optim_step()
+    stub.wait_for("optim_step")
+    del run
+    gc.collect()
+    stub.release()
+    assert future.result(5).metrics
+    del future
+    eventually(lambda: gc.collect() is not None and finished(stub) == ["success"])
+
+
+def test_a_rest_client_outlives_the_session(stub: Stub) -> None:
+    service = ServiceClient(base_url=stub.url)
+    service.create_sampling_client(base_model="stub/base", timeout=5)
+    rest = service.create_rest_client()
+    del service
+    eventually(lambda: gc.collect() is not None and finished(stub) == ["success"])
+    assert len(rest.list_sessions().result(5).sessions) == 1
+
+
+def test_finishing_a_session_of_a_dead_server_takes_no_longer_than_it_may(stub: Stub) -> None:
+    service = ServiceClient(base_url=stub.url, timeouts=Timeouts(close=0.3))
+    service.create_sampling_client(base_model="stub/base", timeout=5)
+    stub.stop()
+    with pytest.raises(TinkerError, match=r"could not be finished within 0.3 s"):
+        service.close().result(5)
+
+
+ENDINGS = {
+    "success": "",
+    "errored": "raise ValueError('mine')",
+    "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
+}
+SCRIPT = """
+import sys, tinkex
+service = tinkex.ServiceClient(base_url=sys.argv[1])
+run = service.create_lora_training_client("stub/base")
+sampler = service.create_sampling_client(base_model="stub/base")
+prompt, params = tinkex.ModelInput.from_ints([1]), tinkex.SamplingParams(max_tokens=1)
+sampler.sample(prompt, 1, params).result(10)
+{ending}
+"""
+
+
+def script(stub: Stub, code: str, *, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, stub.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ})
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_that_ends_finishes_its_session(stub: Stub, ending: str) -> None:
+    """Weakness 5.2(10): success, an unhandled exception and Ctrl-C, each by its name."""
+    done = script(stub, SCRIPT.format(ending=ENDINGS[ending]))
+    assert finished(stub) == [ending]
+    assert done.returncode == {"success": 0, "errored": 1, "interrupted": -signal.SIGINT}[ending]
+    assert ("Traceback" in done.stderr) is (ending != "success")
+    assert "tinkex" not in done.stderr.partition("Traceback")[0]
+
+
+def test_a_process_ends_with_requests_under_way(stub: Stub) -> None:
+    stub.hold("asample", "forward_backward")
+    waiting = "futures = [sampler.sample(prompt, 1, params) for _ in range(20)]\nimport time; time.sleep(0.2)"
+    stub.config = {"sample_use_retrieve_futures": True}
+    code = SCRIPT.format(ending=waiting).replace("sampler.sample(prompt, 1, params).result(10)", "")
+    done = script(stub, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert finished(stub) == ["success"]
+
+
+def test_a_process_whose_server_is_gone_ends_soon(stub: Stub) -> None:
+    code = SCRIPT.format(ending="print('ready', flush=True); input()")
+    code = code.replace("sys.argv[1]", "sys.argv[1], timeouts=tinkex.Timeouts(close=0.5)")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, stub.url], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    stub.stop()
+    _, errors = process.communicate("\n", timeout=10)
+    assert (process.returncode, errors) == (0, "")

@@ -1,0 +1,145 @@
+"""https: what plain HTTP shows, over TLS and the HTTP library, which the hosted service needs (H10).
+
+The library may speak HTTP/2 to a server that offers it; the stub, like `tinkex serve`, offers HTTP/1.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, fast_retries
+from tests.client.test_interleavings import Chaos
+from tests.client.test_transport import free_port
+from tests.stub import Stub, drop, hang, status
+from tests.stub.server import certificate
+from tinkex import (
+    APIConnectionError,
+    APITimeoutError,
+    BadRequestError,
+    ClientClosedError,
+    ModelInput,
+    ServiceClient,
+    Timeouts,
+)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+    """With a certificate that this process trusts."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate()))
+    with Stub(tls=True) as server:
+        server.gap_seconds = 5
+        yield server
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_whole_session(stub: Stub, batch: bool) -> None:
+    stub.config = {"sample_use_retrieve_futures": batch, "fwdbwd_max_chunk_len": 50}
+    with ServiceClient(base_url=stub.url, api_key="tml-k") as service:
+        run = service.create_lora_training_client("stub/base", timeout=10)
+        passing = run.forward_backward([datum(2_000)] * 120, "cross_entropy")  # megabytes, in three requests
+        run.optim_step().result(10)
+        assert len(passing.result(10).loss_fn_outputs) == 120
+        sampler = run.save_weights_and_get_sampling_client()
+        prompts = [ModelInput.from_ints(range(n)) for n in range(1, 60)]
+        for future in [sampler.sample(prompt, 1, PARAMS) for prompt in prompts]:
+            assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
+        assert len(service.create_rest_client().list_sessions().result(5).sessions) == 1
+    assert [session["finished"]["reason"]["type"] for session in stub.sessions.values()] == ["success"]
+    assert {request.headers["x-api-key"] for request in stub.requests} == {"tml-k"}
+
+
+@pytest.mark.parametrize(
+    "mishap", [status(503), drop(), drop(effect=True), status(429), status(400, body=b"")]
+)
+@pytest.mark.parametrize("op", ["optim_step", "retrieve_future", "asample"])
+def test_what_passes_is_survived(stub: Stub, run: Any, sampler: Any, op: str, mishap: Any) -> None:
+    stub.script(op, mishap, mishap)
+    step, sample = run.optim_step(), sampler.sample(PROMPT, 1, PARAMS)
+    step.result(10)
+    sample.result(10)
+    assert [op for _, _, op in stub.executed] == ["optim_step"], "once"
+
+
+def test_what_does_not_pass_is_raised(stub: Stub, run: Any) -> None:
+    stub.script("optim_step", status(400, body={"detail": "the moon is full"}))
+    with pytest.raises(BadRequestError, match=r"400 from POST https://.*/optim_step: the moon is full"):
+        run.optim_step().result(5)
+    run.optim_step().result(5)
+
+
+def test_silence_is_a_timeout(stub: Stub) -> None:
+    service = ServiceClient(base_url=stub.url, timeouts=Timeouts(request=0.3, close=1))
+    fast_retries(service, lost_budget=0.5)
+    stub.script("get_server_capabilities", hang(), always=True)
+    with pytest.raises(APITimeoutError, match=r"no answer from GET https://.*capabilities in time"):
+        service.get_server_capabilities(timeout=10)
+    close(service)
+
+
+def test_a_restart_is_survived(stub: Stub, run: Any) -> None:
+    stub.hold("forward_backward")
+    waiting = run.forward_backward([datum()], "cross_entropy")
+    stub.wait_for("retrieve_future", 2)
+    stub.stop()
+    step = run.optim_step()
+    stub.start()
+    stub.release()
+    for future in (waiting, step):
+        future.result(10)
+
+
+def test_nobody_there_is_said_with_url_and_cause() -> None:
+    url = f"https://127.0.0.1:{free_port()}"
+    service = ServiceClient(base_url=url, timeouts=Timeouts(unreachable=0.5))
+    with pytest.raises(APIConnectionError, match=rf"no connection to {url}.*refused.*attempts in"):
+        service.get_server_capabilities(timeout=10)
+
+
+def test_a_certificate_that_is_not_trusted_is_said(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing, least of all a key, is sent."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(Path(__file__)))
+    service = ServiceClient(base_url=stub.url, api_key="tml-k", timeouts=Timeouts(unreachable=0.5))
+    with pytest.raises(APIConnectionError, match=r"no connection to https://.*certificate"):
+        service.get_server_capabilities(timeout=10)
+    assert stub.requests == []
+
+
+def test_cancelling_and_closing(stub: Stub, service: ServiceClient, run: Any, sampler: Any) -> None:
+    stub.hold("asample", "forward_backward")
+    samples = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(2)]
+    passing = run.forward_backward([datum()], "cross_entropy")
+    stub.wait_for("retrieve_future", 4)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sampler.sample_async(PROMPT, 1, PARAMS), 0.1)
+
+    asyncio.run(give_up())
+    assert samples[0].cancel()
+    stub.wait_for("cancel_future", 2)
+    service.close().result(5)
+    for future in (samples[1], passing):
+        with pytest.raises(ClientClosedError):
+            future.result(5)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_interleaving_leaves_later_calls_working(stub: Stub, seed: int) -> None:
+    """K2."""
+    stub.config = {"fwdbwd_max_chunk_len": 1, "sample_use_retrieve_futures": bool(seed)}
+    stub.gap_seconds = 60
+    service = ServiceClient(base_url=stub.url, timeouts=Timeouts(close=QUICK.close))
+    fast_retries(service)
+    chaos = Chaos(stub, service, seed)
+    for _ in range(80):
+        chaos.step()
+    chaos.settle()
+    chaos.check_runs_still_train()
+    chaos.check_order()
+    close(service)

@@ -1,0 +1,95 @@
+"""What works with what, from test results: docs/compat.md and the table in the README.
+
+    make compat ARGS=--junitxml=compat.xml && make compat-cookbook ARGS=--junitxml=cookbook.xml
+    python -m tests.compat.table compat.xml cookbook.xml      # records results.json and writes both tables
+
+Without files it writes the tables from what was recorded. A test fails where they differ from it. Tests that
+were skipped are not counted: a row without a passed test says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+BEGIN = "<!-- table: from tests/compat/results.json by `python -m tests.compat.table` -->"
+END = "<!-- end of table -->"
+SERVED, OLDER = "unmodified, on `tinkex serve`", r"compat\.test_older::.*"
+COOKBOOK = "`tinker-cookbook` 0.5.8"
+INTRODUCTION = """
+Generated from the results of `make compat` and `make compat-cookbook` by `python -m tests.compat.table`:
+other people's programs, unmodified, each in an environment of its own, over real sockets. vLLM is not among
+them, since it needs a GPU: it reads PEFT adapters, but not one whose unembedding was trained.
+""".strip()
+
+# What it is, how it is used, and which tests show it (a pattern of test names).
+ROWS = [
+    ("official `tinker` SDK 0.36.0", SERVED,
+     r"compat\.test_(clones|failures|losses|loss_graphs|rest|sampling|training|traps)::"),
+    *((f"official `tinker` SDK {v}", SERVED, OLDER + re.escape(v)) for v in ("0.26.0", "0.13.1", "0.4.1")),
+    ("official `tinker` command line 0.36.0", "side by side with ours, on one server", r"compat\.test_cli::"),
+    (f"{COOKBOOK}: recipes, export", SERVED,
+     r"cookbook\.test_(supervised|reinforcement|preference|export)::"),
+    (f"{COOKBOOK}: tutorials", SERVED, r"cookbook\.test_tutorials::"),
+    (f"{COOKBOOK} on our SDK", "`python -m tinkex.compat`, no official SDK", r"cookbook\.test_ours::"),
+    (f"{COOKBOOK}: its unit tests", "the same pass on both SDKs", r"compat\.test_alias::"),
+    ("`openai` Python client", "`/v1` of `tinkex serve`, streaming too", r"compat\.test_openai::"),
+    ("PEFT, transformers", "load our adapters, merged models", r"test_checkpoint::test_peft|test_export::"),
+]  # fmt: skip
+
+
+def record(files: list[str]) -> dict[str, str]:
+    """The outcome of every test in JUnit files, kept from one run to the next."""
+    outcomes = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for file in files:
+        for case in ElementTree.parse(file).iter("testcase"):
+            name = f"{case.get('classname')}::{case.get('name')}"
+            kinds = {child.tag for child in case}
+            if "skipped" not in kinds:
+                outcomes[name] = "failed" if kinds & {"failure", "error"} else "passed"
+    RESULTS.write_text(json.dumps(dict(sorted(outcomes.items())), indent=1) + "\n")
+    return outcomes
+
+
+def table(outcomes: dict[str, str]) -> str:
+    lines = ["| what | how | tests that pass |", "|---|---|---|"]
+    for what, how, pattern in ROWS:
+        found = [outcome for name, outcome in outcomes.items() if re.search(pattern, name)]
+        passed = found.count("passed")
+        count = f"{passed} of {len(found)}" if passed < len(found) else str(passed) if found else "not run"
+        lines.append(f"| {what} | {how} | {count} |")
+    return "\n".join(lines)
+
+
+def page(outcomes: dict[str, str]) -> str:
+    """docs/compat.md: the table, and the tests behind each row."""
+    parts = ["# What works with what", INTRODUCTION, table(outcomes)]
+    for what, _, pattern in ROWS:
+        shown = [
+            f"- `{name.rpartition('.')[2]}`{'' if outcome == 'passed' else ' **fails**'}"
+            for name, outcome in sorted(outcomes.items())
+            if re.search(pattern, name)
+        ]
+        if shown:
+            parts.append(f"## {what}\n\n" + "\n".join(shown))
+    return "\n\n".join(parts) + "\n"
+
+
+def readme(text: str, outcomes: dict[str, str]) -> str:
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{table(outcomes)}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    outcomes = record(sys.argv[1:])
+    (ROOT / "docs/compat.md").write_text(page(outcomes))
+    (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text(), outcomes))
+
+
+if __name__ == "__main__":
+    main()
