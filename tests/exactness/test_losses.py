@@ -180,7 +180,7 @@ CASES = {
     "cispo": Case("cispo", rollout(1.5), cispo),
     "cispo with clips": Case("cispo", rollout(0.5), cispo, NARROW),
     "dro": Case("dro", rollout(0.5), formulas.summed(formulas.dro), {"beta": 0.4}),
-    "gspo": Case("gspo", rollout(1.2), gspo),
+    "gspo": Case("gspo", rollout(1.0), gspo),
     "gspo with clips and a mask": Case("gspo", rollout(0.2, sequence_ratio_mask=some), gspo, NARROW),
     "kl_divergence": Case("kl_divergence", teacher, kl),
     "kl_divergence of weighted candidates": Case("kl_divergence", weighted_teacher, kl, width=3),
@@ -193,7 +193,7 @@ PROMPTS = [ids[:-1] for ids in SEQUENCES] + [[7, 200, 7, 101, 33]]  # two pairs
 
 def made(case: Case, reference: Reference) -> list[Inputs]:
     """The inputs of every datum, as float64 numbers that float32 can hold."""
-    dice = np.random.default_rng(11)
+    dice = np.random.default_rng(15)  # a seed whose ratios are beyond both bounds of every clip
     out = []
     for ids in PROMPTS:
         shape = (len(ids), case.width) if case.width else (len(ids),)
@@ -237,7 +237,8 @@ def test_a_loss_is_its_formula(
     output = case.sent(client, run, data)
     metrics = run.optim_step(STEP).result(SECONDS).metrics or {}
 
-    assert output.metrics["loss:sum"] == pytest.approx(value, rel=1e-5, abs=1e-6)
+    rounding = 3e-6 * sum(np.abs(slope).sum() for slope in slopes)  # of logprobs, where terms cancel out
+    assert output.metrics["loss:sum"] == pytest.approx(value, rel=1e-5, abs=rounding)
     for record, lp in zip(output.loss_fn_outputs, lps, strict=True):
         np.testing.assert_allclose(record["logprobs"].to_numpy(), lp, rtol=0, atol=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.server.conftest import KEY, Running
 from tests.service.harness import User, serving
+from tinkex.engine.protocol import EngineConfig
 from tinkex.server import streams
 from tinkex.service.streams import SampleEvents
 from tinkex.types.data import ModelInput
@@ -94,10 +95,11 @@ def test_a_client_that_leaves_stops_the_work(server: Running) -> None:
 
 def test_one_that_has_to_wait_is_answered_at_once_and_told_why(start: Callable[..., Running]) -> None:
     """M3: the head comes with the acceptance, not with the first token; then why it waits, then tokens."""
-    server = start(samples_in_flight=1, long_poll=0.1)
+    long = EngineConfig("", kind="fake", max_context=1_000_000)
+    server = start(samples_in_flight=1, long_poll=0.1, engine=long)
     sampler = server.open_sampler()
     first, second = server.connect(), server.connect()
-    forever = json.dumps(body(sampler, num_samples=1, sampling_params={"max_tokens": 2000, "stop": []}))
+    forever = json.dumps(body(sampler, num_samples=1, sampling_params={"max_tokens": 900_000, "stop": []}))
     first.request("POST", "/api/v1/stream_sample", forever, KEY)
     running = first.getresponse()
     assert running.read(20)

@@ -89,6 +89,15 @@ class Server:
             float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         )
 
+    def settles(self, limits: dict[str, float]) -> dict[str, float]:
+        """What it holds above these limits, once connections had time to end."""
+        for _ in range(100):
+            over = {name: held for name, held in self.holds().items() if held > limits.get(name, held)}
+            if not over:
+                break
+            time.sleep(0.2)
+        return over
+
     def holds(self) -> dict[str, float]:
         """What a leak would make grow."""
         process = psutil.Process(self._process.pid)
