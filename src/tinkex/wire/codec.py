@@ -156,7 +156,7 @@ def decode_request(
         body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
-        fields = _load_object(body or b"{}")
+        fields = load_object(body or b"{}")
         if query or path_params:
             fields = {**(query or {}), **fields, **(path_params or {})}
         if op.request is ForwardBackwardRequest:
@@ -178,7 +178,7 @@ def peek_turn(
         body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_turn(body)
-        fields = _load_object(body)
+        fields = load_object(body)
     except (ValueError, MemoryError):
         return None
     run, seq_id = fields.get("model_id"), fields.get("seq_id")
@@ -191,7 +191,8 @@ def _refusal(op: Op[Any, Any], error: BaseException) -> InvalidInputError:
     return InvalidInputError(f"{op.name}: {error}")
 
 
-def _load_object(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes | str) -> dict[str, Any]:
+    """A JSON object, or a refusal."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -267,7 +268,7 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
         return body  # type: ignore[return-value]
     if op is ops.GET_CHECKPOINT_ARCHIVE_URL and 300 <= status < 400:
         return _read_redirect(headers)  # type: ignore[return-value]
-    return _read_model(op.reply, _load_object(body))
+    return _read_model(op.reply, load_object(body))
 
 
 def decode_result(
@@ -278,7 +279,7 @@ def decode_result(
         return _read_pending(body)
     if PROTO in headers.get("content-type", ""):
         return _guarded(_PROTO_RESULTS[op.result], body) if op.result in _PROTO_RESULTS else _no_proto(op)
-    fields = _load_object(body)
+    fields = load_object(body)
     if fields.get("type") == "try_again":
         return _read_pending(body)
     if fields.get("status") == "complete_metadata":
@@ -324,7 +325,7 @@ def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
 def _read_pending(body: bytes) -> Pending:
     """A "not yet", whose body is optional."""
     try:
-        fields = _load_object(body)
+        fields = load_object(body)
     except InvalidInputError:
         return Pending()
     reason = fields.get("queue_state_reason")

@@ -22,6 +22,7 @@ from tinkex.types.futures import Pending
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import SampleEvent
 from tinkex.wire import codec, ops
+from tinkex.wire.codec import load_object
 
 
 def write_event(event: SampleEvent) -> tuple[str, Any]:
@@ -40,9 +41,9 @@ def write_event(event: SampleEvent) -> tuple[str, Any]:
 def read_event(name: str, data: str) -> SampleEvent | None:
     """The event that `write_event` wrote; None for one of a name that we do not know."""
     if name == "tokens":
-        return _read_tokens(_object(data))
+        return _read_tokens(load_object(data))
     if name == "queue":
-        fields = _object(data)
+        fields = load_object(data)
         reason = fields.get("queue_state_reason")
         return Pending(
             "", str(fields.get("queue_state") or "active"), None if reason is None else str(reason)
@@ -52,7 +53,7 @@ def read_event(name: str, data: str) -> SampleEvent | None:
     event = codec.decode_result(ops.SAMPLE, 200, {}, data.encode())
     if (name == "error") is isinstance(event, SampleResponse):
         raise InvalidInputError(f"an event called {name} that is none")
-    return _with_ids(event, _object(data).get("sample_sequence_ids"))
+    return _with_ids(event, load_object(data).get("sample_sequence_ids"))
 
 
 def _read_tokens(fields: dict[str, Any]) -> NewTokens:
@@ -73,13 +74,3 @@ def _with_ids(event: Any, ids: Any) -> Any:
         return event
     named = [replace(one, sequence_id=str(id)) for one, id in zip(event.sequences, ids, strict=True)]
     return replace(event, sequences=named)
-
-
-def _object(data: str) -> dict[str, Any]:
-    try:
-        fields = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidInputError(f"not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidInputError(f"a JSON object was expected, got {type(fields).__name__}")
-    return fields
