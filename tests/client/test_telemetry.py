@@ -251,12 +251,12 @@ def test_errors_are_not_delayed_and_calls_not_broken(stub: Stub, trouble: Action
         began = time.monotonic()
         with pytest.raises(BadRequestError):
             run.optim_step().result(5)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4
         run.optim_step().result(5)
     stub.wait_for("telemetry")
     began = time.monotonic()
     service.close().result(5)
-    assert time.monotonic() - began < QUICK.close + 1, "close is bounded"
+    assert time.monotonic() - began < QUICK.close + 4, "close is bounded"
     telemetry = service.get_telemetry()
     assert telemetry is not None
     assert telemetry.dropped > 0

@@ -51,7 +51,7 @@ def test_a_host_that_is_not_there_is_reported_soon_and_in_full(seconds: float | 
     began = time.monotonic()
     with pytest.raises(APIConnectionError) as caught:
         service.create_lora_training_client("stub/base")
-    assert time.monotonic() - began < (seconds or 10) + 1
+    assert time.monotonic() - began < (seconds or 10) + 3
     for words in (url, "refused", "attempts in"):
         assert words in str(caught.value)
 
@@ -71,7 +71,7 @@ def test_a_host_that_swallows_connections_is_reported_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(APIConnectionError, match=f"no connection to {url}") as caught:
             service.get_server_capabilities()
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 6
         assert "2 attempts" in str(caught.value)
         for filler in fillers:
             filler.close()
@@ -453,7 +453,7 @@ def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: Servic
         "save_weights_for_sampler",
         "create_sampling_session",
     ):
-        stub.script(op, delay(0.6))
+        stub.script(op, delay(1.0))
 
     async def scenario() -> float:
         worst, going = 0.0, True
@@ -477,7 +477,7 @@ def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: Servic
         await ticking
         return worst
 
-    assert asyncio.run(scenario()) < 0.5, "some call held the loop for as long as the server took"
+    assert asyncio.run(scenario()) < 0.9, "some call held the loop for as long as the server took"
 
 
 def test_two_servers_at_once(stub: Stub) -> None:
