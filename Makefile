@@ -5,15 +5,18 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 STAMP  := $(VENV)/.ready
 OFFICIAL := .venv-official
+CLIENT_PIP = $(@D)/bin/pip --disable-pip-version-check --retries 10
 TINKERS := 0.26.0 0.13.1 0.4.1
 COOKBOOK := 0.5.8
 
-.PHONY: help setup check test demo compat compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
+.PHONY: help setup check test demo compat compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## create .venv with the project, its extras and the dev tools
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
+	@echo "Setting up $(VENV) with packages from pip's index: minutes the first time, nothing after that."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q 'pip==25.3'
 	$(PIP) install -q -c constraints.txt torch==2.13.0
@@ -24,6 +27,7 @@ check: setup     ## ruff, pyright, import-linter, and gates of our own
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright -p pyright-engine.json
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.gates
 
@@ -36,38 +40,46 @@ demo: setup      ## watch a real model learn, on this machine's CPU
 compat: setup compat-env  ## other people's clients, unmodified, against `tinkex serve`
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 
-compat-env: $(OFFICIAL)/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
+compat-ci: setup .venv-cookbook/.ready  ## of both, what every change must pass: the newest SDK, some recipes
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
+	$(BIN)/python -m pytest tests/compat/cookbook -m ci $(ARGS)
+
+compat-env: .venv-cookbook/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
 
 compat-cookbook: setup cookbook-env  ## whole recipes of the tinker-cookbook, unmodified, offline; ARGS='-m ci' for some
 	$(BIN)/python -m pytest tests/compat/cookbook $(ARGS)
 
-cookbook-env: .venv-cookbook/.ready .venv-cookbook-tinkex/.ready  ## the cookbook with the official SDK, and with ours
+cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the cookbook with the official SDK, and with ours
 
 .venv-cookbook/.ready: tests/compat/cookbook/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip --disable-pip-version-check install -q -c $< torch==2.13.0
-	$(@D)/bin/pip --disable-pip-version-check install -q -c $< tinker==0.36.0 'tinker-cookbook[tutorials]==$(COOKBOOK)' pytest-asyncio
-	$(@D)/bin/pip --disable-pip-version-check download -q --no-deps --no-binary tinker-cookbook \
-	    -d $(@D)/source tinker-cookbook==$(COOKBOOK)
-	tar xzf $(@D)/source/tinker_cookbook-*.tar.gz -C $(@D)/source --strip-components=1
+	$(CLIENT_PIP) install -q -c $< torch==2.13.0
+	$(CLIENT_PIP) install -q -c $< tinker==0.36.0 'tinker-cookbook[tutorials]==$(COOKBOOK)' pytest-asyncio
+	touch $@
+
+# Its tutorials and tests are in the source distribution alone.
+.venv-cookbook/source/.ready: .venv-cookbook/.ready
+	.venv-cookbook/bin/pip --disable-pip-version-check --retries 10 download -q --no-deps \
+	    --no-binary tinker-cookbook -d $(@D) tinker-cookbook==$(COOKBOOK)
+	tar xzf $(@D)/tinker_cookbook-$(COOKBOOK).tar.gz -C $(@D) --strip-components=1
 	touch $@
 
 # The same packages without the official SDK: there is no `tinker` here but ours.
 .venv-cookbook-tinkex/.ready: tests/compat/cookbook/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -v '^tinker==' $< > $(@D)/packages.txt
-	$(@D)/bin/pip --disable-pip-version-check install -q --no-deps -r $(@D)/packages.txt
-	$(@D)/bin/pip --disable-pip-version-check install -q -c $< -e '.[engine]'
+	$(CLIENT_PIP) install -q --no-deps -r $(@D)/packages.txt
+	$(CLIENT_PIP) install -q -c $< -e '.[engine]'
 	touch $@
 
 .venv-tinker-%/.ready: tests/compat/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip --disable-pip-version-check install -q -c $< tinker==$* torch==2.13.0
+	$(CLIENT_PIP) install -q -c $< tinker==$* torch==2.13.0
 	touch $@
 
 .venv-openai/.ready: tests/compat/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip --disable-pip-version-check install -q -c $< openai
+	$(CLIENT_PIP) install -q -c $< openai
 	touch $@
 
 bench: setup $(OFFICIAL)/.ready  ## the official client and ours on one stub server, one table
@@ -85,7 +97,7 @@ bench-line: setup $(OFFICIAL)/.ready  ## the official client on `tinkex serve` b
 
 $(OFFICIAL)/.ready: bench/official-constraints.txt
 	test -x $(OFFICIAL)/bin/python || $(PYTHON) -m venv $(OFFICIAL)
-	$(OFFICIAL)/bin/pip --disable-pip-version-check install -q -c $< tinker==0.36.0 torch==2.13.0
+	$(CLIENT_PIP) install -q -c $< tinker==0.36.0 torch==2.13.0
 	touch $@
 
 proto: .venv-proto/.ready  ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto

@@ -1,4 +1,8 @@
-"""Fixtures that more than one part of the suite needs."""
+"""Fixtures that more than one part of the suite needs.
+
+Without a GPU, Triton's kernels are run by its interpreter. Triton looks at that when it is first imported,
+by whichever test that is.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from tinkex.errors import ModelError
 from tinkex.models.catalogue import CATALOGUE, DEFAULT
 from tinkex.models.progress import on_stderr
 from tinkex.models.wheel import fetch_gguf
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

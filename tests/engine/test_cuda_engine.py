@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass, SampleWork
@@ -243,29 +244,44 @@ def datums(seed: int, lengths: list[int], wide: bool = False) -> list[Datum]:
     return found
 
 
+RUNS = {"a": LoraConfig(rank=8, seed=1), "b": LoraConfig(rank=4, seed=2, train_attn=False)}
+
+
+def one_pass(decoder: Decoder, wide: bool, recompute: bool) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    """Logprobs and every adapter's whole gradient, of two runs of different ranks and flags in one pass."""
+    trainer = TorchTrainer(decoder, "tiny", recompute=recompute)
+    for run, lora in RUNS.items():
+        trainer.run(CreateAdapter(run, lora))
+        flat = trainer.adapter(run).flat
+        noise = torch.randn(flat.shape, generator=torch.Generator().manual_seed(lora.seed or 0))
+        flat.copy_((0.1 * noise).bfloat16())
+    work = tuple(Pass(run, datums(i, [60, 3, 90, 17], wide), "cross_entropy") for i, run in enumerate(RUNS))
+    logprobs = []
+    for output in trainer.run(ForwardBackward(work)):
+        assert isinstance(output, ForwardBackwardOutput), output
+        logprobs += [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+    grads = {run: trainer.adapter(run).grad for run in RUNS}
+    kept = {run: grad.double().cpu() for run, grad in grads.items() if grad is not None}
+    trainer.run(OptimStep("a", AdamParams(learning_rate=1e-3)))
+    return logprobs, kept
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_fp32(decoder: Decoder, exact: Decoder, wide: bool, recompute: bool):
-    """Two runs of different ranks and flags in one pass: logprobs and every adapter's whole gradient."""
-    runs = {"a": LoraConfig(rank=8, seed=1), "b": LoraConfig(rank=4, seed=2, train_attn=False)}
-    work = tuple(Pass(run, datums(i, [60, 3, 90, 17], wide), "cross_entropy") for i, run in enumerate(runs))
-    found = []
-    for one in (decoder, exact):
-        trainer = TorchTrainer(one, "tiny", recompute=recompute)
-        for run, lora in runs.items():
-            trainer.run(CreateAdapter(run, lora))
-            flat = trainer.adapter(run).flat
-            noise = torch.randn(flat.shape, generator=torch.Generator().manual_seed(lora.seed or 0))
-            flat.copy_((0.1 * noise).bfloat16())
-        outputs = trainer.run(ForwardBackward(work))
-        assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
-        grads = {run: trainer.adapter(run).grad for run in runs}
-        found.append((outputs, grads))
-        trainer.run(OptimStep("a", AdamParams(learning_rate=1e-3)))
-    (ours, our_grads), (theirs, their_grads) = found
-    for one, other in zip(ours, theirs, strict=True):
-        for a, b in zip(one.loss_fn_outputs, other.loss_fn_outputs, strict=True):
-            assert np.abs(a["logprobs"].to_numpy() - b["logprobs"].to_numpy()).mean() < 0.05
-    for run in runs:
-        ours_flat, theirs_flat = our_grads[run].double().cpu(), their_grads[run].double()
-        assert (ours_flat - theirs_flat).norm() / theirs_flat.norm() < 0.05
+def test_gradients_are_those_of_fp32(
+    decoder: Decoder, exact: Decoder, wide: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As near as bf16 allows: plain bf16 is off by 2 to 5 % here, by family and data.
+
+    That the kernels compute the right thing is shown to 1e-5 by test_kernels_together.py, in fp32.
+    """
+    ours, our_grads = one_pass(decoder, wide, recompute)
+    wanted, exact_grads = one_pass(exact, wide, recompute)
+    monkeypatch.setattr(kernels, "usable", lambda x: False)
+    _, plain_grads = one_pass(decoder, wide, recompute)
+    for one, other in zip(ours, wanted, strict=True):
+        assert np.abs(one - other).mean() < 0.05
+    assert set(our_grads) == set(exact_grads) == set(RUNS)
+    for run, want in exact_grads.items():
+        off, plain_off = ((grads[run] - want).norm() / want.norm() for grads in (our_grads, plain_grads))
+        assert off < max(0.03, 2.5 * plain_off)

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """What a captured decoding step does first: read the host's orders, and its own last tokens.
 
 Knows nothing of sequences: rows, positions and slots alone.

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Dependent launches: a kernel comes up while the one before it ends (Hopper and newer).
 
 Every kernel that is launched `**CHAINED` calls `after_previous` before it touches memory; between small

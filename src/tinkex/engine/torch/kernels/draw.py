@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """From logits to tokens on the device: `sample.scaled_logprobs` and `sample.draw` without top-k or top-p.
 
 Two launches: one pass over the logits for the mass and the best of every block of ids, then one program a row

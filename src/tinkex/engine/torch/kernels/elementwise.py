@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """RMSNorm with its residual, head norm with rotation, and SwiGLU: one kernel each way.
 
 They compute what `plain` does, in fp32 from loads to stores, and touch memory once. Arguments and results

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """Rows of logits to their normaliser, and in place to their gradient.
 
 The logits stay in bf16 and are read once for each of the two; everything in between is fp32 in registers.

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 """Causal attention within the sequences of a packed batch, forward and backward, with sliding windows.
 
 Work comes in tiles of one sequence's positions, the longest first, so that ragged batches fill the device.

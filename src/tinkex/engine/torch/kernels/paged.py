@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """Attention over the paged KV cache: one kernel for decoding and for prefill, by tiles of queries.
 
 A tile is up to `tokens` consecutive queries of one sequence with all the heads that share a kv head, so that

@@ -1,6 +1,7 @@
-"""Every Triton kernel against the plain path it stands for, in bf16 on a GPU.
+"""Every Triton kernel against the plain path it stands for.
 
-TRITON_INTERPRET=1 pytest tests/engine/test_cuda_kernels.py     # the kernels' logic without a GPU
+In bf16 on a GPU; where there is none, in fp32 by Triton's interpreter (see tests/conftest.py), which shows
+that their logic is right and nothing of their speed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
+    pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
+]
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA device and Triton", allow_module_level=True)
+    pytest.skip("needs Triton", allow_module_level=True)
 
 from tinkex.engine.torch import grouped  # noqa: E402
 from tinkex.engine.torch.kernels import draw, elementwise, logprobs, packed, paged  # noqa: E402
@@ -151,10 +156,13 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int]):
 
 
 @pytest.mark.parametrize("window", [None, 21, 200])
-@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 24), ((4, 4), 64), ((4, 1), 128)])
+@pytest.mark.parametrize(
+    ("heads", "dim"),
+    [((6, 2), 24), ((4, 4), 64)] if INTERPRETED else [((6, 2), 24), ((4, 4), 64), ((4, 1), 128)],
+)
 def test_packed_attention(window: int | None, heads: tuple[int, int], dim: int):
     """Sequences from one token to several tiles: the output and all three gradients."""
-    (h, g), lengths = heads, [1, 300, 128, 17, 129]
+    (h, g), lengths = heads, [1, 150, 64, 17] if INTERPRETED else [1, 300, 128, 17, 129]
     q, k, v = (random(sum(lengths), n, dim, seed=i) for i, n in enumerate((h, g, g)))
     grad = random(sum(lengths), h, dim, seed=3)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -251,7 +259,7 @@ def test_draws_are_the_hosts():
 
 
 def test_draws_follow_the_distribution():
-    rows, vocab = (256, 600) if INTERPRETED else (8192, 600)
+    rows, vocab = (128, 300) if INTERPRETED else (8192, 600)
     logits = random(1, vocab).expand(rows, -1).contiguous()
     ones = torch.ones(rows, device=DEVICE)
     keys = stream_keys(np.full(rows, 7, np.uint64), np.arange(rows), np.zeros(rows))

@@ -1,0 +1,76 @@
+"""A whole pass by the kernels, in fp32 by Triton's interpreter, against the plain path.
+
+What bf16 rounds away on a GPU shows here: biases, norms of heads, windows and adapters of several ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.tiny import tiny_model
+from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
+from tinkex.engine.torch import kernels
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import LoraConfig
+
+if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
+    pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
+]
+RUNS = {"a": LoraConfig(rank=8, seed=1), "b": LoraConfig(rank=4, seed=2, train_attn=False)}
+LENGTHS = {"a": [66, 2], "b": [5]}
+
+
+def datums(seed: int, lengths: list[int]) -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    return [
+        Datum(
+            ModelInput.from_ints(rng.integers(4, 320, n).astype(np.int32)),
+            {"target_tokens": rng.integers(4, 320, n), "weights": rng.normal(size=n).astype(np.float32)},
+        )
+        for n in lengths
+    ]
+
+
+def logprobs_and_gradients(path: Path) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    trainer = TorchTrainer(load_decoder(path), "tiny")
+    for run, lora in RUNS.items():
+        trainer.run(CreateAdapter(run, lora))
+        flat = trainer.adapter(run).flat
+        flat.copy_(0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(lora.seed or 0)))
+    work = tuple(Pass(run, datums(i, LENGTHS[run]), "cross_entropy") for i, run in enumerate(RUNS))
+    logprobs = []
+    for output in trainer.run(ForwardBackward(work)):
+        assert isinstance(output, ForwardBackwardOutput), output
+        logprobs += [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+    grads = {run: trainer.adapter(run).grad for run in RUNS}
+    return logprobs, {run: grad.clone() for run, grad in grads.items() if grad is not None}
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_a_pass_is_the_plain_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model(tmp_path, family, intermediate_size=128)
+    want, want_grads = logprobs_and_gradients(path)
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # there is no device to pin it for
+    monkeypatch.setattr(kernels, "usable", lambda x: calls.append(x.dtype) or True)
+    got, got_grads = logprobs_and_gradients(path)
+    assert calls  # it was the kernels that computed
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert set(got_grads) == set(want_grads) == set(RUNS)
+    for run, grad in want_grads.items():
+        assert (got_grads[run] - grad).norm() / grad.norm() < 1e-5
