@@ -14,6 +14,7 @@ import importlib
 import itertools
 import json
 import os
+import queue
 import statistics
 import sys
 import threading
@@ -25,6 +26,7 @@ from typing import Any
 
 CONCURRENT = 1_000
 HELD = 2_000
+PERIOD = 0.001  # seconds between the ticks by which stalls are measured
 Figures = dict[str, float]
 
 
@@ -159,17 +161,21 @@ def train(tinker: Any, quick: bool) -> Figures:
     clock = Clock()
     batch = build_batch(tinker.types)
     figures = {"build_cpu_ms": clock.cpu * 1e3}
-    read_logprobs(trainer.forward_backward(batch, "ppo").result())
-    cpu, wall = [], []
-    for _ in range(calls):
-        clock = Clock()
-        read_logprobs(trainer.forward_backward(batch, "ppo").result())
-        cpu.append(clock.cpu * 1e3)
-        wall.append(clock.wall * 1e3)
-    figures |= {"cpu_ms": statistics.median(cpu), "wall_ms": statistics.median(wall)}
+    call_cost(trainer, batch)
+    again = [call_cost(trainer, batch) for _ in range(calls)]
+    fresh = [call_cost(trainer, build_batch(tinker.types)) for _ in range(calls)]
+    cpu, wall = (statistics.median(costs) for costs in zip(*again, strict=True))
+    figures |= {"cpu_ms": cpu, "wall_ms": wall, "fresh_cpu_ms": statistics.median(cpu for cpu, _ in fresh)}
     figures |= asyncio.run(user_stall(trainer, batch, calls))
-    sampler = service.create_sampling_client(base_model="stub/base")
-    return figures | sdk_stall(tinker.types, trainer, sampler, batch, calls)
+    loop = sdk_loop(tinker, service.create_sampling_client(base_model="stub/base"))
+    return figures | sdk_stall(trainer, loop, batch, calls)
+
+
+def call_cost(trainer: Any, batch: list[Any]) -> tuple[float, float]:
+    """CPU and wall milliseconds from the call to the last logprob read."""
+    clock = Clock()
+    read_logprobs(trainer.forward_backward(batch, "ppo").result())
+    return clock.cpu * 1e3, clock.wall * 1e3
 
 
 def read_logprobs(output: Any) -> None:
@@ -184,18 +190,38 @@ def tick_now() -> Tick:
     return time.perf_counter(), time.thread_time()
 
 
-def stalls(name: str, idle: list[list[Tick]], busy: list[list[Tick]], period: float = 0.0) -> Figures:
-    """The longest gap between ticks beyond `period`, and the most CPU that the loop's thread used in one.
+class Ticker:
+    """A timer of 1 ms on an event loop, its own or another thread's; `ticks` is when it came."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._running = loop, True
+        self.ticks: list[Tick] = []
+
+    def __enter__(self) -> Ticker:
+        self._loop.call_soon_threadsafe(self._tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running = False
+
+    def _tick(self) -> None:
+        self.ticks.append(tick_now())
+        if self._running:
+            self._loop.call_later(PERIOD, self._tick)
+
+
+def stalls(name: str, idle: list[list[Tick]], busy: list[list[Tick]]) -> Figures:
+    """The longest gap between ticks beyond their period, and the most CPU that the loop's thread used in one.
 
     The wall figures see everything that held the loop up, other processes included (hence the idle one);
     the CPU figure sees only work on the loop itself, whatever the machine does.
     """
 
     def longest(ticks: list[Tick], which: int) -> float:
-        return max(b[which] - a[which] for a, b in itertools.pairwise(ticks)) * 1e3
+        return max((b[which] - a[which] for a, b in itertools.pairwise(ticks)), default=0.0) * 1e3
 
     def longest_wall(ticks: list[Tick]) -> float:
-        return longest(ticks, 0) - period * 1e3
+        return longest(ticks, 0) - PERIOD * 1e3
 
     walls = [longest_wall(ticks) for ticks in busy]
     return {
@@ -209,57 +235,46 @@ def stalls(name: str, idle: list[list[Tick]], busy: list[list[Tick]], period: fl
 async def user_stall(trainer: Any, batch: list[Any], calls: int) -> Figures:
     """How long calls keep the caller's event loop from a 1 ms timer."""
 
-    async def ticks_during(work: Callable[[], Any]) -> list[Tick]:
-        ticks, running = [], True
-
-        async def tick() -> None:
-            while running:
-                ticks.append(tick_now())
-                await asyncio.sleep(0.001)
-
-        ticking = asyncio.create_task(tick())
-        await asyncio.sleep(0.01)
-        await work()
-        await asyncio.sleep(0.01)
-        running = False
-        await ticking
-        return ticks
-
     async def call() -> None:
         future = await trainer.forward_backward_async(batch, "ppo")
         await future.result_async()
 
+    async def ticks_during(work: Callable[[], Any]) -> list[Tick]:
+        with Ticker(asyncio.get_running_loop()) as ticker:
+            await asyncio.sleep(0.01)
+            await work()
+            await asyncio.sleep(0.01)
+        return ticker.ticks
+
     idle = [await ticks_during(lambda: asyncio.sleep(0.1)) for _ in range(calls)]
     busy = [await ticks_during(call) for _ in range(calls)]
-    return stalls("user", idle, busy, period=0.001)
+    return stalls("user", idle, busy)
 
 
-def sdk_stall(types: Any, trainer: Any, sampler: Any, batch: list[Any], calls: int) -> Figures:
-    """How long calls keep the SDK from a stream of tiny samples, whose callbacks run on its own loop."""
-    prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
-    completed: list[Tick] = []
-    running = True
-
-    def next_sample(_: Any = None) -> None:
-        completed.append(tick_now())
-        if running:
-            future = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params)
-            future.add_done_callback(next_sample)
-
-    for _ in range(4):
-        next_sample()
-    time.sleep(0.5)  # warm up
+def sdk_stall(trainer: Any, loop: asyncio.AbstractEventLoop, batch: list[Any], calls: int) -> Figures:
+    """How long calls keep the SDK's own event loop, which is in another thread, from a 1 ms timer."""
 
     def ticks_during(work: Callable[[], Any]) -> list[Tick]:
-        start = len(completed) - 1
-        work()
-        time.sleep(0.05)
-        return completed[start:]
+        with Ticker(loop) as ticker:
+            time.sleep(0.01)
+            work()
+            time.sleep(0.01)
+        return ticker.ticks
 
     idle = [ticks_during(lambda: time.sleep(0.1)) for _ in range(calls)]
     busy = [ticks_during(lambda: trainer.forward_backward(batch, "ppo").result()) for _ in range(calls)]
-    running = False
     return stalls("sdk", idle, busy)
+
+
+def sdk_loop(tinker: Any, sampler: Any) -> asyncio.AbstractEventLoop:
+    """The SDK's own loop: ours has a name, and the official one calls callbacks on it."""
+    if tinker.__name__ == "tinkex":
+        return importlib.import_module("tinkex.client.loop").get_loop()
+    found: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+    prompt, params = tinker.types.ModelInput.from_ints([1]), tinker.types.SamplingParams(max_tokens=1)
+    future = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params)
+    future.add_done_callback(lambda _: found.put(asyncio.get_running_loop()))
+    return found.get(timeout=10)
 
 
 # --- memory and sockets -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_child import Figures, Task
-from shapes import SHAPES, step_bytes, training_flops, write_model
+from shapes import RANK, SHAPES, step_bytes, training_flops, write_model
 
 HERE = Path(__file__).resolve().parent
 FORMS = ("padded", "bucketed", "packed", "single")
@@ -45,13 +45,15 @@ class Measure:
     peer: tuple[str, ...] = ()
     new_tokens: int = 0
     adapters: int = 1
+    rank: int = RANK
 
 
 @dataclass(frozen=True)
 class Row:
     """One line: `ours` against `base`, each a (side, way) or None; the way "best" is the peer's best.
 
-    `unit` is "tokens/s", "ms" or "MiB"; the ratio is ours / base, and the goal is a bound on it.
+    `unit` is "tokens/s", "ms", "MiB" or "cores" (CPU seconds in a second); the ratio is ours / base, and the
+    goal is a bound on it.
     """
 
     measure: str
@@ -69,12 +71,24 @@ def spread(shortest: int, longest: int, count: int) -> list[int]:
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
-BEST, PADDED = ("peer", "best"), ("peer", "padded")
+BEST, PADDED, IN_TURN = ("peer", "best"), ("peer", "padded"), ("peer", "in turn")
 ONE, MANY = ("ours", "1"), ("ours", "16")
+SIZES = {"small": "25 M Llama", "small-10m": "10 M Llama"}
+# Small runs, eight at a time: the measure's name, shape, rank and tokens of each run
+TENANTS = [
+    (f"tenants-{shape}-rank{rank}-{tokens}", shape, rank, tokens)
+    for shape, rank, lengths in (
+        ("small", 32, (16, 32, 128)),
+        ("small-10m", 32, (16, 128)),
+        ("small-10m", 8, (16, 32, 128)),
+    )
+    for tokens in lengths
+]
 
 
 def cpu_plan() -> tuple[list[Measure], list[Row]]:
-    mixed, chat = spread(32, 512, 16), np.linspace(16, 128, 16).astype(int).tolist()
+    mixed = spread(32, 512, 16)
+    chat, documents = (np.linspace(16, longest, 16).astype(int).tolist() for longest in (128, 512))
     smol = "smollm2-135m"
     pieces, whole = ("as planned", "one piece"), ("padded", "recomputed")
     measures = [
@@ -82,12 +96,13 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Measure("train-even", "train", "small", [256] * 8, peer=FORMS),
         Measure("train-smollm2", "train", smol, spread(32, 256, 8), peer=FORMS),
         *(
-            Measure(f"tenants-{n}", "tenants", "small", [n // 2] * 16, peer=("in turn",), adapters=8)
-            for n in (16, 32, 128)
+            Measure(name, "tenants", shape, [n // 2] * 16, peer=("in turn",), adapters=8, rank=rank)
+            for name, shape, rank, n in TENANTS
         ),
         Measure("sharing-small", "sharing", "small", [128] * 16, ours=("1", "16")),
         Measure("sharing-smollm2", "sharing", smol, [64] * 16, ours=("1", "16")),
         Measure("sample-small", "sample", "small", chat, peer=("dynamic",), new_tokens=64),
+        Measure("sample-long", "sample", "small", documents, peer=("dynamic",), new_tokens=64),
         Measure("sample-smollm2", "sample", smol, chat, peer=("dynamic",), new_tokens=64),
         Measure("sample-one", "sample", smol, [64], peer=("dynamic",), new_tokens=64),
         Measure("memory", "memory", smol, [512] * 8, ours=pieces, peer=whole),
@@ -102,12 +117,14 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Row("train-even", "train, 25 M Llama, 8 x 256 tokens: peft", BEST, at_least=1.3),
         Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", PADDED, at_least=1.1),
         Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", BEST, at_least=1.1),
-        Row("tenants-16", "8 runs of 16 tokens: peft", ("peer", "in turn"), at_least=3),
-        Row("tenants-32", "8 runs of 32 tokens: peft", ("peer", "in turn"), at_least=3),
-        Row("tenants-128", "8 runs of 128 tokens: peft", ("peer", "in turn"), at_least=3),
+        *(
+            Row(name, f"8 runs of {n} tokens, {SIZES[shape]}, rank {rank}: peft", IN_TURN, at_least=3)
+            for name, shape, rank, n in TENANTS
+        ),
         Row("sharing-small", "pass of 16 adapters / of 1, 25 M Llama", ONE, MANY, "ms", at_most=1.25),
         Row("sharing-smollm2", "pass of 16 adapters / of 1, SmolLM2", ONE, MANY, "ms", at_most=1.25),
-        Row("sample-small", "sample 16 requests, 25 M Llama: generate", BEST, at_least=3),
+        Row("sample-small", "sample 16 of 16-128 tokens, 25 M Llama: generate", BEST, at_least=3),
+        Row("sample-long", "sample 16 of 16-512 tokens, 25 M Llama: generate", BEST, at_least=3),
         Row("sample-smollm2", "sample 16 requests, SmolLM2: generate", BEST, at_least=3),
         Row("sample-one", "sample 1 request, SmolLM2: generate", BEST),
         Row("memory", "4k-token pass, one piece: peft", PADDED, ("ours", "one piece"), "MiB", at_most=0.6),
@@ -115,6 +132,7 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Row("memory", "4k-token pass, as planned: peft", ("peer", "recomputed"), planned, "MiB"),
         Row("threads", "train, 25 M Llama: 2 threads / 1", ONE, ("ours", "2")),
         Row("threads", "train, 25 M Llama: threads as chosen / 1", ONE, ("ours", "chosen")),
+        Row("threads", "cores used, threads as chosen / 1", ONE, ("ours", "chosen"), "cores"),
         Row("publish", "end of a step to first new token, SmolLM2", None, unit="ms"),
     ]
     return measures, rows
@@ -169,6 +187,8 @@ def tasks(measure: Measure, options: argparse.Namespace, model: str) -> Iterator
         measure.lengths,
         measure.new_tokens,
         measure.adapters,
+        measure.rank,
+        1 if options.quick else 2,
     )
     for way in measure.ours:
         adapters = int(way) if way.isdigit() and measure.kind != "threads" else measure.adapters
@@ -205,6 +225,8 @@ def middle(rounds: list[Figures], unit: str, clock: str = "seconds") -> float:
     match unit:
         case "MiB":
             return max(one["bytes"] for one in rounds) / 2**20
+        case "cores":
+            return statistics.median(one["cpu"] / one["seconds"] for one in rounds)
         case "ms":
             return statistics.median(one[clock] for one in rounds) * 1e3
         case _:
@@ -226,7 +248,7 @@ def line(row: Row, seen: Seen) -> dict[str, Any] | None:
     if base:
         found["base"] = middle(base, row.unit)
         found["ratio"] = found["ours"] / found["base"]
-        if row.unit != "MiB":
+        if row.unit not in ("MiB", "cores"):
             found["cpu_ratio"] = middle(ours, row.unit, "cpu") / middle(base, row.unit, "cpu")
         if row.at_least or row.at_most:
             found["met"] = (row.at_least or 0) <= found["ratio"] <= (row.at_most or float("inf"))
@@ -301,7 +323,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", help="measures whose name begins so (may be repeated)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--quick", action="store_true", help="two rounds, one to warm up")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="our side alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     options = parser.parse_args()

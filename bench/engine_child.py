@@ -35,6 +35,8 @@ class Task:
     lengths: list[int]
     new_tokens: int = 0
     adapters: int = 1
+    rank: int = 32
+    warmups: int = 2
 
     def sequences(self, turn: int) -> list[np.ndarray]:
         """A round's token ids: the same on both sides, and others in every round, so that no cache helps."""
@@ -135,7 +137,7 @@ def main() -> None:
 
         one = peers.MEASURES[task.measure](task)
     if task.measure != "memory":
-        for turn in (-2, -1):
+        for turn in range(task.warmups):
             one(turn + 1000)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

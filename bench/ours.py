@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from engine_child import Figures, PeakMemory, Round, Task, Timer
-from shapes import RANK
 
 from tinkex.engine.protocol import (
     CreateAdapter,
@@ -39,7 +38,7 @@ def _trainer(task: Task) -> Engine:
     """An engine with `task.adapters` runs and little KV cache."""
     engine = _engine(task, kv_bytes=KV_BYTES)
     for i in range(task.adapters):
-        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i)))
     return engine
 
 
@@ -97,7 +96,7 @@ def memory(task: Task) -> Round:
     pieces = {} if task.way == "as planned" else {"max_pass_tokens": sum(task.lengths)}
     engine = _engine(task, kv_bytes=KV_BYTES, **pieces)
     peak = PeakMemory(task.device)
-    engine.trainer.run(CreateAdapter("run0", LoraConfig(rank=RANK)))
+    engine.trainer.run(CreateAdapter("run0", LoraConfig(rank=task.rank)))
 
     def one(turn: int) -> Figures:
         engine.trainer.run(ForwardBackward(_passes(task, turn)))
@@ -111,7 +110,7 @@ def sample(task: Task) -> Round:
     """All prompts at once, dealt out to the adapters; `decode_*` is since the last prompt's first token."""
     engine = _engine(task)
     for i in range(task.adapters):
-        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i)))
         asyncio.run(engine.sampler.publish(f"run{i}", f"published{i}"))
     params = SamplingParams(max_tokens=task.new_tokens, stop=[], temperature=1.0)
 

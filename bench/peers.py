@@ -17,7 +17,6 @@ import peft
 import torch
 import transformers
 from engine_child import Figures, PeakMemory, Round, Task, Timer
-from shapes import RANK
 
 BUCKET = 512  # tokens of a bucketed batch, padding included
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -35,8 +34,8 @@ def _base(task: Task) -> Any:
     return model.to(task.device)
 
 
-def _with_adapter(model: Any) -> Any:
-    config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules=LINEARS, task_type="CAUSAL_LM")
+def _with_adapter(model: Any, task: Task) -> Any:
+    config = peft.LoraConfig(r=task.rank, lora_alpha=32, target_modules=LINEARS, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
@@ -107,7 +106,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, work: list[Batch], devic
 
 def train(task: Task) -> Round:
     """One run's batch and its step."""
-    model = _with_adapter(_base(task)).train()
+    model = _with_adapter(_base(task), task).train()
     optimizer = _optimizer(model)
 
     def one(turn: int) -> Figures:
@@ -121,7 +120,7 @@ def train(task: Task) -> Round:
 
 def tenants(task: Task) -> Round:
     """Runs one after another. One adapter stands for all of them: nothing is spent on switching."""
-    model = _with_adapter(_base(task)).train()
+    model = _with_adapter(_base(task), task).train()
     optimizer = _optimizer(model)
     share = len(task.lengths) // task.adapters
 
@@ -142,7 +141,7 @@ def memory(task: Task) -> Round:
     if task.way == "recomputed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     peak = PeakMemory(task.device)
-    model = _with_adapter(model).train()
+    model = _with_adapter(model, task).train()
     optimizer = _optimizer(model)
 
     def one(turn: int) -> Figures:
@@ -157,7 +156,7 @@ def sample(task: Task) -> Round:
 
     The way is the kind of KV cache, "dynamic" or "static".
     """
-    model = _with_adapter(_base(task)).eval()
+    model = _with_adapter(_base(task), task).eval()
     settings = transformers.GenerationConfig(
         do_sample=True,
         temperature=1.0,

@@ -44,6 +44,7 @@ def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "line": _shape("llama", 256, 4, (4, 2, 64), 768, 4096, tied=False),
+    "small-10m": _shape("llama", 256, 8, (4, 2, 64), 704, 8192, tied=False),
     "small": _shape("llama", 384, 8, (6, 2, 64), 1024, 16384, tied=False),
     "smollm2-135m": _shape("llama", 576, 30, (9, 3, 64), 1536, 49152, tied=True),
     "qwen3-0.6b": _shape("qwen3", 1024, 28, (16, 8, 128), 3072, 151936, tied=True),

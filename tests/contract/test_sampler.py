@@ -141,7 +141,7 @@ async def test_a_stop_token_ends_the_sample_and_stays_in_it(engine: Engine):
     prompt, out = await distinct_start(engine, 5)
     stopped = only(await sample(engine, prompt, max_tokens=12, stop=[out[4]]))
     assert stopped.tokens == out[:5]
-    assert stopped.stop_reason == "stop"
+    assert (stopped.stop_reason, stopped.stop_detail, stopped.stop_match) == ("stop", "stop_sequence", out[4])
 
 
 async def test_a_stop_on_the_last_token_is_still_a_stop(engine: Engine):
@@ -156,7 +156,8 @@ async def test_stop_bytes_may_span_tokens(engine: Engine):
     work = {"stop_bytes": StopBytes((b"nowhere", spanning), table)}
     stopped = only(await sample(engine, prompt, max_tokens=12, stop=None, work=work))
     assert stopped.tokens == out[:4]
-    assert stopped.stop_reason == "stop"
+    assert (stopped.stop_reason, stopped.stop_detail) == ("stop", "stop_sequence")
+    assert stopped.stop_match == spanning.decode(errors="replace")
 
 
 async def with_eos(engine: Engine) -> tuple[np.ndarray, int, list[int], int]:
@@ -179,7 +180,8 @@ async def test_eos_stops_unless_told_never_to(engine: Engine):
         work = {"num_samples": 8, "stop_bytes": stop_bytes}
         response = await sample(engine, prompt, max_tokens=40, seed=seed, stop=stop, work=work)
         sequence = response.sequences[index]
-        assert sequence.stop_reason == "stop"
+        assert (sequence.stop_reason, sequence.stop_detail) == ("stop", "eos")
+        assert sequence.stop_match in engine.info.eos_ids
         assert sequence.tokens == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,16 @@ def test_decisions_follow_free_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 256 <= memory.pass_tokens(config, 4, CPU) <= memory.PASS_TOKENS["cpu"]
     monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     assert memory.pass_tokens(config, 4, CPU) == 256
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep pages")
+def test_malloc_takes_the_settings_that_keep_a_small_pass_s_pages(tmp_path: Path) -> None:
+    assert memory.keep_pages(load_decoder(tiny_model(tmp_path, "llama3")).config, 4, 256)
+
+
+def test_a_large_pass_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_decoder(tiny_model(tmp_path, "llama3")).config
+    each = memory.activation_bytes(config, 4, recompute=False)
+    assert not memory.keep_pages(config, 4, (1 << 30) // each + 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 7 * 256 * each)
+    assert not memory.keep_pages(config, 4, 256)

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.compiled.build import library
+from tinkex.engine.torch.compiled.step import compiled_step
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
@@ -55,10 +57,19 @@ def decoder(model: Path) -> Decoder:
     return load_decoder(model)
 
 
-def new_batch(decoder: Any, pages: int = 100, **limits: int) -> Batch:
+def new_batch(decoder: Any, pages: int = 100, compiled: bool = False, **limits: int) -> Batch:
     c = decoder.config
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, torch.device("cpu"), torch.float32)
-    return Batch(decoder, cache, Limits(**{"context": c.max_context, "sequences": 64, **limits}))
+    step = compiled_step(decoder, room=float("inf")) if compiled else None
+    return Batch(
+        decoder, cache, Limits(**{"context": c.max_context, "sequences": 64, **limits}), compiled=step
+    )
+
+
+either_step = pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.skipif(library() is None, reason="there is no C compiler"))],
+)
 
 
 def prompt(seed: int, length: int) -> np.ndarray:
@@ -115,9 +126,10 @@ def greedy_by_transformers(model: Any, ids: np.ndarray, count: int) -> list[int]
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm2", "qwen3_moe"])
-def test_greedy_equals_transformers(family: str, tmp_path: Path):
+@either_step
+def test_greedy_equals_transformers(family: str, compiled: bool, tmp_path: Path):
     path = tiny_model(tmp_path, family)
-    batch = new_batch(load_decoder(path), prefill_alone=40, prefill_beside=9)
+    batch = new_batch(load_decoder(path), compiled=compiled, prefill_alone=40, prefill_beside=9)
     prompts = [prompt(i, length) for i, length in enumerate((1, 3, 15, 16, 17, 47, 80))]
     futures = [submit(batch, ids, max_tokens=20, temperature=0.0, work={"num_samples": 2}) for ids in prompts]
     finish(batch)
@@ -208,12 +220,15 @@ def test_padded_ids_are_never_drawn_or_listed(decoder: Decoder):
 # -- in whatever company -------------------------------------------------------------------------------------
 
 
-def test_a_seeded_request_is_the_same_alone_among_strangers_and_after_preemption(decoder: Decoder):
+@either_step
+def test_a_seeded_request_is_the_same_alone_among_strangers_and_after_preemption(
+    decoder: Decoder, compiled: bool
+):
     ids = prompt(0, 37)
     asked: dict[str, Any] = {"max_tokens": 40, "work": {"num_samples": 2}}
     alone = run(new_batch(decoder), ids, **asked)
-    crowded = new_batch(decoder, pages=300, prefill_beside=20)
-    tight = new_batch(decoder, pages=24, prefill_beside=20)
+    crowded = new_batch(decoder, pages=300, compiled=compiled, prefill_beside=20)
+    tight = new_batch(decoder, pages=24, compiled=compiled, prefill_beside=20)
     for batch in (crowded, tight):
         strangers = [submit(batch, prompt(i, 5 + 2 * i), max_tokens=30, seed=i) for i in range(16)]
         future = submit(batch, ids, **asked)
@@ -239,11 +254,12 @@ def test_a_preempted_request_streams_each_token_once(decoder: Decoder):
     assert seen == [only(f.result()).tokens for f in futures]
 
 
-def test_mixed_adapters_equal_each_alone(decoder: Decoder):
+@either_step
+def test_mixed_adapters_equal_each_alone(decoder: Decoder, compiled: bool):
     adapters = [adapter(decoder, rank, rank) for rank in (2, 8, 3)]
     alone = [only(run(new_batch(decoder), prompt(0, 20), published=p)).tokens for p in [None, *adapters]]
     assert len({tuple(tokens) for tokens in alone}) == 4
-    batch = new_batch(decoder)
+    batch = new_batch(decoder, compiled=compiled)
     futures = [submit(batch, prompt(0, 20), published=p) for p in [None, *adapters] * 3]
     finish(batch)
     assert [only(f.result()).tokens for f in futures] == alone * 3

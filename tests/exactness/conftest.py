@@ -28,7 +28,7 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller
 from tinkex.service.service import Service
 
-MODEL = "m/base"
+MODEL, OTHER = "m/base", "m/other"
 SECONDS = 30.0
 EOS = 257  # <|im_end|> of the tiny tokenizer, whose ids end at 258: the rest of the vocabulary is padding
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [50, 40, 30, 20, 10], [9, 8, 7, 6, 5, 4, 3, 12, 11]]
@@ -39,6 +39,7 @@ class World:
     """One service in this process, and as many users of it as a test wants."""
 
     model: Path
+    other: Path  # another base model, of another family
     service: Service
     clients: list[ServiceClient] = field(default_factory=list)
     names: Iterator[str] = field(default_factory=lambda: (f"c{n}" for n in itertools.count()))
@@ -63,8 +64,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     home = tmp_path_factory.mktemp("exactness")
     model = tiny_tokenizer(tiny_model(home, "qwen3", eos_token_id=EOS))
     engine = EngineConfig("", device="cpu", dtype="float32", kv_bytes=4 << 20, threads=1)
-    config = ServiceConfig(home / "state", models={MODEL: str(model)}, engine=engine, offline=True)
-    world, threads = World(model, Service(config, build_engine)), torch.get_num_threads()
+    other = tiny_tokenizer(tiny_model(home, "llama3", seed=5))
+    models = {MODEL: str(model), OTHER: str(other)}
+    config = ServiceConfig(home / "state", models=models, engine=engine, offline=True)
+    world, threads = World(model, other, Service(config, build_engine)), torch.get_num_threads()
     torch.set_num_threads(1)  # the reference's: on a busy machine more of them are much slower
     yield world
     torch.set_num_threads(threads)

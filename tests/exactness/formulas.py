@@ -90,3 +90,10 @@ def pulled(lp: np.ndarray, still: np.ndarray, x: Arrays, c: Config) -> float:
     """Cross-entropy and a tenth of the squared distance from a reference, where the weight is not zero."""
     distance = (lp - x["ref_logprobs"])[x["weights"] != 0]
     return cross_entropy(lp, still, x, c) + 0.1 * float((distance**2).sum())
+
+
+def tethered(lp: np.ndarray, still: np.ndarray, x: Arrays, c: Config) -> float:
+    """PPO within [0.5, 1.05], and a tenth of the squared distance from the sampler, after the prompt."""
+    distance = (lp - x["logprobs"])[x["advantages"] != 0]
+    bounds = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}
+    return ppo(lp, still, x, bounds) + 0.1 * float((distance**2).sum())

@@ -7,7 +7,7 @@ formula, through peft, into torch.optim.AdamW, whose eps is large so that a step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from tinkex import (
     ServiceClient,
     TensorData,
     TrainingClient,
+    autograd,
 )
 from tinkex import regularizers as reg
 
@@ -123,10 +124,28 @@ def whole_batch(client: ServiceClient, run: TrainingClient, data: list[Datum]) -
     return run.forward_backward_custom(data, preference)
 
 
+@autograd.loss
+def tempered_in_numpy(data: Sequence[Datum], logprobs: list[Any]) -> Any:
+    total: Any = 0.0
+    for datum, x in zip(data, logprobs, strict=True):
+        old, gain = (datum.loss_fn_inputs[key].to_numpy() for key in ("old", "gain"))
+        total += 0.1 * ((x - old) ** 2).sum() - np.log1p(np.exp((x - old).mean())) * gain.sum()
+    return total, {"datums": len(data)}
+
+
+def in_numpy(client: ServiceClient, run: TrainingClient, data: list[Datum]) -> Any:
+    return run.forward_backward_custom(data, tempered_in_numpy)
+
+
 def regularized(client: ServiceClient, run: TrainingClient, data: list[Datum]) -> Any:
     return run.forward_backward_custom(
         data, reg.regularized("cross_entropy", [0.1 * reg.l2(around="ref_logprobs")])
     )
+
+
+def tethered(client: ServiceClient, run: TrainingClient, data: list[Datum]) -> Any:
+    near = reg.l2(around="logprobs", mask="advantages")
+    return run.forward_backward_custom(data, reg.regularized("ppo", [0.1 * near], NARROW))
 
 
 # -- the cases ---------------------------------------------------------------------------------------------
@@ -148,6 +167,12 @@ class Case:
         if self.send is not None:
             return self.send(client, run, data).result(SECONDS)
         return run.forward_backward(data, self.loss, self.config or None).result(SECONDS)
+
+
+def computed_here(case: Case) -> Case:
+    """The same loss of the server's, by the client's own formula: it must come to the very same."""
+    loss = reg.regularized(case.loss, [], case.config)  # type: ignore[arg-type]
+    return replace(case, send=lambda client, run, data: run.forward_backward_custom(data, loss))
 
 
 def positive(low: float, high: float) -> Callable[[np.random.Generator, int], np.ndarray]:
@@ -185,9 +210,12 @@ CASES = {
     "kl_divergence": Case("kl_divergence", teacher, kl),
     "kl_divergence of weighted candidates": Case("kl_divergence", weighted_teacher, kl, width=3),
     "a loss uploaded as a graph": Case("custom", own, formulas.summed(formulas.tempered), send=uploaded),
+    "a loss in numpy": Case("custom", own, formulas.summed(formulas.tempered), send=in_numpy),
     "a loss of the whole batch": Case("custom", referred, formulas.preference, send=whole_batch),
     "a regularized loss": Case("custom", referred, formulas.summed(formulas.pulled), send=regularized),
+    "a regularized ppo": Case("custom", rollout(0.4), formulas.summed(formulas.tethered), send=tethered),
 }
+CASES |= {f"{name}, computed here": computed_here(case) for name, case in CASES.items() if case.send is None}
 PROMPTS = [ids[:-1] for ids in SEQUENCES] + [[7, 200, 7, 101, 33]]  # two pairs
 
 

@@ -201,25 +201,26 @@ def answered(parrot: SamplingClient, **params: Any) -> SampledSequence:
 
 
 @pytest.mark.parametrize(
-    ("stop", "end"),
+    ("stop", "end", "match"),
     [
-        (None, ""),
-        ("\n\nUser:", "Yes, a naïve\n\nUser:"),
-        (["\n\nUser:"], "Yes, a naïve\n\nUser:"),
-        ("ï", "Yes, a naï"),
-        (["never", "naïve", "User"], "Yes, a naïve"),
-        (["e", "Yes"], "Ye"),
-        ("never", ""),
-        (SAID * 9, ""),
+        (None, "", EOS),
+        ("\n\nUser:", "Yes, a naïve\n\nUser:", "\n\nUser:"),
+        (["\n\nUser:"], "Yes, a naïve\n\nUser:", "\n\nUser:"),
+        ("ï", "Yes, a naï", "ï"),
+        (["never", "naïve", "User"], "Yes, a naïve", "naïve"),
+        (["e", "Yes"], "Ye", "e"),
+        ("never", "", EOS),
+        (SAID * 9, "", EOS),
     ],
     ids=repr,
 )
-def test_stops_at_text(parrot: SamplingClient, stop: Any, end: str) -> None:
+def test_stops_at_text(parrot: SamplingClient, stop: Any, end: str, match: Any) -> None:
     """What stops a sample stays in it; the end of the sequence stops it too (here where `end` is empty)."""
     encode = parrot.get_tokenizer().encode
     sequence = answered(parrot, stop=stop)
     assert sequence.tokens == (encode(end) if end else [*encode(SAID), EOS])
     assert sequence.stop_reason == "stop"
+    assert (sequence.stop_detail, sequence.stop_match) == ("stop_sequence" if end else "eos", match)
 
 
 @pytest.mark.parametrize(("letters", "end"), [("a", "Yes, a"), ("Za,", "Yes,"), ("Z", "")])
@@ -228,6 +229,8 @@ def test_stops_at_ids(parrot: SamplingClient, letters: str, end: str) -> None:
     sequence = answered(parrot, stop=encode(letters))
     assert sequence.tokens == (encode(end) if end else [*encode(SAID), EOS])
     assert sequence.stop_reason == "stop"
+    detail = ("stop_sequence", encode(end)[-1]) if end else ("eos", EOS)
+    assert (sequence.stop_detail, sequence.stop_match) == detail
 
 
 def test_nothing_stops_what_is_never_to_stop(parrot: SamplingClient) -> None:
@@ -235,6 +238,8 @@ def test_nothing_stops_what_is_never_to_stop(parrot: SamplingClient) -> None:
     sequence = answered(parrot, stop=[], max_tokens=2 * len(said) + 1)
     assert sequence.tokens == [*said, EOS, *said]
     assert sequence.stop_reason == "length"
+    assert (sequence.stop_detail, sequence.stop_match) == ("max_tokens", None)
+    assert answered(parrot, stop=[], max_tokens=None).stop_detail == "context"
 
 
 def test_a_stop_on_the_last_token_is_a_stop(parrot: SamplingClient) -> None:

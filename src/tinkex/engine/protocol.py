@@ -247,6 +247,11 @@ class Engine(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
+    @property
+    def working(self) -> bool:
+        """False once it can do nothing any more: it was closed, or its thread has died."""
+        ...
+
     def stats(self) -> dict[str, float]:
         """Gauges for metrics: adapters live, KV pages used and free, sequences running and waiting."""
         ...

@@ -14,7 +14,7 @@ import numpy as np
 
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.streams import stream_keys
-from tinkex.types.outputs import TOPK_PADDING, PromptAltTokens, TopkLogprobs
+from tinkex.types.outputs import TOPK_PADDING, PromptAltTokens, StopDetail, StopReason, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
 _ALT_STREAMS = 1 << 32  # the streams of prompt_alt_tokens_k start here, past any sample's index
@@ -89,12 +89,13 @@ class Stops:
 
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...]) -> None:
         given = work.params.stop
+        self._given = frozenset(s for s in given or () if isinstance(s, int))
         never = work.stop_bytes is None and given is not None and len(given) == 0
         self._ids = frozenset() if never else frozenset(eos_ids)
-        if given is not None:
-            self._ids |= {s for s in given if isinstance(s, int)}
+        self._ids |= self._given
         self._bytes = work.stop_bytes
         self._keep = max((len(s) for s in work.stop_bytes.sequences), default=1) if work.stop_bytes else 0
+        self._at_length: StopDetail = "context" if work.params.max_tokens is None else "max_tokens"
 
     def after(self, tail: bytes, token: int) -> tuple[bool, bytes]:
         """Whether the sequence ends with `token`, and the bytes to pass in for the next one."""
@@ -105,6 +106,19 @@ class Stops:
         table = self._bytes.token_bytes
         tail += table[token] if token < len(table) else b""
         return any(s in tail for s in self._bytes.sequences), tail[-self._keep :]
+
+    def why(self, reason: StopReason, tokens: list[int]) -> tuple[StopDetail, int | str | None]:
+        """More of why a sequence of these tokens ended, and the token or the text that it stopped at."""
+        if reason == "length":
+            return self._at_length, None
+        if tokens[-1] in self._ids:
+            return ("stop_sequence" if tokens[-1] in self._given else "eos"), tokens[-1]
+        assert self._bytes is not None, "what stops at no token stops at bytes"
+        table = self._bytes.token_bytes
+        text = b"".join(table[token] for token in tokens if token < len(table))
+        found = [s for s in self._bytes.sequences if s in text]  # all of them at its very end
+        first = min(found, key=lambda s: text.find(s) + len(s))
+        return "stop_sequence", first.decode(errors="replace")
 
 
 # -- scoring -------------------------------------------------------------------------------------------

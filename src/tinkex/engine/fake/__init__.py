@@ -28,6 +28,10 @@ class FakeEngine:
         self.trainer = FakeTrainer(config.model, context)
         self.sampler = FakeSampler(self.trainer)
 
+    @property
+    def working(self) -> bool:
+        return not self.trainer.closed
+
     def stats(self) -> dict[str, float]:
         running = list(self.sampler.running())
         used = sum(-(-len(s.tokens) // _PAGE) or 1 for s in running)

@@ -1,4 +1,4 @@
-"""The fake engine's decoder: a decaying sum of token features through one 8x8 matrix, and a LoRA pair on it.
+"""The fake engine's decoder: the last token's features through one 8x8 matrix, and a LoRA pair on it.
 
 Gradients are exact and in float64. Knows nothing of commands, requests or files.
 
@@ -14,44 +14,43 @@ from tinkex.types.params import AdamParams, LoraConfig
 
 VOCAB, EOS, CONTEXT = 512, 2, 2048
 D, ALPHA = 8, 32.0
-_DECAY = 0.5
 _RNG = np.random.default_rng(0)
 _EMBED = _RNG.normal(size=(VOCAB, D))
 UNEMBED = _RNG.normal(size=(VOCAB, D))
 BASE = _RNG.normal(size=(D, D)) * 0.3
-_REACH = 64  # tokens: what is farther back has faded out
-_FADES = _DECAY ** np.arange(_REACH - 1.0, -1.0, -1.0)
+_MOST_ROWS = 64  # kept of one head: half a megabyte
 
 
 def features(tokens: np.ndarray) -> np.ndarray:
-    """[N, D]: at each position the tokens so far, older ones fading."""
-    out = _EMBED[tokens]
-    reach, fade = 1, _DECAY  # sums over 1, 2, 4, … tokens, until those farther back have faded out
-    while reach < len(out) and fade > 1e-18:
-        out[reach:] += fade * out[:-reach]
-        reach, fade = 2 * reach, fade * fade
-    return out
-
-
-def last_feature(tokens: np.ndarray) -> np.ndarray:
-    """[D]: `features` at the last position alone."""
-    near = tokens[-_REACH:]
-    return _FADES[-len(near) :].dot(_EMBED.take(near, 0))
-
-
-def next_feature(feature: np.ndarray, token: int) -> np.ndarray:
-    """[D]: the feature after one more token."""
-    return _EMBED[token] + _DECAY * feature
-
-
-def head(matrix: np.ndarray) -> np.ndarray:
-    """[D, V]: from a feature to logits."""
-    return matrix.T @ UNEMBED.T
+    """[N, D]: each token's own; what came before it is forgotten."""
+    return _EMBED[tokens]
 
 
 def log_softmax(z: np.ndarray) -> np.ndarray:
     z = z - z.max(-1, keepdims=True)
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+class Head:
+    """From features to what comes next. Rows are made when first asked for, and then cost nothing."""
+
+    def __init__(self, matrix: np.ndarray) -> None:
+        self._head_DV = matrix.T @ UNEMBED.T
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+        """[N, V]: of what follows each of these."""
+        return log_softmax(features(tokens) @ self._head_DV)
+
+    def after(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+        """[V] and [V]: the logprobs of what follows `token`, and the running total of the probabilities."""
+        row = self._rows.get(token)
+        if row is None:
+            if len(self._rows) >= _MOST_ROWS:
+                self._rows.clear()
+            logprobs_V = self.logprobs(np.array([token]))[0]
+            row = self._rows[token] = logprobs_V, np.exp(logprobs_V).cumsum()
+        return row
 
 
 class Adapter:

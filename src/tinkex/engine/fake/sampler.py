@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tinkex.engine.fake.files import load
-from tinkex.engine.fake.model import (
-    BASE,
-    EOS,
-    VOCAB,
-    features,
-    head,
-    last_feature,
-    log_softmax,
-    next_feature,
-)
+from tinkex.engine.fake.model import BASE, EOS, VOCAB, Head, log_softmax
 from tinkex.engine.fake.trainer import FakeTrainer
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
@@ -28,14 +18,14 @@ from tinkex.engine.streams import exponentials, stream_key
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.params import SamplingParams
 
-_BASE_HEAD_DV = head(BASE)
+_BASE = Head(BASE)
 
 
 @dataclass(eq=False, slots=True)
 class _Sample:
     """One sequence on its way."""
 
-    feature_D: np.ndarray
+    last: int  # token
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -68,7 +58,7 @@ class _Rows:
 class _Published:
     """An adapter that requests can name, and what they are drawing with it."""
 
-    head_DV: np.ndarray
+    head: Head
     samples: list[list[_Sample]] = field(default_factory=list)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,19 +79,19 @@ class FakeSampler:
         if work.adapter is not None and work.adapter not in self.published:
             raise user_error(f"there is no published adapter {work.adapter!r}")
         published = self.published[work.adapter] if work.adapter is not None else None
-        head_DV, seed = published.head_DV if published else _BASE_HEAD_DV, seed_of(work)
-        scores = _score(work, head_DV, seed) if PromptScores.asked(work) else None
-        feature_D = last_feature(work.prompt)
-        samples = [_Sample(feature_D) for _ in range(work.num_samples)]
+        head, seed = published.head if published else _BASE, seed_of(work)
+        scores = _score(work, head, seed) if PromptScores.asked(work) else None
+        last = int(work.prompt[-1])
+        samples, stops = [_Sample(last) for _ in range(work.num_samples)], Stops(work, (EOS,))
         running = published.samples if published else self._base
         running.append(samples)
         try:
-            await self._decode(work, samples, head_DV, seed, count)
+            await self._decode(work, samples, head, seed, count, stops)
         finally:
             running.remove(samples)
             if published and not running:
                 published.idle.set()
-        sequences = [_sampled(sample) for sample in samples]
+        sequences = [_sampled(sample, stops) for sample in samples]
         if scores is None:
             return SampleResponse(sequences)
         return SampleResponse(
@@ -113,14 +103,19 @@ class FakeSampler:
         )
 
     async def _decode(
-        self, work: SampleWork, samples: list[_Sample], head_DV: np.ndarray, seed: int, count: int
+        self,
+        work: SampleWork,
+        samples: list[_Sample],
+        head: Head,
+        seed: int,
+        count: int,
+        stops: Stops,
     ) -> None:
-        stops = Stops(work, (EOS,))
         for position in range(len(work.prompt), len(work.prompt) + count):
             for index, sample in enumerate(samples):
                 if sample.reason is None:
-                    _advance(work, sample, head_DV, stream_key(seed, index, position))
-                    stopped, sample.tail = stops.after(sample.tail, sample.tokens[-1])
+                    _advance(work, sample, head, stream_key(seed, index, position))
+                    stopped, sample.tail = stops.after(sample.tail, sample.last)
                     sample.reason = "stop" if stopped else "length" if len(sample.tokens) == count else None
                     if work.on_tokens:
                         new = (
@@ -141,7 +136,7 @@ class FakeSampler:
             adapter = load(source, self._trainer.model, optimizer=False)
         else:
             adapter = self._trainer.snapshot(source)
-        self.published[name] = _Published(head(adapter.matrix()))
+        self.published[name] = _Published(Head(adapter.matrix()))
 
     async def retire(self, name: str) -> None:
         published = self.published.pop(name, None)
@@ -156,37 +151,32 @@ class FakeSampler:
         return (sample for groups in lists for group in groups for sample in group if not sample.reason)
 
 
-def _score(work: SampleWork, head_DV: np.ndarray, seed: int) -> PromptScores:
+def _score(work: SampleWork, head: Head, seed: int) -> PromptScores:
     scores = PromptScores(work, seed)
     if wanted := len(work.prompt) - scores.next:
-        rows_ND = features(work.prompt)[scores.next - 1 : -1]
-        scores.add(_Rows(log_softmax(rows_ND @ head_DV)), wanted)
+        scores.add(_Rows(head.logprobs(work.prompt[scores.next - 1 : -1])), wanted)
     return scores
 
 
-def _advance(work: SampleWork, sample: _Sample, head_DV: np.ndarray, key: int) -> None:
-    """Draw one token. For arrays this small numpy's calls are the cost: few of them, and the cheap forms."""
+def _advance(work: SampleWork, sample: _Sample, head: Head, key: int) -> None:
+    """Draw one token."""
     params = work.params
-    if sample.tokens:
-        sample.feature_D = next_feature(sample.feature_D, sample.tokens[-1])
-    z_V = sample.feature_D.dot(head_DV)
+    logprobs_V, totals_V = head.after(sample.last)
     if params.temperature not in (0.0, 1.0):
-        z_V /= params.temperature
-    z_V -= z_V[z_V.argmax()]
-    p_V = np.exp(z_V)
-    totals_V = p_V.cumsum()
-    log_total = math.log(totals_V[-1])
+        logprobs_V = log_softmax(logprobs_V / params.temperature)
+        totals_V = np.exp(logprobs_V).cumsum()
     if params.top_k > 0 or params.top_p < 1:
-        totals_V = _cut(p_V, params).cumsum()
+        totals_V = _cut(np.exp(logprobs_V), params).cumsum()
     if params.temperature > 0:
         share = ((key >> 11) + 1) * 2.0**-53  # in (0, 1]: what was cut is never drawn
         token = int(totals_V.searchsorted(share * totals_V[-1]))
     else:
-        token = int(z_V.argmax())
+        token = int(logprobs_V.argmax())
+    sample.last = token
     sample.tokens.append(token)
-    sample.logprobs.append(float(z_V[token]) - log_total)
+    sample.logprobs.append(float(logprobs_V[token]))
     if work.topk_sample_logprobs:
-        ids, values = _Rows(z_V[None] - log_total).top(work.topk_sample_logprobs)
+        ids, values = _Rows(logprobs_V[None]).top(work.topk_sample_logprobs)
         sample.top.append((ids[0], values[0]))
 
 
@@ -201,15 +191,18 @@ def _cut(p_V: np.ndarray, params: SamplingParams) -> np.ndarray:
     return p_V
 
 
-def _sampled(sample: _Sample) -> SampledSequence:
+def _sampled(sample: _Sample, stops: Stops) -> SampledSequence:
     top = None
     if sample.top:
         ids, logprobs = (np.stack(part) for part in zip(*sample.top, strict=True))
         top = TopkLogprobs(ids, logprobs)
     assert sample.reason
+    detail, match = stops.why(sample.reason, sample.tokens)
     return SampledSequence(
         sample.reason,
         tokens_np=np.array(sample.tokens, np.int32),
         logprobs_np=np.array(sample.logprobs, np.float32),
         topk_logprobs_np=top,
+        stop_detail=detail,
+        stop_match=match,
     )

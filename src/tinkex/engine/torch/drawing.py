@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.streams import stream_key
 from tinkex.engine.torch import kernels
+from tinkex.engine.torch.compiled.step import CompiledStep
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled_logprobs
 from tinkex.engine.torch.sequences import Sequence
@@ -26,16 +27,22 @@ Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
 
 def lora_of(sequences: Several[Sequence], counts: Several[int]) -> LoraBatch | None:
     """The adapters of some sequences' tokens; None if all are the base model's."""
-    adapters = [s.request.published.adapter if s.request.published else None for s in sequences]
+    adapters = [s.request.adapter for s in sequences]
     return LoraBatch(adapters, counts) if any(adapters) else None
 
 
 def draw_next(
-    sequences: Several[Sequence], logits_NV: Tensor, vocab: int
+    sequences: Several[Sequence], logits_NV: Tensor, vocab: int, compiled: CompiledStep | None = None
 ) -> Iterator[tuple[Sequence, int, float, Top | None]]:
     """Each sequence's next token and its logprob, with the likeliest ones where they were asked for."""
+    plainly = all(s.request.draws_plainly for s in sequences)
+    if plainly and compiled is not None:
+        temperature = np.array([s.request.work.params.temperature for s in sequences], np.float32)
+        for drawn in zip(sequences, *compiled.draw(logits_NV, temperature, _keys(sequences)), strict=True):
+            yield *drawn, None
+        return
     choice = _choice(sequences, logits_NV.device)
-    if kernels.usable(logits_NV) and all(s.request.draws_plainly for s in sequences):
+    if plainly and kernels.usable(logits_NV):
         for drawn in zip(sequences, *_draw_by_kernel(logits_NV, choice, vocab), strict=True):
             yield *drawn, None
         return
@@ -50,18 +57,17 @@ def draw_next(
         yield sequence, token, chosen[i], top
 
 
+def _keys(sequences: Several[Sequence]) -> np.ndarray:
+    return np.array([stream_key(s.request.seed, s.index, s.length) for s in sequences], np.uint64)
+
+
 def _choice(sequences: Several[Sequence], device: torch.device) -> Choice:
     params = [s.request.work.params for s in sequences]
-    keys = stream_keys(
-        np.array([s.request.seed for s in sequences], np.uint64),
-        np.array([s.index for s in sequences]),
-        np.array([s.length for s in sequences]),
-    )
     return Choice(
         torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
         torch.tensor([p.top_k for p in params], device=device),
         torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        keys,
+        _keys(sequences),
     )
 
 

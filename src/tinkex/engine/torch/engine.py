@@ -27,6 +27,7 @@ from tinkex.engine.protocol import (
 )
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import kernels, memory
+from tinkex.engine.torch.compiled.step import compiled_step
 from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
@@ -56,14 +57,18 @@ class TorchEngine:
         """`decoder` stands for the model that `config` names, if it is there already."""
         device, dtype = choose_device(config)
         decoder = decoder or load_decoder(config.model, device, dtype)
-        decoder.pack(room=memory.free_bytes(device) * _PACKED_SHARE)
+        room = memory.free_bytes(device) * _PACKED_SHARE
+        compiled = compiled_step(decoder, room)
+        if compiled is None:
+            decoder.pack(room)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
         self.memory = plan_memory(config, decoder, context)
+        self.memory["weights"] += compiled.nbytes if compiled else 0
         shape = decoder.config
         pages = self.memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
         cache = KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages, device, dtype)
         limits = Limits(context, config.max_batch, **_large_steps(decoder))
-        self._batch = Batch(decoder, cache, limits, _pipeline(decoder, cache, limits))
+        self._batch = Batch(decoder, cache, limits, _pipeline(decoder, cache, limits), compiled)
         self._trainer = TorchTrainer(
             decoder, config.model, max_context=context, max_pass_tokens=config.max_pass_tokens
         )
@@ -86,6 +91,10 @@ class TorchEngine:
     def check_loss(self, loss: CustomLoss) -> None:
         """Refuse an uploaded loss with anything in it that is not on the allow-list."""
         read_graph(loss)
+
+    @property
+    def working(self) -> bool:
+        return self._worker.alive
 
     def stats(self) -> dict[str, float]:
         pages = self._batch.cache.pages

@@ -20,6 +20,7 @@ from torch import Tensor
 from tinkex.engine.torch import kernels
 from tinkex.engine.torch.adapters import Adapter, Matrices
 from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.ops import frozen_product
 from tinkex.engine.torch.projecting import Frozen, Projecting
 
 if TYPE_CHECKING:
@@ -73,11 +74,15 @@ class LoraBatch(Projecting):
         return y
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
-        if self.train and torch.is_grad_enabled() and (grouped := self.grouped(x)) and grouped.site(site):
+        if not (self.train and torch.is_grad_enabled()):
+            return self(site, x, frozen(x))
+        if (grouped := self.grouped(x)) and grouped.site(site):
             from tinkex.engine.torch.grouped import Project
 
             return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
-        return self(site, x, frozen(x))
+        if jobs := self.jobs(site):
+            return _Project.apply(x, self._anchor, frozen, site, jobs)  # type: ignore[return-value]
+        return frozen(x)
 
     def grouped(self, x: Tensor) -> GroupedLora | None:
         """The fast path, where there is one for tensors like `x`."""
@@ -211,6 +216,25 @@ class _Apply(torch.autograd.Function):
         return grad_y, grad_x, None, None, None
 
 
+class _Project(torch.autograd.Function):
+    """A frozen product and `add` to it; the backward makes one gradient to x instead of two to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, frozen: Frozen, site: Site, jobs: list[Job]) -> Tensor:
+        y = frozen_product(x, *frozen)
+        ctx.save_for_backward(x, *add(site, jobs, x, y))
+        ctx.weight, ctx.site, ctx.jobs = frozen.weight, site, jobs
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *kept = ctx.saved_tensors
+        grad_y = grads[0]
+        grad_x = frozen_product(grad_y, ctx.weight.t()) if ctx.needs_input_grad[0] else None
+        add_backward(ctx.site, ctx.jobs, grad_y, x, kept, grad_x)
+        return grad_x, None, None, None, None
+
+
 class PlainLora(LoraBatch):
     """The same hook in plain autograd operations; `collect` after the backward adds up the gradients."""
 
@@ -234,6 +258,9 @@ class PlainLora(LoraBatch):
             pieces += [y[done:start], y[start:stop] + torch.cat(deltas, dim=1)]
             done = stop
         return torch.cat([*pieces, y[done:]])
+
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
+        return self(site, x, frozen(x))
 
     def collect(self) -> None:
         """Add the gradients of this pass to the adapters'."""

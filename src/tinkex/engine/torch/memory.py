@@ -1,10 +1,12 @@
 """How much memory a pass takes and how much there is: what micro-batches and recomputation are planned by.
 
-Estimates, on the safe side; nothing is allocated here. Knows shapes, not tensors.
+Estimates, on the safe side; nothing is allocated here. Also has the process keep the pages that a small
+model's passes need again and again. Knows shapes, not tensors.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from pathlib import Path
@@ -16,6 +18,10 @@ from tinkex.engine.torch.architecture import ModelConfig
 # Tokens of a micro-batch: enough for efficient products; sampling gets its turn in between.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 _SHARE = 0.5  # of the free memory that one pass may plan with
+_KEPT = 1 << 30  # bytes of a pass's activations that may stay with the process
+_KEPT_SHARE = 1 / 8  # and what share of the free memory they may be
+# mallopt's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD; the last two have these as their largest values
+_KEEPING = {-1: _KEPT, -2: 64 << 20, -3: 32 << 20}
 
 
 def free_bytes(device: torch.device) -> float:
@@ -67,3 +73,19 @@ def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int
     if fitting < most // 4:
         fitting = room // activation_bytes(config, itemsize, recompute=True)
     return max(256, min(most, fitting))
+
+
+def keep_pages(config: ModelConfig, itemsize: int, tokens: int) -> bool:
+    """Have malloc keep what a CPU pass of `tokens` frees, if it is little; whether it does.
+
+    Every pass allocates the same activations again. Given back to the system in between, their pages are
+    cleared anew each time, which takes 5 % of a small model's pass. Only glibc can be asked for this.
+    """
+    needed = tokens * activation_bytes(config, itemsize, recompute=False)
+    if needed > min(_KEPT, free_bytes(torch.device("cpu")) * _KEPT_SHARE):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return False
+    return all(mallopt(parameter, value) for parameter, value in _KEEPING.items())

@@ -207,17 +207,24 @@ class Decoder(nn.Module):
 
         For a decoder on the CPU whose weights will not change any more; elsewhere there is nothing to gain.
         """
-        projections = [module for module in self.modules() if isinstance(module, Projection)]
-        if self.unembed_weight.nbytes + sum(p.weight.nbytes for p in projections) > room:
+        if self.multiplied_bytes > room:
             return
-        for projection in projections:
+        for projection in self._projections():
             projection.packed = pack(projection.weight)
         self.packed_head = pack(self.unembed_weight)
+
+    def _projections(self) -> list[Projection]:
+        return [module for module in self.modules() if isinstance(module, Projection)]
+
+    @property
+    def multiplied_bytes(self) -> int:
+        """Of the weights that tokens are multiplied with, experts aside."""
+        return self.unembed_weight.nbytes + sum(p.weight.nbytes for p in self._projections())
 
     @property
     def packed_bytes(self) -> int:
         """What `pack` took."""
-        packed = [self.packed_head, *(m.packed for m in self.modules() if isinstance(m, Projection))]
+        packed = [self.packed_head, *(projection.packed for projection in self._projections())]
         return sum(copy.numel() * copy.dtype.itemsize for copy in packed if copy is not None)
 
     def sites(self) -> Sites:

@@ -21,14 +21,18 @@ from tinkex.engine.torch.plain import Norms
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for a frozen weight; on CPU by the kernel that is quickest for so many rows.
+    """x @ weight.T + bias for a frozen weight; `packed` is what `pack` made of the weight, if anything."""
+    if x.requires_grad and _use_onednn(weight):
+        return _Linear.apply(x, weight, bias)
+    return frozen_product(x, weight, bias, packed)
 
-    `packed` is what `pack` made of the weight, if anything; it is used where no gradient is needed.
-    """
+
+def frozen_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
+    """The same where autograd need not see it; on CPU by the kernel that is quickest for so many rows."""
     if not _use_onednn(weight):
         return F.linear(x, weight, bias)
-    if x.requires_grad:
-        return _Linear.apply(x, weight, bias)
     rows, by_columns = x.shape[0], weight.t().is_contiguous()
     if rows == 1 and by_columns and weight.shape[0] > weight.shape[1]:
         return F.linear(x, weight, bias)  # oneDNN takes up to twice as long

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
+from tinkex.engine.torch.compiled.step import CompiledStep, Row
 from tinkex.engine.torch.drawing import TorchRows, draw_next, lora_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain, paged_attend
 from tinkex.engine.torch.model import Decoder
@@ -32,6 +33,9 @@ from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.decode import Landed, Pipeline
+
+T = TypeVar("T")
+Plan = list[tuple[Sequence, int]]  # who advances by how many tokens
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,22 @@ class Batch:
     """The requests in flight and the steps that advance them."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, limits: Limits, pipeline: Pipeline | None = None
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        limits: Limits,
+        pipeline: Pipeline | None = None,
+        compiled: CompiledStep | None = None,
     ) -> None:
-        self.decoder, self.cache, self.limits, self._pipeline = decoder, cache, limits, pipeline
+        self.decoder, self.cache, self.limits = decoder, cache, limits
+        self._pipeline, self._compiled = pipeline, compiled
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._requests: set[Request] = set()
         self._device = decoder.unembed_weight.device
+        if compiled is not None:
+            compiled.attach(cache)
 
     # -- coming and going ------------------------------------------------------------------------------
 
@@ -121,13 +133,37 @@ class Batch:
         plan = self._plan()
         if not plan:
             return
-        try:
-            h_TD = self._forward(plan)
-            self._score(plan, h_TD)
-            self._draw(plan, h_TD)
-        except Exception as error:
-            self._fail_step((sequence for sequence, _ in plan), error)
+        # what decodes is one call of compiled code where there is any, whatever is prefilled beside it
+        decoding = [item for item in plan if self._compiled and item[1] == 1 and item[0].out]
+        rest = [item for item in plan if item not in decoding] if decoding else plan
+        for part, advance in ((decoding, self._advance_compiled), (rest, self._advance)):
+            try:
+                if part:
+                    advance(part)
+            except Exception as error:
+                self._fail_step((sequence for sequence, _ in part), error)
         self._finish()
+
+    def _advance(self, plan: Plan) -> None:
+        h_TD = self._forward(plan)
+        self._score(plan, h_TD)
+        self._draw(plan, h_TD)
+
+    @torch.inference_mode()
+    def _advance_compiled(self, plan: Plan) -> None:
+        """Sequences that lack the one token that was drawn last: nothing to score, nothing to fork."""
+        assert self._compiled is not None
+        for part in self._bounded([sequence for sequence, _ in plan]):
+            logits_NV = self._compiled([Row(s.last, s.computed, s.pages, s.request.adapter) for s in part])
+            for sequence in part:
+                sequence.computed += 1
+                self._remember(sequence, 1)
+            self._draw_rows(part, logits_NV)
+
+    def _bounded(self, rows: list[T]) -> Iterator[list[T]]:
+        """`rows` in parts whose logits may be held at once."""
+        at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
+        return (rows[i : i + at_once] for i in range(0, len(rows), at_once))
 
     def _fail_step(self, sequences: Iterable[Sequence], error: Exception) -> None:
         failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
@@ -201,7 +237,7 @@ class Batch:
         scoring = sequence.index == 0 and wanted < len(sequence.request.work.prompt)
         return wanted if scoring else sequence.length
 
-    def _plan(self) -> list[tuple[Sequence, int]]:
+    def _plan(self) -> Plan:
         """Who advances by how many tokens: whatever decodes by one, prompts as far as the budget goes."""
         for sequence in list(self.running):
             if sequence.pages:  # it may just have been preempted
@@ -237,7 +273,7 @@ class Batch:
         self.waiting.appendleft(sequence)
 
     @torch.inference_mode()
-    def _forward(self, plan: list[tuple[Sequence, int]]) -> Tensor:
+    def _forward(self, plan: Plan) -> Tensor:
         """Compute the planned tokens: their final hidden states."""
         pieces = [Piece(s.pages, s.computed, count) for s, count in plan]
         tokens = np.concatenate([s.tokens(s.computed, s.computed + count) for s, count in plan])
@@ -271,7 +307,7 @@ class Batch:
     # -- logits ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _score(self, plan: list[tuple[Sequence, int]], h_TD: Tensor) -> None:
+    def _score(self, plan: Plan, h_TD: Tensor) -> None:
         """Feed the prompts' logprobs to those who asked for them, a bounded number of rows at a time."""
         end = 0
         at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
@@ -290,7 +326,7 @@ class Batch:
                 scores.add(TorchRows(logits_NV, self.decoder.config.vocab_size), rows)
 
     @torch.inference_mode()
-    def _draw(self, plan: list[tuple[Sequence, int]], h_TD: Tensor) -> None:
+    def _draw(self, plan: Plan, h_TD: Tensor) -> None:
         """Draw the next token of every sequence that lacks none, newly forked samples included."""
         ready: list[tuple[Sequence, int]] = []
         row = -1
@@ -298,8 +334,7 @@ class Batch:
             row += count
             if sequence.computed == sequence.length:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
-        at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
-        for part in (ready[i : i + at_once] for i in range(0, len(ready), at_once)):
+        for part in self._bounded(ready):
             rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
             lora = lora_of([part[i][0] for i in first], [1] * len(rows))
             logits_NV = self.decoder.logits(h_TD[self._to_device(rows)], lora)
@@ -308,7 +343,7 @@ class Batch:
             self._draw_rows([s for s, _ in part], logits_NV)
 
     def _draw_rows(self, sequences: list[Sequence], logits_NV: Tensor) -> None:
-        drawn = draw_next(sequences, logits_NV, self.decoder.config.vocab_size)
+        drawn = draw_next(sequences, logits_NV, self.decoder.config.vocab_size, self._compiled)
         for sequence, token, logprob, top in drawn:
             if top is not None:
                 sequence.top.append(top)

@@ -58,6 +58,10 @@ class Request:
         return self.published.root if self.published else _BASE
 
     @property
+    def adapter(self) -> Adapter | None:
+        return self.published.adapter if self.published else None
+
+    @property
     def draws_plainly(self) -> bool:
         """Neither a cut of what may be drawn nor a list of what could have been."""
         params = self.work.params
@@ -113,11 +117,14 @@ def _sampled(sequence: Sequence) -> SampledSequence:
     if sequence.top:
         ids, logprobs = (np.stack(part) for part in zip(*sequence.top, strict=True))
         top = TopkLogprobs(ids, logprobs)
+    detail, match = sequence.request.stops.why(sequence.reason, sequence.out)
     return SampledSequence(
         sequence.reason,
         tokens_np=np.array(sequence.out, np.int32),
         logprobs_np=np.array(sequence.logprobs, np.float32),
         topk_logprobs_np=top,
+        stop_detail=detail,
+        stop_match=match,
     )
 
 

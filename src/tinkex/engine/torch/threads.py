@@ -2,8 +2,9 @@
 
 OpenMP threads wait for each other by spinning, so one thread too many does not slow a pass down a little but
 many times over (two threads on a busy two-core machine: 19 times). The choice is made at the start from the
-load average and looked at again every few seconds from what other processes used meanwhile. A number given
-by the user (`EngineConfig.threads`) is final. Made on the thread that computes: OpenMP counts per thread.
+load average, which still counts our own start and what has ended since; so it is looked at again soon, and
+then every few seconds, from what other processes used meanwhile. A number given by the user
+(`EngineConfig.threads`) is final. Made on the thread that computes: OpenMP counts per thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 _SECONDS = 3.0  # between two looks
+_FIRST = 0.5  # before the first one: 50 ticks of the system's clock for each core
 _BUSY = 0.4  # of a core: what others must use for us to leave it to them
 
 
@@ -25,13 +27,13 @@ class ComputeThreads:
         self._fixed = given
         self.cores = usable_cores()
         self.count = given or threads_beside(_load_average(), self.cores)
-        self._last = self._used()
+        self._last, self._wait = self._used(), _FIRST
         torch.set_num_threads(self.count)
 
     def adjust(self) -> None:
-        if self._fixed or time.monotonic() - self._last[0] < _SECONDS:
+        if self._fixed or time.monotonic() - self._last[0] < self._wait:
             return
-        before, self._last = self._last, self._used()
+        before, self._last, self._wait = self._last, self._used(), _SECONDS
         elapsed, everyone, own = (now - then for now, then in zip(self._last, before, strict=True))
         count = threads_beside((everyone - own) / elapsed, self.cores)
         if count != self.count:

@@ -71,6 +71,8 @@ class TorchTrainer:
         self._device, self._dtype = decoder.unembed_weight.device, decoder.unembed_weight.dtype
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
         self._adapters: dict[str, Adapter] = {}
+        if self._device.type == "cpu":
+            memory.keep_pages(config, self._dtype.itemsize, self._pass_tokens())
 
     def run(self, command: p.Command[R], progress: p.Progress | None = None) -> R:
         """Do one command; what it returns is said by the command's type."""
@@ -170,15 +172,18 @@ class TorchTrainer:
         return cast(list[ForwardBackwardOutput | p.Failure], outcomes)
 
     def _compute(self, states: Mapping[int, _State], progress: p.Progress) -> None:
-        config, itemsize = self.decoder.config, self._dtype.itemsize
-        budget = self._max_pass_tokens or memory.pass_tokens(config, itemsize, self._device)
         works = {i: state.work for i, state in states.items()}
-        batches = list(pack(works, budget, self._device))
+        batches = list(pack(works, self._pass_tokens(), self._device))
         for done, batch in enumerate(batches):
             if done:
                 self.between()
             self._micro_batch(batch, states)
             progress((done + 1) / len(batches))
+
+    def _pass_tokens(self) -> int:
+        """How many tokens a micro-batch has."""
+        planned = memory.pass_tokens(self.decoder.config, self._dtype.itemsize, self._device)
+        return self._max_pass_tokens or planned
 
     def _micro_batch(self, batch: MicroBatch, states: Mapping[int, _State]) -> None:
         """Compute one micro-batch; in halves if memory runs out in its forward, where nothing counts yet."""

@@ -42,6 +42,10 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        return not self._closed
+
     def job(self, function: Callable[[], T]) -> Future[T]:
         return self._put(self._jobs, function)
 

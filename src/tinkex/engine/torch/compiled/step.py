@@ -1,0 +1,207 @@
+"""Decoding steps of a dense decoder on the CPU, each one call of `step.c`.
+
+Holds the weights once more in that code's own layout, and gives it the addresses of everything else: norms,
+the cache's pages, adapters. Promises: the logits are the decoder's, to rounding, and those of a row do not
+depend on the other rows. Knows sequences by their tokens, positions, pages and adapters alone.
+
+Shapes: N rows, one for each sequence, V padded vocabulary, W pages of the longest sequence, C head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.compiled import structs
+from tinkex.engine.torch.compiled.build import library
+from tinkex.engine.torch.kv import PAGE, KVCache
+from tinkex.engine.torch.model import Decoder, Layer, Mlp, Projection
+
+_SHARED_WORK = 1 << 22  # multiplications of the average product from which on threads are worth waking
+
+
+class Row(NamedTuple):
+    """The newest token of one sequence."""
+
+    token: int
+    position: int
+    pages: Sequence[int]
+    adapter: Adapter | None
+
+
+def serves(decoder: Decoder) -> bool:
+    """Whether a decoder can be stepped by compiled code: dense, in fp32, on a CPU."""
+    weight = decoder.unembed_weight
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and decoder.config.experts is None
+
+
+def compiled_step(decoder: Decoder, room: float) -> CompiledStep | None:
+    """The step, if the decoder is such a one, there is a compiler, and its weights fit into `room` again."""
+    if not serves(decoder) or decoder.multiplied_bytes > room or (compiled := library()) is None:
+        return None
+    return CompiledStep(compiled, decoder)
+
+
+class CompiledStep:
+    """Steps of one decoder, whose weights stay where they are, over the cache that `attach` names."""
+
+    def __init__(self, compiled: ctypes.CDLL, decoder: Decoder) -> None:
+        self._c, self._config = compiled, decoder.config
+        self._kept: list[Any] = []  # what the structs point into
+        self._sites = list(decoder.sites())
+        self.nbytes = 0  # of the weights' copy
+        self._layers = (structs.Layer * decoder.config.layers)()
+        self._model = self._describe(decoder)
+        self._tables: WeakKeyDictionary[Adapter, structs.AdapterTable] = WeakKeyDictionary()
+        self._row_work = self.nbytes // 4 // len(self._sites)
+        self._cos = self._sin = np.empty((0, 0), np.float32)
+        self._scratch = np.empty(0, np.float32)
+
+    # -- the model -------------------------------------------------------------------------------------
+
+    def attach(self, cache: KVCache) -> None:
+        """The pages that steps read and write."""
+        self._kept.append(cache)
+        for i, layer in enumerate(self._layers):
+            layer.keys, layer.values = (pool.data_ptr() for pool in cache.layer(i))
+
+    def _describe(self, decoder: Decoder) -> structs.Model:
+        config = decoder.config
+        for target, layer, window in zip(self._layers, decoder.layers, config.windows, strict=True):
+            assert isinstance(layer, Layer)
+            self._describe_layer(target, layer)
+            target.window = window or 0
+        head = self._linear(decoder.unembed_weight, None, [config.padded_vocab])
+        return structs.Model(
+            config.layers,
+            config.width,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            PAGE,
+            config.norm_eps,
+            self._address(decoder.embedding),
+            self._address(decoder.norm),
+            self._layers,
+            head,
+        )
+
+    def _describe_layer(self, target: structs.Layer, layer: Layer) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(mlp, Mlp)
+        target.attention_norm, target.mlp_norm = map(self._address, (layer.attention_norm, layer.mlp_norm))
+        target.q_norm, target.k_norm = map(self._address, (attention.q_norm, attention.k_norm))
+        target.qkv, target.o = self._projection(attention.qkv), self._projection(attention.o)
+        target.gate_up, target.down = self._projection(mlp.gate_up), self._projection(mlp.down)
+
+    def _projection(self, module: Projection) -> structs.Linear:
+        return self._linear(module.weight, module.bias, [part.out_features for part in module.parts])
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, outs: list[int]) -> structs.Linear:
+        out_features, in_features = weight.shape
+        packed = np.empty(self._c.packed_floats(in_features, out_features), np.float32)
+        out_stride, in_stride = weight.stride()
+        self._c.pack(weight.data_ptr(), in_features, out_features, in_stride, out_stride, packed.ctypes.data)
+        self._kept.append(packed)
+        self.nbytes += packed.nbytes
+        padded = (ctypes.c_int32 * 3)(*outs)
+        return structs.Linear(
+            packed.ctypes.data, self._address(bias), in_features, out_features, len(outs), padded
+        )
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    # -- adapters --------------------------------------------------------------------------------------
+
+    def _table(self, adapter: Adapter) -> structs.AdapterTable:
+        """Where the matrices of an adapter lie; made once, as a published adapter never moves."""
+        if adapter not in self._tables:
+            sites = (structs.Site * len(self._sites))()
+            for entry, site in zip(sites, self._sites, strict=True):
+                if (shape := adapter.shapes.get(site)) is not None:
+                    entry.a = adapter.flat.data_ptr() + 4 * shape.start
+                    entry.b = entry.a + 4 * shape.rank * len(shape.parts) * shape.in_features
+            self._tables[adapter] = structs.AdapterTable(sites, adapter.lora.rank, adapter.scale)
+        return self._tables[adapter]
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def __call__(self, rows: Sequence[Row]) -> Tensor:
+        """Put the rows' keys and values into their pages; the logits [N, V] of what comes next."""
+        n = len(rows)
+        tokens = np.array([row.token for row in rows], np.int64)
+        positions = np.array([row.position for row in rows], np.int64)
+        table = np.zeros((n, int(positions.max()) // PAGE + 1), np.int32)
+        for held, row in zip(table, rows, strict=True):
+            used = row.position // PAGE + 1
+            held[:used] = row.pages[:used]
+        adapters = (ctypes.c_void_p * n)(
+            *(ctypes.addressof(self._table(row.adapter)) if row.adapter else None for row in rows)
+        )
+        cos, sin = self._angles(positions)
+        scratch = self._scratch_for(n)
+        logits_NV = torch.empty(n, self._config.padded_vocab)
+        step = structs.Step(
+            n,
+            self.threads(n),
+            table.shape[1],
+            tokens.ctypes.data,
+            positions.ctypes.data,
+            cos.ctypes.data,
+            sin.ctypes.data,
+            table.ctypes.data,
+            ctypes.addressof(adapters),
+            scratch.ctypes.data,
+            logits_NV.data_ptr(),
+        )
+        self._c.decode(ctypes.byref(self._model), ctypes.byref(step))
+        return logits_NV
+
+    def threads(self, rows: int) -> int:
+        """How many share a step: waking one costs as much as a small product does."""
+        return torch.get_num_threads() if rows * self._row_work >= _SHARED_WORK else 1
+
+    def draw(
+        self, logits_NV: Tensor, temperature: np.ndarray, keys: np.ndarray
+    ) -> tuple[list[int], list[float]]:
+        """A token of each row by its key's random stream, as `sample.draw` would, and its logprob."""
+        assert logits_NV.is_contiguous()
+        n, padded = logits_NV.shape
+        tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)
+        self._c.draw(
+            logits_NV.data_ptr(),
+            n,
+            self._config.vocab_size,
+            padded,
+            temperature.ctypes.data,
+            keys.ctypes.data,
+            tokens.ctypes.data,
+            logprobs.ctypes.data,
+        )
+        return tokens.tolist(), logprobs.tolist()
+
+    def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [N, C / 2], from tables that grow with the longest sequence seen."""
+        longest = int(positions.max())
+        if longest >= len(self._cos):
+            upto = torch.arange(1 << max(9, (longest + 1).bit_length()))
+            self._cos, self._sin = (t.numpy() for t in self._config.rope.angles(upto, torch.float32))
+        return self._cos[positions], self._sin[positions]
+
+    def _scratch_for(self, rows: int) -> np.ndarray:
+        floats = self._c.scratch_floats(ctypes.byref(self._model), rows)
+        if floats > len(self._scratch):
+            self._scratch = np.empty(floats, np.float32)
+        return self._scratch
