@@ -5,18 +5,22 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import socket
 import tarfile
 import threading
 import time
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from backports import zstd
 
-from tests.server.conftest import KEY, MODEL, OTHER_KEY, Running
+from tests.engine.tiny import tiny_model
+from tests.server.conftest import KEY, MODEL, OTHER_KEY, Running, server_config
+from tinkex.engine.protocol import EngineConfig
 from tinkex.server import bodies
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardRequest
@@ -306,6 +310,17 @@ def test_a_client_that_hangs_up_while_sending_disturbs_nobody(server: Running) -
     assert server.ask("GET", "/api/v1/healthz").status == 200
 
 
+def test_health_is_ok_only_while_the_engine_can_work(start: Callable[..., Running]) -> None:
+    server = start()
+    assert server.ask("GET", "/api/v1/healthz", key=None).json == {"status": "ok"}
+    engine = server.server.service.core.engines.find(MODEL).engine
+    assert engine is not None
+    engine.close()
+    sick = server.ask("GET", "/api/v1/healthz", key=None)
+    assert sick.status == 503
+    assert sick.json["detail"] == f"the engine of the base model {MODEL} has stopped"
+
+
 # -- starting and stopping -------------------------------------------------------------------------------
 
 
@@ -338,6 +353,16 @@ def test_the_greeting_says_what_a_client_must_set(start: Callable[..., Running])
     assert f"export TINKER_BASE_URL={server.url}" in text
     assert "export TINKER_API_KEY=tml-" in text
     assert MODEL in text
+
+
+def test_the_greeting_says_how_memory_is_planned(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, "qwen3")
+    engine = EngineConfig("", device="cpu", threads=1, kv_bytes=3 << 29, adapter_bytes=5 << 29)
+    running = Running(server_config(tmp_path / "home", str(model), engine=engine))
+    running.stop()
+    [line] = [line for line in running.said if line.strip().startswith(MODEL)]
+    for use in ("weights", "adapters 2.50", "kv", "activations"):
+        assert re.search(rf"· {use}[ 0-9.]* GiB", line), line
 
 
 def test_metrics_count_what_happened(start: Callable[..., Running]) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tinkex.cli.serve import read_model
+from tinkex.cli.serve import read_model, read_size
+from tinkex.cli.serve import serve as serve_command
 from tinkex.errors import InvalidInputError
 
 TINKEX = [sys.executable, "-m", "tinkex.cli"]
@@ -200,6 +201,45 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
 def test_options_come_from_the_environment_too(tmp_path: Path) -> None:
     done = run("serve", TINKEX_MODELS="m=/none/here", TINKEX_HOME=str(tmp_path), TINKEX_PORT="0")
     assert "/none/here" in done.stderr
+
+
+def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "TINKEX_MODELS": ("a=/x b=/y", "models", ("a=/x", "b=/y")),
+        "TINKEX_HOST": ("::1", "host", "::1"),
+        "TINKEX_PORT": ("7", "port", 7),
+        "TINKEX_HOME": ("/h", "home", Path("/h")),
+        "TINKEX_DEVICE": ("cuda:1", "device", "cuda:1"),
+        "TINKEX_DTYPE": ("bfloat16", "dtype", "bfloat16"),
+        "TINKEX_PUBLIC_URL": ("https://t", "public_url", "https://t"),
+        "TINKEX_MAX_CONTEXT": ("99", "max_context", 99),
+        "TINKEX_DISK_QUOTA": ("5GB", "disk_quota", "5GB"),
+        "TINKEX_PRELOAD": ("0", "preload", False),
+        "TINKEX_DRAIN": ("2.5", "drain_seconds", 2.5),
+        "TINKEX_LOG_LEVEL": ("error", "log_level", "error"),
+    }
+    for variable, (value, _, _) in given.items():
+        monkeypatch.setenv(variable, value)
+    read = serve_command.make_context("serve", []).params
+    assert {name: read[name] for _, name, _ in given.values()} == {n: v for _, n, v in given.values()}
+    shown = {option.name for option in serve_command.params if not getattr(option, "hidden", False)}
+    assert shown == {name for _, name, _ in given.values()}
+    assert serve_command.make_context("serve", ["--port", "8"]).params["port"] == 8  # what is said there wins
+
+
+def test_a_quota_is_set_by_its_size(tmp_path: Path) -> None:
+    assert [read_size(text) for text in ("5000", "1.5kb", "2 MiB", "3TB")] == [
+        5000,
+        1500,
+        2 * 2**20,
+        3 * 10**12,
+    ]
+    for wrong in ("", "much", "5 apples", "1.2.3GB", "-1GB"):
+        with pytest.raises(InvalidInputError, match="is no size"):
+            read_size(wrong)
+    done = run("serve", "--model", "m=x", "--engine", "fake", "--home", str(tmp_path), "--disk-quota", "lots")
+    assert done.returncode == 1
+    assert "'lots' is no size" in done.stderr
 
 
 def test_models_are_named(tmp_path: Path) -> None:

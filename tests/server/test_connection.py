@@ -1,28 +1,34 @@
-"""What is written within one turn of the loop leaves in one piece; nothing is lost, held or reordered."""
+"""An answer that is whole leaves in one piece; nothing is lost, held or reordered."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from tinkex.server.connection import LARGE, _Gathering
+from tinkex.server.app import Answer
+from tinkex.server.connection import LARGE, WHOLE, Connection
 
 pytestmark = pytest.mark.anyio
+
+GET = b"GET /%s HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 class Wire(asyncio.Transport):
     """A transport that remembers each call to send something."""
 
     def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 5)})
+        super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 6)})
         self.sent: list[bytes] = []
         self.closed = False
 
-    def writelines(self, list_of_data: Iterable[bytes]) -> None:  # type: ignore[override]
-        assert not self.closed
-        self.sent.append(b"".join(list_of_data))
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        if not self.closed:
+            self.sent.append(data)
 
     def is_closing(self) -> bool:
         return self.closed
@@ -30,52 +36,119 @@ class Wire(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says the path that was asked for; of /large, more than is worth copying."""
+    body = b"x" * (LARGE + 1) if scope["path"] == "/large" else scope["path"].encode()
+    await Answer(body, "text/plain", 408 if scope["path"] == "/later" else 200)(scope, receive, send)
+
 
 @pytest.fixture
-async def wire() -> Wire:
-    return Wire()
+def connect() -> Callable[[], tuple[Connection, Wire]]:
+    config = uvicorn.Config(answer, interface="asgi3", http=Connection, ws="none", log_config=None)
+    config.load()
+
+    def make() -> tuple[Connection, Wire]:
+        wire = Wire()
+        state = ServerState()
+        state.default_headers = [(b"date", b"today")]
+        connection = Connection(config, state, {}, asyncio.get_running_loop())
+        connection.connection_made(wire)
+        return connection, wire
+
+    return make
 
 
-@pytest.fixture
-async def transport(wire: Wire) -> _Gathering:
-    return _Gathering(wire, asyncio.get_running_loop())
+async def turns(number: int = 5) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
-async def test_head_and_body_leave_together_at_the_end_of_the_turn(wire: Wire, transport: _Gathering):
-    transport.write(b"head")
-    transport.write(b"body")
+async def test_head_and_body_leave_together(connect):
+    connection, wire = connect()
+    connection.data_received(GET % b"later")
+    await turns()
+    head = b"HTTP/1.1 408 Request Timeout\r\ndate: today\r\ncontent-type: text/plain\r\ncontent-length: 6"
+    assert wire.sent == [head + b"\r\n\r\n/later"]
+    assert not wire.closed
+    connection.data_received(GET % b"again")
+    await turns()
+    assert len(wire.sent) == 2
+    assert wire.sent[1].endswith(b"\r\n\r\n/again")
+
+
+async def test_requests_sent_without_waiting_are_answered_in_order(connect):
+    connection, wire = connect()
+    connection.data_received(GET % b"a" + GET % b"b" + GET % b"c")
+    await turns(20)
+    said = b"".join(wire.sent)
+    assert said.count(b"HTTP/1.1 200 OK") == 3
+    assert said.index(b"/a") < said.index(b"/b") < said.index(b"/c")
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        GET % b"large",
+        b"HEAD /x HTTP/1.1\r\nhost: here\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nconnection: close\r\n\r\n",
+        b"GET /x HTTP/1.0\r\n\r\n",
+    ],
+)
+async def test_all_else_takes_the_long_way(connect, request_bytes: bytes):
+    connection, wire = connect()
+    connection.data_received(request_bytes)
+    await turns()
+    head, _, body = b"".join(wire.sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\ndate: today\r\n")
+    length = (
+        0 if request_bytes.startswith(b"HEAD") else int(head.split(b"content-length: ")[1].split(b"\r")[0])
+    )
+    assert len(body) == length
+    assert wire.closed == (b"connection: close" in head)
+    assert wire.closed == (not request_bytes.endswith(b"host: here\r\n\r\n"))
+
+
+async def test_a_client_that_does_not_read_is_waited_for(connect):
+    connection, wire = connect()
+    connection.pause_writing()
+    connection.data_received(GET % b"x")
+    await turns(20)
     assert wire.sent == []
-    await asyncio.sleep(0)
-    assert wire.sent == [b"headbody"]
-    transport.write(b"next")
-    await asyncio.sleep(0)
-    assert wire.sent == [b"headbody", b"next"]
+    connection.resume_writing()
+    await turns()
+    assert b"".join(wire.sent).endswith(b"/x")
 
 
-async def test_what_is_large_leaves_at_once_and_in_order(wire: Wire, transport: _Gathering):
-    transport.write(b"head")
-    transport.write(b"x" * LARGE)
-    assert wire.sent == [b"head" + b"x" * LARGE]
-    transport.write(b"rest")
-    await asyncio.sleep(0)
-    assert wire.sent[1:] == [b"rest"]
-
-
-async def test_closing_sends_what_was_written_before(wire: Wire, transport: _Gathering):
-    transport.write(b"last words")
-    transport.close()
-    assert wire.sent == [b"last words"]
+async def test_a_server_that_stops_sends_what_was_answered_first(connect):
+    connection, wire = connect()
+    connection.data_received(GET % b"last")
+    await asyncio.sleep(0)  # answered, and not sent yet
+    assert connection.cycle.response_complete
+    connection.shutdown()
+    await turns()
+    assert wire.sent[0].endswith(b"/last")
     assert wire.closed
-    await asyncio.sleep(0)
-    assert len(wire.sent) == 1
 
 
-async def test_a_client_that_has_gone_meanwhile_is_no_error(wire: Wire, transport: _Gathering):
-    transport.write(b"to nobody")
-    wire.closed = True
-    await asyncio.sleep(0)
+async def test_a_client_that_has_gone_is_no_error(connect):
+    connection, wire = connect()
+    connection.data_received(GET % b"x")
+    connection.connection_lost(None)
+    await turns()
     assert wire.sent == []
 
 
-async def test_all_else_is_the_transports_own(transport: _Gathering):
-    assert transport.get_extra_info("peername") == ("127.0.0.1", 5)
+async def test_a_request_leaves_no_circle_behind(connect):
+    connection, _ = connect()
+    connection.data_received(GET % b"x")
+    await turns()
+    kept = connection.scope
+    connection.data_received(GET % b"y")
+    await turns()
+    assert kept[WHOLE].__self__ is connection  # and the connection holds the scope of its last request alone
+    assert connection.scope is not kept
+    assert connection.cycle.scope is not kept

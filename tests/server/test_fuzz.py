@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,29 @@ def test_no_spoilt_request_breaks_the_server(
     body = json.dumps({**fields, key: spoil(fields[key], data)}).encode()
     status = send(connection, method, path, body, KEY)
     assert 200 <= status < 500, (status, path, body)
+
+
+BAD = [(b"{", {}), (b"[]", {}), (b'{"a": "' + b"x" * 10_000, {"content-encoding": "gzip"}), (b"{}", {})]
+
+
+def test_what_is_refused_leaves_nothing_behind(
+    server: Running, connection: http.client.HTTPConnection
+) -> None:
+    """The server is in this process: whatever it kept of these requests would be counted here."""
+
+    def refuse_all() -> int:
+        for (method, path), (body, more) in itertools.product(ROUTES, BAD):
+            target = fill(path, ["no", "such"])
+            send(connection, method, target, body if method in ("POST", "PUT") else None, {**KEY, **more})
+        server.server.service.core.futures.expire(time.monotonic() + 1e6)
+        gc.collect()
+        return len(gc.get_objects())
+
+    refuse_all()
+    before = refuse_all()
+    after = [refuse_all() for _ in range(5)][-1]
+    requests = 5 * len(ROUTES) * len(BAD)
+    assert after - before < requests / 4  # one object for each would be four times that
 
 
 def test_the_server_is_well_after_all_this(server: Running) -> None:

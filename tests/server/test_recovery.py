@@ -20,7 +20,7 @@ import pytest
 
 from tests.engine.tiny import tiny_model
 from tests.service.harness import datum
-from tinkex import AdamParams, RecoveryPolicy, ServiceClient, TrainingClient
+from tinkex import AdamParams, RecoveryPolicy, RunLostError, ServiceClient, TrainingClient
 from tinkex.recovery import RecoveryAttempt, RunLost, RunResumed
 
 MODEL = "m/base"
@@ -108,9 +108,9 @@ class Loop:
     def create(self) -> TrainingClient:
         return self.service.create_lora_training_client(MODEL, rank=4, seed=5)
 
-    def train(self, run: TrainingClient, step: int) -> list[float]:
+    def train(self, run: TrainingClient, step: int, until: int = STEPS) -> list[float]:
         self.begun.append(step)
-        while step < STEPS:
+        while step < until:
             batch = [datum(3 * step + i, length=8) for i in range(3)]
             passing = run.forward_backward(batch, "cross_entropy")
             stepping = run.optim_step(ADAM)
@@ -154,6 +154,38 @@ def test_a_run_that_a_killed_server_lost_goes_on(serve: Serve, undisturbed: list
     twin = Loop(service)
     twin.train(again, 4)
     assert list(twin.losses.values()) == pytest.approx(undisturbed[4:], abs=1e-5, rel=1e-5)
+    service.close().result(10)
+
+
+@pytest.mark.parametrize("how", [damage_the_journal, forget_everything_but_checkpoints])
+def test_a_loss_is_noticed_though_the_loop_makes_no_call(
+    serve: Serve, undisturbed: list[float], how: Any
+) -> None:
+    """In the middle of it the loop thinks for itself, with nothing under way: a watch tells of the loss."""
+    service = ServiceClient(base_url=serve.url, api_key="tml-ann")
+    noticed, events = threading.Event(), list[Any]()
+
+    def told(event: Any) -> None:
+        events.append(event)
+        noticed.set()
+
+    class Thinking(Loop):
+        def train(self, run: TrainingClient, step: int) -> list[float]:
+            if step == 0:
+                super().train(run, 0, until=4)
+                serve.kill()
+                how(serve, run.model_id)
+                serve.start()
+                assert noticed.wait(60)
+                step = 4
+            return super().train(run, step)
+
+    loop = Thinking(service)
+    losses = RecoveryPolicy(watch=0.1, on_event=told).run(service, loop.create, loop.train)
+    assert losses == pytest.approx(undisturbed, abs=1e-5, rel=1e-5)
+    assert [type(event) for event in events] == [RunLost, RecoveryAttempt, RunResumed]
+    assert isinstance(events[0].error, RunLostError)
+    assert events[-1].checkpoint == f"tinker://{events[0].run_id}/weights/000004"
     service.close().result(10)
 
 

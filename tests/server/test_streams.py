@@ -118,6 +118,23 @@ def test_one_that_has_to_wait_is_answered_at_once_and_told_why(start: Callable[.
     second.close()
 
 
+def test_a_server_that_stops_ends_its_streams_and_says_so(start: Callable[..., Running]) -> None:
+    server = start(engine=EngineConfig("", kind="fake", max_context=1_000_000))
+    forever = {"max_tokens": 900_000, "stop": []}
+    connection = server.connect()
+    connection.request(
+        "POST", "/api/v1/stream_sample", json.dumps(body(server.open_sampler(), sampling_params=forever)), KEY
+    )
+    response = connection.getresponse()
+    assert response.read(20)
+    server.stop()
+    (name, said) = events(response.read().rpartition(b"}\n\n")[0].rpartition(b"\n\n")[2] + b"}")[0]
+    assert name == "error"
+    assert said["category"] == "server"
+    assert "the server is stopping" in said["error"]
+    connection.close()
+
+
 @pytest.mark.anyio
 async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -> None:
     """A client may be gone before the first byte: what was accepted for it must not go on for ever."""
@@ -137,10 +154,10 @@ async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -
         assert events._over
         assert not [event async for event in events]
         for _ in range(200):
-            if not service.samplers._tasks:
+            if not service.samplers._running:
                 break
             await asyncio.sleep(0.01)
-        assert not service.samplers._tasks
+        assert not service.samplers._running
 
 
 @pytest.mark.anyio

@@ -1,17 +1,18 @@
-"""Saved weights: names, lifetimes, copies, exports, quota, and a disk that is full."""
+"""Saved weights: names, lifetimes, copies, exports, and a disk that is full."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
 
-from tests.service.harness import Failed, User, datum, found, serving
+from tests.service.harness import Failed, User, found, serving
 from tinkex.engine.fake import FakeEngine
+from tinkex.service import accounts as accounts_module
 from tinkex.service import core as core_module
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
@@ -76,6 +77,21 @@ async def test_lifetimes_have_bounds(user: User, seconds: int):
     path = await user.save(run, 2, "d", ttl_seconds=3600)
     bad = checkpoints.SetCheckpointTTLRequest(**name_of(path), ttl_seconds=seconds)
     assert await user.status_of(ops.SET_CHECKPOINT_TTL, bad) == 422
+
+
+async def test_the_longest_lifetime_is_ten_years_and_none_is_for_ever(user: User):
+    run, ten_years = await user.run(), 315_576_000  # of 365.25 days
+    for number, (seconds, ends) in enumerate([(3600, True), (ten_years, True), (None, False)], 1):
+        path = await user.save(run, number, f"c{number}", ttl_seconds=seconds)
+        asked = checkpoints.ListCheckpointsRequest(training_run_id=run)
+        [shown] = [
+            c for c in (await user.call(ops.LIST_CHECKPOINTS, asked)).checkpoints if c.tinker_path == path
+        ]
+        assert (shown.expires_at is not None) == ends
+        if seconds is not None:
+            assert shown.expires_at.timestamp() == pytest.approx(time.time() + seconds, abs=600)
+    over = checkpoints.SaveWeightsRequest(model_id=run, path="d", seq_id=4, ttl_seconds=ten_years + 1)
+    assert await user.status_of(ops.SAVE_WEIGHTS, over) == 422
 
 
 async def test_what_has_expired_is_gone_with_its_files(user: User, home: Path):
@@ -202,56 +218,6 @@ async def test_an_encrypted_export_can_be_read_by_its_recipients_alone(user: Use
     assert await user.status_of(ops.SAVE_WEIGHTS_EXTERNAL, many) == 422
 
 
-def quota(service: Service, beyond: int) -> int:
-    """A quota of what is there now and `beyond`, from now on."""
-    files = [file for file in service.core.home.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files) + beyond
-    service.core.config = replace(service.core.config, disk_quota=size)
-    return size
-
-
-async def test_the_quota_is_honoured_and_deleting_makes_room(home: Path):
-    async with serving(home) as service:
-        user = User(service)
-        run = await user.run(rank=1024)  # its checkpoints are far larger than what the ledger may grow by
-        first = await user.save(run, 1, "a")
-        size = sum(file.stat().st_size for file in found(home, "weights/a/*"))
-        allowed = quota(service, beyond=3 * size // 2)
-        await user.save(run, 2, "b")
-        with pytest.raises(Failed, match=f"of the {allowed} bytes allowed") as failed:
-            await user.save(run, 3, "c")
-        assert failed.value.category == "user"
-        assert [p.name for p in found(home, "weights/*")] == ["a", "b"]
-        await user.save(run, 4, "b", overwrite=True)  # takes no more than before
-        copying = checkpoints.CopyWeightsRequest(source_path=first, destination_project_id="p")
-        assert await user.status_of(ops.COPY_WEIGHTS, copying) == 422
-        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(first)))
-        await user.save(run, 5, "c")
-
-
-async def test_the_first_checkpoint_of_a_run_is_measured_too(home: Path):
-    async with serving(home) as service:
-        user = User(service)
-        run = await user.run(rank=1024)
-        quota(service, beyond=200_000)
-        with pytest.raises(Failed, match="bytes allowed"):
-            await user.save(run, 1, "a")
-        assert found(home, "weights/*") == []
-
-
-async def test_journals_count_towards_the_quota(home: Path):
-    async with serving(home) as service:
-        user = User(service)
-        run, other = await user.run(), await user.run()
-        await user.save(run, 1, "a")
-        quota(service, beyond=500_000)
-        await user.save(run, 2, "b")
-        big = [datum(n, 60) for n in range(1000)]
-        await user.result(await user.forward_backward(other, 1, *big))
-        with pytest.raises(Failed, match="bytes allowed"):
-            await user.save(run, 3, "c")
-
-
 async def test_a_full_disk_refuses_new_work_and_loses_nothing(
     service: Service, user: User, monkeypatch: pytest.MonkeyPatch
 ):
@@ -266,6 +232,20 @@ async def test_a_full_disk_refuses_new_work_and_loses_nothing(
     assert losses + await user.train(run, 5, 2) == (await user.train(twin, 1, 2)) + (
         await user.train(twin, 5, 2)
     )
+
+
+async def test_a_disk_that_fills_up_under_way_is_reported(user: User, monkeypatch: pytest.MonkeyPatch):
+    """Between the look at the disk and the writing: a 503 with a reason, not a failure of the server's."""
+    session = await user.session()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(accounts_module, "_write_trace", full)
+    asking = sessions.ExportSessionTraceRequest(session_id=session)
+    with pytest.raises(Refusal, match="disk is full") as refused:
+        await user.call(ops.EXPORT_SESSION_TRACE, asking)
+    assert refused.value.status == 503
 
 
 async def test_a_save_that_the_engine_cannot_write_fails_and_the_run_goes_on(home: Path):

@@ -14,6 +14,7 @@ from tinkex.errors import TinkerError
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
 from tinkex.types import futures, sessions, training
+from tinkex.types.config import EmptyRequest
 from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
@@ -38,6 +39,16 @@ async def test_a_home_has_one_owner(home: Path):
                 pass
     async with serving(home):
         pass
+
+
+async def test_what_was_half_written_is_removed_and_nothing_else(home: Path):
+    run = home / "runs" / "s" / "train-0"
+    kept = [run / "weights" / "mid", run / "weights" / ".hidden", run / "journal" / "part-000001-3"]
+    for path in (*kept, run / "ephemeral" / ".0.660c9216.tmp", run / "weights" / ".mid.part"):
+        path.mkdir(parents=True)
+        (path / "adapter_config.json").write_text("{}")
+    async with serving(home):
+        assert sorted(path.parent for path in run.rglob("*.json")) == sorted(kept)
 
 
 async def test_a_service_that_cannot_start_lets_go_of_its_home(tmp_path: Path):
@@ -105,6 +116,8 @@ async def test_when_a_session_ends_its_runs_and_unnamed_samplers_are_cleaned_awa
     sampler = await user.unnamed_sampler(run, 5, 0)
     path = await user.save(run, 6, "kept")
     assert found(home, "ephemeral/*")
+    await user.call(ops.EXPORT_SESSION_TRACE, sessions.ExportSessionTraceRequest(session_id=session))
+    assert found(home, "traces/*")
     await user.finish(session)
     heartbeat = sessions.SessionHeartbeatRequest(session_id=session)
     assert await user.status_of(ops.SESSION_HEARTBEAT, heartbeat) == 410
@@ -112,6 +125,7 @@ async def test_when_a_session_ends_its_runs_and_unnamed_samplers_are_cleaned_awa
     assert live(service) == 0
     assert found(home, "ephemeral/*") == []
     assert found(home, "journal") == []
+    assert found(home, "traces/*") == []
     with pytest.raises(Refusal, match="ended with its session") as refused:
         await user.forward_backward(run, 7)
     assert refused.value.status == 410
@@ -279,6 +293,7 @@ async def test_a_model_that_cannot_be_loaded_says_why(home: Path):
     async with serving(home, broken) as service:
         user = User(service)
         session = await user.session()
+        await user.call(ops.GET_HEALTH, EmptyRequest())  # nobody has tried yet
         request = training.CreateModelRequest(session_id=session, model_seq_id=0, base_model=MODEL)
         with pytest.raises(Failed, match="m/base could not be loaded: no such weights") as failed:
             await user.result(await user.call(ops.CREATE_MODEL, request))
@@ -286,6 +301,9 @@ async def test_a_model_that_cannot_be_loaded_says_why(home: Path):
         sampler = await user.sampler(session)
         with pytest.raises(Failed, match="could not be loaded"):
             await user.result(await user.sample(sampler))
+        with pytest.raises(Refusal, match="m/base could not be loaded: no such weights") as sick:
+            await user.call(ops.GET_HEALTH, EmptyRequest())
+        assert sick.value.status == 503
 
 
 async def test_while_a_model_loads_its_futures_say_so(home: Path):

@@ -12,6 +12,7 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import CustomLoss, EngineError
+from tinkex.service import history as history_module
 from tinkex.service.service import Service
 from tinkex.types import (
     billing,
@@ -284,6 +285,14 @@ async def test_usage_counts_tokens_by_kind(service: Service):
     }
     assert counted == {"training": 12, "sampling_prefill": 3, "sampling_sample": 8}
     assert usage.sessions[session].user_metadata == {"name": "it"}
+    assert {(event.user_id, event.base_model) for event in usage.data} == {("ann", MODEL)}
+    for of in (await user.unnamed_sampler(run, 2, 5), await user.save_for_sampler(run, 3, "named")):
+        adapted = await user.sampler(session, 6, of) if of.startswith("tinker:") else of
+        await user.result(await user.sample(adapted, prompt=(5, 6), max_tokens=1))
+    service.core.flush()
+    used = service.core.ledger.usage_of_run(run)
+    assert used == {"training": 12, "sampling_prefill": 4, "sampling_sample": 2, "checkpoint": 1}
+    assert (await User(service, "bob").call(ops.GET_BILLING_USAGE, request)).data == []
 
 
 def _read(url: str) -> dict:
@@ -303,6 +312,23 @@ async def test_a_trace_shows_what_was_done(service: Service):
     assert [s["name"] for s in spans].count("forward_backward") == 2
     assert {"create_model", "optim_step", "sample"} <= {span["name"] for span in spans}
     assert all(span["dur"] >= 0 for span in spans)
+
+
+async def test_a_long_history_loses_every_second_line_and_never_the_last(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(history_module, "MOST_BYTES", 2000)
+    user = User(service)
+    run = await user.run()
+    await user.train(run, 1, 40)
+    await user.loss(run, 81)  # after the last step
+    asking = training.GetTrainingRunRequest(training_run_id=run)
+    lines = (await user.call(ops.GET_RUN_METRICS, asking)).splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps[-1] == 40
+    assert steps == sorted(set(steps))
+    assert 4 < len(steps) < 20
+    assert sum(map(len, lines)) <= 2000
 
 
 async def test_an_uploaded_loss_is_looked_at(service: Service):

@@ -115,6 +115,16 @@ async def test_a_cancelled_sample_ends(home: Path):
             await user.result(promise)
 
 
+async def test_a_sample_cancelled_before_it_begins_ends_too(user: User):
+    sampler = await user.sampler(await user.session())
+    await user.result(await user.sample(sampler, 0))  # the engine is there
+    promise = await user.sample(sampler, 1)  # nothing was waited for: its task has not begun
+    await user.call(ops.CANCEL_FUTURE, futures.CancelFutureRequest(request_id=promise.request_id))
+    with pytest.raises(Failed, match="cancelled"):
+        await user.result(promise)
+    assert not user.service.samplers._running
+
+
 class SlowSampling(FakeEngine):
     """Samples only when it is told to; remembers who was sampled, in order."""
 
@@ -225,7 +235,7 @@ async def test_a_clients_last_word_is_answered_at_once(user: User):
     _, cursor = await poll(user, sampler)
     user.service.core.futures.long_poll = 1000.0
     last = asyncio.ensure_future(poll(user, sampler, cursor, fetched=(promise.request_id,)))
-    assert (await asyncio.wait_for(last, 1.0))[0] == {}
+    assert (await asyncio.wait_for(last, 60.0))[0] == {}  # not after the poll's 1,000 seconds
 
 
 async def test_after_a_restart_lost_samples_are_reported_and_answer_410(home: Path):

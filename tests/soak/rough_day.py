@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.soak.tenants import VOCABULARY, Tenant
 from tests.soak.vandal import Vandal
 
 ROOT = Path(__file__).parents[2]
+DISTURBANCES = ("cancels", "timeouts", "disconnects", "garbage", "lapses", "kills")
 
 
 class Server:
@@ -83,6 +85,10 @@ class Server:
         self._log.close()
         assert ended == 0, f"the server ended with {ended}: see {self._log.name}"
 
+    def has_put_away(self, run: str) -> bool:
+        """Whether it says that this run's session was not heard of."""
+        return f"run {run} was put on disk: its session" in Path(self._log.name).read_text()
+
     def gauge(self, name: str) -> float:
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
         return sum(
@@ -91,7 +97,7 @@ class Server:
 
     def settles(self, limits: dict[str, float]) -> dict[str, float]:
         """What it holds above these limits, once connections had time to end."""
-        for _ in range(100):
+        for _ in range(600):
             over = {name: held for name, held in self.holds().items() if held > limits.get(name, held)}
             if not over:
                 break
@@ -106,6 +112,8 @@ class Server:
             "threads": process.num_threads(),
             "MB resident": process.memory_info().rss / 1e6,
             "KV pages": self.gauge("tinkex_engine_kv_pages_used"),
+            "slots": self.gauge("tinkex_engine_adapters_live"),
+            "published adapters": self.gauge("tinkex_engine_adapters_published"),
             "queued": self.gauge("tinkex_queue_depth"),
         }
 
@@ -116,21 +124,23 @@ class Report:
 
     notes: dict[int, list[Any]] = field(default_factory=dict)
     resolved: int = 0
-    kills: int = 0
-    thrown: int = 0
+    happened: Counter[str] = field(default_factory=Counter)  # of DISTURBANCES
     faults: list[str] = field(default_factory=list)
 
 
-def work(url: str, seeds: range, actions: int) -> Report:
+def work(server: Server, seeds: range, actions: int) -> Report:
     """All tenants through their plans at once; the first one's trouble is everybody's."""
-    tenants = {seed: Tenant(url, seed, actions) for seed in seeds}
+    tenants = {seed: Tenant(server.url, seed, actions, server.has_put_away) for seed in seeds}
     for tenant in tenants.values():
         tenant.start()
     for tenant in tenants.values():
         tenant.join()
         if tenant.trouble is not None:
             raise tenant.trouble
-    return Report({s: t.notes for s, t in tenants.items()}, sum(t.resolved for t in tenants.values()))
+    happened = sum((tenant.happened for tenant in tenants.values()), Counter[str]())
+    return Report(
+        {s: t.notes for s, t in tenants.items()}, sum(t.resolved for t in tenants.values()), happened
+    )
 
 
 def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int) -> Report:
@@ -148,12 +158,13 @@ def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int
     vandal.start()
     killer.start()
     try:
-        report = work(server.url, seeds, actions)
+        report = work(server, seeds, actions)
     finally:
         done.set()
         killer.join()
         vandal.stop()
-    report.kills, report.thrown, report.faults = killed, vandal.thrown, vandal.faults
+    report.happened += vandal.happened + Counter(kills=killed)
+    report.faults = vandal.faults
     return report
 
 
@@ -195,12 +206,12 @@ def main() -> None:
         model = tiny_model(Path(directory), "qwen3", vocab_size=VOCABULARY)
         seeds = range(options.seed * 1000, options.seed * 1000 + options.tenants)
         with Server(Path(directory) / "quiet", model) as quiet:
-            expected = work(quiet.url, seeds, options.actions)
+            expected = work(quiet, seeds, options.actions)
         with Server(Path(directory) / "rough", model) as server:
             report = rough_work(server, seeds, options.actions, options.kills, options.seed)
             print(server.holds())
         wrong = [*differences(report, expected), *report.faults]
-        print(f"{report.resolved} results, {report.kills} kills, {report.thrown} insults, {len(wrong)} wrong")
+        print(f"{report.resolved} results, {dict(report.happened)}, {len(wrong)} wrong")
         print("\n".join(wrong))
         sys.exit(bool(wrong))
 

@@ -1,13 +1,17 @@
 """Tenants with a plan: what each does is a function of its seed, and so is what must come of it.
 
 A tenant trains, saves, resumes, samples with seeds, gives up on samples, loses patience with results and
-goes on, and hands in passes that are wrong. What it notes, another day with the same seed must note too.
+goes on, hands in passes that are wrong, and at last dozes off until its session has lapsed. What it notes,
+another day with the same seed must note too.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +27,15 @@ PATIENCE = 240.0  # for one result: several kills and restarts long
 class Tenant(threading.Thread):
     """One user in a thread; `notes` are what its plan came to, `trouble` what must not have happened."""
 
-    def __init__(self, url: str, seed: int, actions: int) -> None:
+    def __init__(self, url: str, seed: int, actions: int, put_away: Callable[[str], bool]) -> None:
+        """`put_away` tells whether the server has put a run on disk for want of a sign of life."""
         super().__init__(name=f"tenant-{seed}", daemon=True)
-        self._url, self._seed, self._actions = url, seed, actions
+        self._url, self._seed, self._actions, self._put_away = url, seed, actions, put_away
         self._random = random.Random(seed)
         self.notes: list[Any] = []
         self.trouble: BaseException | None = None
         self.resolved = 0
+        self.happened: Counter[str] = Counter()
 
     def run(self) -> None:
         try:
@@ -61,6 +67,7 @@ class Tenant(threading.Thread):
                 case "resume":
                     path = self._wait(run.save_state(f"at-{number}")).path
                     run = service.create_training_client_from_state_with_optimizer(path, timeout=PATIENCE)
+        self._doze(run)
 
     def _wait(self, future: Any) -> Any:
         outcome = future.result(PATIENCE)
@@ -99,7 +106,7 @@ class Tenant(threading.Thread):
         params = tinkex.SamplingParams(max_tokens=100, seed=1, stop=[])
         asked = [sampler.sample(tinkex.ModelInput.from_ints([5, 6, 7]), 4, params) for _ in range(4)]
         for future in asked:
-            future.cancel()
+            self.happened["cancels"] += future.cancel()
             assert future.done()
 
     def _lose_patience(self, run: tinkex.TrainingClient) -> None:
@@ -107,9 +114,19 @@ class Tenant(threading.Thread):
         try:
             passed.result(0.0001)
         except tinkex.ResultTimeoutError:
-            pass
+            self.happened["timeouts"] += 1
         self.notes.append(("loss", self._wait(passed).metrics["loss:sum"]))
         self.notes.append(("step", self._wait(run.optim_step(ADAM)).metrics["optimizer_step"]))
+
+    def _doze(self, run: tinkex.TrainingClient) -> None:
+        """Say nothing until the session has lapsed (a kill may have come in between), then go on."""
+        self._train(run)
+        for _ in range(150):
+            if self._put_away(run.model_id):
+                self.happened["lapses"] += 1
+                break
+            time.sleep(0.2)
+        self._train(run)
 
     def _hand_in_nonsense(self, run: tinkex.TrainingClient) -> None:
         """A token that the model does not have: the pass fails, its step with it, and nothing else."""

@@ -7,23 +7,22 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny import tiny_model
-from tests.soak.rough_day import Server, differences, leftovers, rough_work, work
+from tests.soak.rough_day import DISTURBANCES, Server, differences, leftovers, rough_work, work
 from tests.soak.tenants import VOCABULARY
 
 TENANTS, ACTIONS, KILLS, SEED = 4, 14, 4, 7
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_rough_day_ends_like_a_quiet_one(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, "qwen3", vocab_size=VOCABULARY)
     seeds = range(SEED, SEED + TENANTS)
     with Server(tmp_path / "quiet", model) as quiet:
-        expected = work(quiet.url, seeds, ACTIONS)
+        expected = work(quiet, seeds, ACTIONS)
 
     with Server(tmp_path / "rough", model) as server:
         report = rough_work(server, seeds, ACTIONS, KILLS, SEED)
-        assert report.kills >= 1
-        assert report.thrown > 20
+        assert all(report.happened[kind] > 0 for kind in DISTURBANCES), report.happened
         assert report.faults == []
         assert report.resolved == expected.resolved
         assert differences(report, expected) == []
@@ -33,5 +32,6 @@ def test_a_rough_day_ends_like_a_quiet_one(tmp_path: Path) -> None:
         rough_work(server, range(SEED + 100, SEED + 100 + TENANTS), ACTIONS // 2, 0, SEED)
         slack = {"files and sockets": 4, "threads": 2, "MB resident": 80}
         limits = {name: held + slack[name] for name, held in before.items() if name in slack}
-        assert server.settles({**limits, "KV pages": 0, "queued": 0}) == {}
+        nothing = dict.fromkeys(("KV pages", "slots", "published adapters", "queued"), 0)
+        assert server.settles({**limits, **nothing}) == {}
     assert leftovers(server.home) == []

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import zlib
+from collections import Counter
 from urllib.parse import urlsplit
 
 from tinkex.wire import ops
@@ -23,7 +24,7 @@ class Vandal(threading.Thread):
         self._address = (parts.hostname or "", parts.port or 0)
         self._random = random.Random(seed)
         self._over = threading.Event()
-        self.thrown, self.faults = 0, list[str]()
+        self.happened, self.faults = Counter[str](), list[str]()
 
     def stop(self) -> None:
         self._over.set()
@@ -35,7 +36,6 @@ class Vandal(threading.Thread):
                 self._throw()
             except OSError:  # the server is being restarted
                 self._over.wait(0.2)
-            self.thrown += 1
 
     def _throw(self) -> None:
         method, path = self._random.choice(PATHS)
@@ -49,11 +49,14 @@ class Vandal(threading.Thread):
         with socket.create_connection(self._address, timeout=5) as connection:
             connection.settimeout(self._random.choice([0.01, 0.5]))  # some hang up before the answer
             connection.sendall(head.encode() + body)
+            self.happened["garbage"] += 1
             if claimed != len(body):
+                self.happened["disconnects"] += 1
                 return  # half a body, and gone
             try:
                 said = connection.recv(4096)
             except TimeoutError:
+                self.happened["disconnects"] += 1
                 return
         status = int(said.split(b" ")[1]) if said.startswith(b"HTTP/1.1 ") else 0
         if status >= STATUSES_SEEN_LIMIT and status != 503:  # 503: it is stopping, and says so

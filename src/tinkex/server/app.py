@@ -34,10 +34,11 @@ from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import Auth, Identity, credential
 from tinkex.server.bodies import BIG, Bodies, Disconnected, read_body
+from tinkex.server.connection import WHOLE, SendWhole
 from tinkex.server.metrics import Metrics
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
-from tinkex.types.config import HealthResponse
+from tinkex.types.config import EmptyRequest
 from tinkex.types.futures import Pending, RequestFailedResponse, UntypedAPIFuture
 from tinkex.wire import codec, ops
 from tinkex.wire.ops import Op
@@ -74,10 +75,10 @@ class Http:
 
 
 class Answer(Response):
-    """A 200 with a body, made without the care that Response takes: there are two for every sample."""
+    """A body that is whole, sent without the care that Response takes: there are two for every sample."""
 
-    def __init__(self, body: bytes, content_type: str, encoding: str = "") -> None:
-        self.status_code, self.body, self.background = 200, body, None
+    def __init__(self, body: bytes, content_type: str, status: int = 200, encoding: str = "") -> None:
+        self.status_code, self.body, self.background = status, body, None
         self.raw_headers = [
             (b"content-type", content_type.encode()),
             (b"content-length", str(len(body)).encode()),
@@ -86,8 +87,11 @@ class Answer(Response):
             self.raw_headers += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body})
+        send_whole: SendWhole | None = scope.get(WHOLE)
+        if send_whole is None or not send_whole(scope, self.status_code, self.raw_headers, self.body):
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            await send({"type": "http.response.body", "body": self.body})
 
 
 class Backend(Protocol):
@@ -169,12 +173,15 @@ class Door:
             self._polls.discard(task)
 
     async def drain(self, seconds: float) -> None:
-        """Let polls under way find their results for a while, then end them."""
+        """Let polls and streams under way find their results for a while, then end them."""
         self.draining = True
-        if self._polls:
-            await asyncio.wait(self._polls, timeout=seconds)
+        if not self.service.ready:
+            return
+        if under_way := {*self._polls, *self.service.samplers.running}:
+            await asyncio.wait(under_way, timeout=seconds)
         for task in self._polls:
             task.cancel()
+        await self.service.samplers.stop()  # streams end with a failure that says so
 
 
 @lru_cache(maxsize=1024)
@@ -221,8 +228,9 @@ class Endpoint:
                 return self._refuse(422 if category == "user" else 500, message, None)
             case Disconnected():
                 return Response(status_code=_GONE)
-        log.error("%s failed (request %s)", self._name, request_id, exc_info=error)
-        return self._refuse(500, f"the server failed; its log says why at request {request_id}", None)
+            case _:
+                log.error("%s failed (request %s)", self._name, request_id, exc_info=error)
+                return self._refuse(500, f"the server failed; its log says why at request {request_id}", None)
 
 
 # -- operations ------------------------------------------------------------------------------------------
@@ -257,16 +265,12 @@ def _handler(op: Op[Any, Any], door: Door) -> Handler:
         return _health(door)
     if op.name in _ABOUT_THE_KEY:
         return _about_the_key(door, _ABOUT_THE_KEY[op.name])
+    call = door.long_poll if op in LONG_POLLS else door.service.call
 
     async def answer(http: Http) -> Response:
         caller = door.admit(http)
         request = await _read(op, door, http, caller)
-        if isinstance(request, UntypedAPIFuture):
-            value = request
-        elif op in LONG_POLLS:
-            value = await door.long_poll(op, request, caller)
-        else:
-            value = await door.service.call(op, request, caller)
+        value = request if isinstance(request, UntypedAPIFuture) else await call(op, request, caller)
         return await _reply(op, door, http, request, value)
 
     return answer
@@ -288,9 +292,9 @@ async def _read(op: Op[Any, Any], door: Door, http: Http, caller: Caller) -> Any
 async def _reply(op: Op[Any, Any], door: Door, http: Http, request: Any, value: Any) -> Response:
     if op is ops.RETRIEVE_FUTURE:
         if isinstance(value, Pending):
-            return Response(codec.encode_result(value)[1], 408, JSON)
+            return Answer(codec.encode_result(value)[1], codec.JSON, 408)
         if isinstance(value, RequestFailedResponse):
-            return Response(codec.encode_reply(value)[1], 200, JSON)
+            return Answer(codec.encode_reply(value)[1], codec.JSON)
         encoded = await door.bodies.encode_result(request.request_id, value, http.headers.get("accept", ""))
     elif isinstance(value, CheckpointArchiveUrlResponse):
         return _elsewhere(value)
@@ -302,7 +306,7 @@ async def _reply(op: Op[Any, Any], door: Door, http: Http, request: Any, value: 
     encoding = ""
     if len(body) >= BIG:
         encoding, body = await door.bodies.packed(body, http.headers.get("accept-encoding", ""))
-    return Answer(body, content_type, encoding)
+    return Answer(body, content_type, encoding=encoding)
 
 
 def _elsewhere(value: CheckpointArchiveUrlResponse) -> Response:
@@ -319,7 +323,8 @@ def _health(door: Door) -> Handler:
     async def answer(http: Http) -> Response:
         if not door.service.ready or door.draining:
             raise Refusal(503, STARTING)
-        return Response(codec.encode_reply(HealthResponse())[1], 200, JSON)
+        health = await door.service.call(ops.GET_HEALTH, EmptyRequest(), Caller(""))
+        return Response(codec.encode_reply(health)[1], 200, JSON)
 
     return answer
 

@@ -115,7 +115,7 @@ class Bodies:
         headers: Mapping[str, str],
         body: bytes,
     ) -> Any:
-        parts = {"path_params": path_params, "query": query, "headers": headers, "body": body}
+        parts: dict[str, Any] = {"path_params": path_params, "query": query, "headers": headers, "body": body}
         if len(body) < BIG and "content-encoding" not in headers:  # a small one may unpack to a big one
             return codec.decode_request(op, **parts)
         return await self._off_loop(lambda: codec.decode_request(op, **parts, max_body=self.limit))
@@ -143,7 +143,7 @@ class Bodies:
 
     async def packed(self, body: bytes, accept_encoding: str) -> tuple[str, bytes]:
         """A big body's content encoding, and the body in it; ("", body) if it stays as it is."""
-        offered = _encodings(accept_encoding) if self.compress else set()
+        offered: set[str] = _encodings(accept_encoding) if self.compress else set()
         if "zstd" in offered:
             return "zstd", await self._off_loop(lambda: zstd.compress(body, level=1))
         if "gzip" in offered:

@@ -30,6 +30,7 @@ from tinkex.server.openai_requests import Asked, model_of, read_chat, read_compl
 from tinkex.server.streams import HEADERS, begun, kept_alive, sample_events, server_sent
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.tokenizers import load_tokenizer_async
+from tinkex.types.base import AnyJson
 from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput
 from tinkex.types.futures import RequestFailedResponse
@@ -195,7 +196,7 @@ async def _complete(door: Door, samplers: _Samplers, http: Http, *, chat: bool) 
 async def _fields(door: Door, http: Http) -> dict[str, Any]:
     body = await read_body(http.receive, http.headers, door.bodies.limit)
     try:
-        fields = orjson.loads(body)
+        fields: AnyJson = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidInputError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -204,7 +205,7 @@ async def _fields(door: Door, http: Http) -> dict[str, Any]:
 
 
 async def _tokenizer(base: Any) -> Any:
-    directory = base.tokenizer_dir()
+    directory = await asyncio.to_thread(base.tokenizer_dir)
     if directory is None:
         raise Refusal(422, f"{base.name} has no tokenizer on this server: it samples tokens, not text")
     try:

@@ -32,7 +32,7 @@ class Piece:
 
     choice: int
     text: str
-    tokens: list[TokenInfo] = field(default_factory=list)
+    tokens: list[TokenInfo] = field(default_factory=list[TokenInfo])
     reason: str | None = None
     offset: int = 0  # of `text`, in the choice's text
 
@@ -40,7 +40,7 @@ class Piece:
 @dataclass
 class _Choice:
     stream: TextStream
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list[Piece])
     length: int = 0  # of the text so far
     shown: int = 0  # tokens whose logprobs have been told
 
@@ -79,7 +79,7 @@ class Reply:
     def finish(self, prompt: int, response: SampleResponse) -> list[Piece]:
         """The whole response for one prompt: what was not said yet, and why each choice ended."""
         self.cached_tokens += response.prompt_cache_hit_tokens
-        pieces = []
+        pieces: list[Piece] = []
         for k, sequence in enumerate(response.sequences):
             index = prompt * self.asked.choices + k
             pieces += self._said(index, self._ending(index, prompt, sequence, response))
@@ -89,7 +89,7 @@ class Reply:
         self, index: int, prompt: int, sequence: SampledSequence, response: SampleResponse
     ) -> list[Piece]:
         asked, choice = self.asked, self._choices[index]
-        pieces = []
+        pieces: list[Piece] = []
         if asked.echo:
             told = [] if asked.alternatives is None else _prompt_infos(asked.prompts[prompt], response)
             pieces.append(Piece(index, self._decode(asked.prompts[prompt]), told))
@@ -112,7 +112,8 @@ class Reply:
         """How many tokens made the text: those of a stop string, or the end-of-sequence token, did not."""
         if sequence.stop_reason == "length":
             return len(sequence.tokens)
-        raw, starts = b"", []
+        raw = b""
+        starts: list[int] = []
         for token in sequence.tokens:
             starts.append(len(raw))
             raw += self.bytes_of(token)
@@ -120,7 +121,8 @@ class Reply:
         return sum(start < min(found) for start in starts) if found else len(starts) - 1
 
     def _said(self, index: int, pieces: list[Piece]) -> list[Piece]:
-        choice, placed = self._choices[index], []
+        choice = self._choices[index]
+        placed: list[Piece] = []
         for piece in pieces:
             placed.append(Piece(piece.choice, piece.text, piece.tokens, piece.reason, choice.length))
             choice.length += len(piece.text)
@@ -228,7 +230,8 @@ def _text(token: int, reply: Reply) -> str:
 def _old_logprobs(pieces: list[Piece], reply: Reply) -> dict[str, Any] | None:
     if reply.asked.alternatives is None:
         return None
-    infos, offsets = [], []
+    infos: list[TokenInfo] = []
+    offsets: list[int] = []
     for piece in pieces:
         at = piece.offset
         for info in piece.tokens:

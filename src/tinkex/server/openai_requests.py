@@ -13,6 +13,7 @@ from typing import Any
 
 from tinkex.errors import InvalidInputError
 from tinkex.tokenizers import render_chat
+from tinkex.types.base import AnyJson
 from tinkex.types.params import SamplingParams
 
 MOST_CHOICES = 128
@@ -164,8 +165,8 @@ def _params(fields: Mapping[str, Any], most: int | None) -> SamplingParams:
 
 
 def _stops(fields: Mapping[str, Any]) -> list[str]:
-    stop = fields.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop if stop is not None else []
+    stop: AnyJson = fields.get("stop")
+    stops: AnyJson = [stop] if isinstance(stop, str) else stop if stop is not None else []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops) or len(stops) > 16:
         raise InvalidInputError(
             f"stop must be a string, or up to 16 of them, none empty, got {str(stop)[:80]}"
@@ -178,9 +179,9 @@ def _streaming(fields: Mapping[str, Any]) -> tuple[bool, bool]:
     return _flag(fields, "stream"), _flag(options, "include_usage")
 
 
-def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
+def _prompts(prompt: AnyJson, tokenizer: Any) -> list[list[int]]:
     """Text, texts, tokens, or lists of tokens; as lists of tokens."""
-    several = (
+    several: list[AnyJson] = (
         prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     )
     if len(several) > MOST_PROMPTS:
@@ -188,7 +189,7 @@ def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
     return [_prompt_tokens(one, tokenizer) for one in several]
 
 
-def _prompt_tokens(prompt: Any, tokenizer: Any) -> list[int]:
+def _prompt_tokens(prompt: AnyJson, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         prompt = list(tokenizer.encode(prompt))
     if not isinstance(prompt, list) or not all(type(t) is int and 0 <= t < 2**31 for t in prompt):
@@ -198,19 +199,20 @@ def _prompt_tokens(prompt: Any, tokenizer: Any) -> list[int]:
     return prompt
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: AnyJson) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise InvalidInputError("messages must be a list with at least one message")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: AnyJson, where: str) -> dict[str, Any]:
     """The message with its content as one text, which is what chat templates take."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidInputError(f"{where} must be an object with a role, got {str(message)[:80]}")
-    content = message.get("content")
+    content: AnyJson = message.get("content")
     if isinstance(content, list):
-        for part in content:
+        parts: list[AnyJson] = content
+        for part in parts:
             if (
                 not isinstance(part, dict)
                 or part.get("type") != "text"

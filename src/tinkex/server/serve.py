@@ -15,7 +15,7 @@ import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex._version import __version__
+from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.app import Door, Endpoint, Http, build_app
 from tinkex.server.auth import Auth
@@ -178,7 +179,7 @@ class Server:
         core.link = link_maker(Signer(self._secret), self.config.service.home)
         core.opened_by = WeightsTokens(self._secret).opened
         core.issues_tokens = True
-        self.service.samplers.observe = self.door.metrics.sampled
+        self.service.samplers.observers.append(self.door.metrics.sampled)
         self.service.runs.observe = self.door.metrics.worked
         self.door.metrics.watch(_Watched(self.service))
         self.door.auth = Auth(core.ledger, self._secret)
@@ -201,7 +202,7 @@ class Server:
         home = self.config.service.home
         yield f"tinkex {__version__} serves {self.url} (state in {home})"
         for model in self.service.core.engines:
-            yield f"  {model.name}: {model.source}{_about_engine(model.engine)}"
+            yield f"  {model.name}: {model.place}{_about_engine(model.engine)}"
         yield ""
         if self.door.auth.is_open:
             key = "tml-local"
@@ -224,7 +225,7 @@ class _Uvicorn(uvicorn.Server):
         self._door, self._drain_seconds = door, drain_seconds
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -307,10 +308,11 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _about_engine(engine: object) -> str:
+def _about_engine(engine: Engine | None) -> str:
     if engine is None:
         return " (loaded on first use)"
-    info, plan = engine.info, getattr(engine, "memory", {})  # type: ignore[attr-defined]
+    info = engine.info
+    plan: dict[str, int] = getattr(engine, "memory", {})
     parts = [f"{info.parameters / 1e6:.1f} M parameters, context {info.max_context}"]
     parts += [f"{use} {size / 2**30:.2f} GiB" for use, size in plan.items() if use != "free"]
     return f" ({' · '.join(parts)})"

@@ -14,6 +14,7 @@ from tinkex.service.core import Core
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import RunRow, SamplerRow, Scope, UsageRow
 from tinkex.service.scheduler import Work
+from tinkex.service.threads import in_thread
 from tinkex.types import billing, config, sessions, telemetry
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
@@ -49,6 +50,8 @@ class Accounts:
         return config.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
     async def get_health(self, request: config.EmptyRequest, caller: Caller) -> config.HealthResponse:
+        if why := self._core.engines.trouble():
+            raise Refusal(503, why)
         return config.HealthResponse()
 
     async def get_server_capabilities(
@@ -68,7 +71,8 @@ class Accounts:
 
     async def get_tokenizer_file(self, request: config.TokenizerFileRequest, caller: Caller) -> bytes:
         """A file of a base model's tokenizer, for clients that have no other way to it."""
-        directory = self._core.engines.find(request.model_name).tokenizer_dir()
+        model = self._core.engines.find(request.model_name)
+        directory = await in_thread(model.tokenizer_dir)  # it may be asked for before the model is fetched
         if request.file not in config.TOKENIZER_FILES:
             known = ", ".join(config.TOKENIZER_FILES)
             raise Refusal(404, f"{request.file!r} is no file of a tokenizer; those are: {known}")
@@ -170,19 +174,26 @@ class Accounts:
 
     def _trace(self, session_id: str, event: Event) -> None:
         if session_id:
-            self._traces.setdefault(session_id, deque(maxlen=TRACE_LENGTH)).append(event)
+            if (trace := self._traces.get(session_id)) is None:
+                trace = self._traces[session_id] = deque(maxlen=TRACE_LENGTH)
+            trace.append(event)
 
     def forget(self, session_id: str) -> None:
         """The session is over for long."""
         self._traces.pop(session_id, None)
+        self._trace_file(session_id).unlink(missing_ok=True)
+
+    def _trace_file(self, session_id: str) -> Path:
+        return self._core.home / "traces" / f"{session_id}.json"
 
     async def export_session_trace(
         self, request: sessions.ExportSessionTraceRequest, caller: Caller
     ) -> sessions.SessionTraceExportResponse:
         """What was done for a session since this process began, as a trace viewer (Perfetto) reads it."""
         self._core.session(request.session_id, caller)
+        self._core.check_disk()
         events = list(self._traces.get(request.session_id, ()))
-        path = self._core.home / "traces" / f"{request.session_id}.json"
+        path = self._trace_file(request.session_id)
         await asyncio.to_thread(_write_trace, path, request.session_id, events)
         link = self._core.link(caller, path, time.time() + 3600)
         return sessions.SessionTraceExportResponse(status="ready", url=link)

@@ -67,7 +67,7 @@ class Barriers:
             )
         if name is None and getattr(request, "sampling_session_seq_id", None) is None:
             raise Refusal(422, "a save needs a path (its name)")
-        recipients = getattr(request, "age_encryption_recipients", None) or []
+        recipients: list[str] = getattr(request, "age_encryption_recipients", None) or []
         if len(recipients) > MAX_RECIPIENTS:
             raise Refusal(422, f"at most {MAX_RECIPIENTS} age_encryption_recipients, got {len(recipients)}")
         self.check_ttl(request.ttl_seconds)
@@ -140,6 +140,7 @@ class Barriers:
             raise EngineError(f"sampler {sampler.sampler_id} exists already: use another number", "user")
         self._core.check_disk()
         await execute(engine, SaveAdapter(run.run_id, directory, overwrite=True))
+        await self._must_fit(directory)
         await self.publish(engine, sampler, run.run_id)
         self._core.ledger.add_sampler(sampler)
         return saves.SaveWeightsForSamplerResponseInternal(
@@ -185,9 +186,8 @@ class Barriers:
             now, optimizer, run.project_id, expires,
             user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
         )  # fmt: skip
-        if kept is None and (why := await self._core.over_quota(0)):
-            await asyncio.to_thread(shutil.rmtree, directory, True)
-            raise EngineError(why, "user")
+        if kept is None:
+            await self._must_fit(directory)
         with ledger.transaction():
             ledger.add_checkpoint(row, overwrite=True)
             caller = Caller(run.owner, run.project_id)
@@ -201,6 +201,12 @@ class Barriers:
         size = 0 if last is None else last.size_bytes
         self._core.check_disk(size)
         if why := await self._core.over_quota(max(0, size - replaced)):
+            raise EngineError(why, "user")
+
+    async def _must_fit(self, directory: Path) -> None:
+        """Take back what has just been written, if it is more than the quota allows."""
+        if why := await self._core.over_quota(0):
+            await asyncio.to_thread(shutil.rmtree, directory, True)
             raise EngineError(why, "user")
 
     async def _write(

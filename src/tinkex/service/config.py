@@ -16,7 +16,7 @@ class ServiceConfig:
     """Where state lives, which base models there are, and what the limits are. Times are in seconds."""
 
     home: Path
-    models: Mapping[str, str] = field(default_factory=dict)  # name -> directory or GGUF file
+    models: Mapping[str, str] = field(default_factory=dict[str, str])  # name -> directory or GGUF file
     model_shelf: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
     any_path: bool = False  # a base model may also be named by its path: for one's own process only
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))  # `model` is filled in

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Core:
         self._requested: dict[str, float] = {}
         self._samplers: dict[str, SamplerRow] = {}
         self._disk: tuple[float, int] = (0.0, 0)  # when it was looked at, what was free
+        self._used: tuple[float, int] = (0.0, 0)  # when the home was looked at, what it took
         # Makes a path below the home downloadable for a while; the server replaces it.
         self.link: Callable[[Caller, Path, float], str] = lambda _, path, __: path.as_uri()
         # The run whose checkpoints a weights access token opens, if it is a good one; the server replaces it.
@@ -153,13 +155,20 @@ class Core:
         if free < needed + DISK_RESERVE:
             raise Refusal(503, f"the server's disk is full ({free // 2**20} MiB left); nothing was lost")
 
-    async def over_quota(self, more: int) -> str:
-        """Why there is no room for `more` bytes; "" if there is. All that lies in the home counts."""
+    async def over_quota(self, more: int, *, lately: bool = False) -> str:
+        """Why there is no room for `more` bytes; "" if there is. All that lies in the home counts.
+
+        `lately`: a look of a moment ago will do, unless it says no.
+        """
         quota = self.config.disk_quota
         if quota is None:
             return ""
-        used = await asyncio.to_thread(_bytes_below, self.home)
+        looked, used = self._used
+        if not lately or used + more > quota or time.monotonic() - looked > DISK_LOOK:
+            used = await asyncio.to_thread(_bytes_below, self.home)
+            looked = time.monotonic()
         if used + more <= quota:
+            self._used = looked, used + more
             return ""
         return (
             f"the server's files take {used} of the {quota} bytes allowed, {more} more do not fit; "
@@ -187,7 +196,8 @@ class Core:
     def count(self, kind: UsageKind, amount: float, row: RunRow | SamplerRow) -> None:
         """Add to the usage of a run or sampler; written down by `flush`, every few seconds."""
         if amount:
-            project, run_id = getattr(row, "project_id", None), getattr(row, "run_id", None)
+            is_run = isinstance(row, RunRow)
+            project, run_id = (row.project_id, row.run_id) if is_run else (None, _run_of(row.adapter_dir))
             self._usage[(kind, row.owner, project, row.session_id, run_id, row.base_model)] += amount
 
     def flush(self) -> None:
@@ -203,6 +213,15 @@ class Core:
             for run_id, at in requested.items():
                 self.ledger.update_run(run_id, last_request_at=at)
         self._usage, self._heard, self._requested = defaultdict(float), {}, {}
+
+
+@lru_cache(maxsize=4096)
+def _run_of(directory: str | None) -> str | None:
+    """The run whose adapter lies there, as `Core.run_dir` places it."""
+    if directory is None:
+        return None
+    _, session_id, run, *_ = directory.split("/")
+    return f"{session_id}:train:{run.removeprefix('train-')}"
 
 
 def _bytes_below(directory: Path) -> int:

@@ -22,7 +22,7 @@ def read_recipients(texts: list[str]) -> list[Any]:
         pyrage: Any = importlib.import_module("pyrage")  # its stubs name nothing
     except ImportError:
         raise EngineError("this server cannot encrypt: pyrage is not installed") from None
-    recipients = []
+    recipients: list[Any] = []
     for text in texts:
         kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
         try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from tinkex import models
 from tinkex.engine.protocol import Engine, EngineConfig, StopBytes, build_engine
+from tinkex.errors import ModelError
 from tinkex.models import shelf
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
@@ -43,7 +44,7 @@ class BaseModel:
         self._offline = offline
         self._shelf = shelf  # where it is put if it has to be fetched
         self._tokenizers = tokenizers  # where those that are inside a GGUF file are unpacked
-        self._place = Path(source)  # of the files, once they are here
+        self.place = Path(source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
         self._token_bytes: list[bytes] | None = None
@@ -60,8 +61,17 @@ class BaseModel:
     def loading(self) -> bool:
         return self._loading is not None and not self._loading.done()
 
+    @property
+    def trouble(self) -> str:
+        """Why it cannot work; "" if it can, for all that is known."""
+        if self.engine is not None:
+            return "" if self.engine.working else f"the engine of the base model {self.name} has stopped"
+        tried = self._loading
+        failed = tried is not None and tried.done() and not tried.cancelled() and tried.exception()
+        return str(failed) if failed else ""
+
     async def _load(self) -> Engine:
-        log.info("loading %s from %s", self.name, self.source)
+        log.info("loading %s", self.name if self.name == self.source else f"{self.name} from {self.source}")
         try:
             self.engine = await in_thread(self._build_here)
         except Exception as error:
@@ -72,16 +82,20 @@ class BaseModel:
         return self.engine
 
     def _build_here(self) -> Engine:
-        if self._config.kind == "torch" and not self._place.exists():
-            self._place = models.obtain(self.source, self._shelf, offline=self._offline)
-        return self._build(replace(self._config, model=str(self._place)))
+        return self._build(replace(self._config, model=str(self._files())))
+
+    def _files(self) -> Path:
+        """Where its files are; they are fetched first if need be, which may take minutes."""
+        if self._config.kind == "torch" and not self.place.exists():
+            self.place = models.obtain(self.source, self._shelf, offline=self._offline)
+        return self.place
 
     def max_context(self) -> int | None:
         """Positions that the model reads at most: its engine knows, its configuration says before that."""
         if self.engine is not None:
             return self.engine.info.max_context
         try:
-            config = json.loads((self._place / "config.json").read_text())
+            config = json.loads((self.place / "config.json").read_text())
         except (OSError, ValueError):
             return self._config.max_context
         own = config.get("max_position_embeddings")
@@ -92,8 +106,11 @@ class BaseModel:
         return frozenset() if self.engine is None else frozenset(self.engine.info.eos_ids)
 
     def tokenizer_dir(self) -> Path | None:
-        """The directory whose tokenizer is this model's; None if it has none of its own."""
-        path = self._place
+        """The directory whose tokenizer is this model's; None if it has none of its own. Not for the loop."""
+        try:
+            path = self._files()
+        except ModelError as error:
+            raise Refusal(503, f"the tokenizer of {self.name} is not here: {error}") from error
         if path.suffix == ".gguf" and self._config.kind == "torch":
             path = self._unpacked(path)
         return path if (path / "tokenizer.json").is_file() or (path / "tokenizer.model").is_file() else None
@@ -183,13 +200,25 @@ class Engines:
         return None if place is None else shelf.on_shelf(place, name)
 
     def __iter__(self) -> Iterator[BaseModel]:
-        """Those that were configured, found or fetched, or lie on the shelf."""
-        place = self._config.model_shelf
-        for name, source in shelf.names(place) if place is not None else ():
+        """Those that were configured, found or fetched, or are here to be named."""
+        for name, source in self._nameable():
             if name not in self._models and name not in self._fetched:
                 self._add(name, str(source))
         fetched = [model for model in self._fetched.values() if model.engine is not None]
         return iter([*self._models.values(), *fetched])
+
+    def _nameable(self) -> Iterable[tuple[str, Path]]:
+        place = self._config.model_shelf
+        if place is None:
+            return ()
+        # In one's own process any model on the machine may be named, so the hub's cache counts too.
+        return models.names(place) if self._config.any_path else shelf.names(place)
+
+    def trouble(self) -> str:
+        """Why a base model cannot work: one that is loaded, or that this server was told to have."""
+        told = self._config.models
+        found = (m.trouble for m in self._models.values() if m.engine is not None or m.name in told)
+        return next(filter(None, found), "")
 
     async def load_all(self) -> None:
         await asyncio.gather(*(model.load() for model in self))

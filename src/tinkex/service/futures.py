@@ -44,7 +44,7 @@ class Future:
     cancel: Callable[[], object] | None = None  # stops the work, if that is still possible
     on_done: Callable[[Future], None] | None = None  # called before anybody is told
     why: Callable[[], QueueState] = lambda: ACTIVE
-    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _waiters: list[asyncio.Future[None]] | None = None  # most are done before anybody asks
 
     def resolve(self, outcome: Any) -> None:
         """The first outcome holds."""
@@ -56,7 +56,8 @@ class Future:
                 self.on_done(self)
             except Exception:  # whoever waits must be told all the same
                 log.exception("the outcome of %s could not be noted", self.request_id)
-        wake(self._waiters)
+        if self._waiters:
+            wake(self._waiters)
 
     def fail(self, message: str, category: str = "server") -> None:
         self.resolve(RequestFailedResponse(error=message, category=RequestErrorCategory.parse(category)))
@@ -68,6 +69,8 @@ class Future:
     async def wait(self, seconds: float) -> bool:
         """True once it is done, False after `seconds`."""
         if not self.done:
+            if self._waiters is None:
+                self._waiters = []
             await wait_among(self._waiters, seconds)
         return self.done
 

@@ -1,8 +1,9 @@
 """A run's history: a line of metrics for every step it took, in `metrics.jsonl` of its directory.
 
 Promises: a line is what the passes since the last step said, put together, and what the step said; a disk
-that takes no line costs the line and nothing else. Knows nothing of order, and of replay only that what is
-done again is not told twice.
+that takes no line costs the line and nothing else; a file that grows large loses every second line, so that
+no history is larger than MOST_BYTES. Knows nothing of order, and of replay only that what is done again is
+not told twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tinkex.service.core import Core
 from tinkex.service.refusal import Caller
@@ -22,6 +24,7 @@ from tinkex.types.training import GetTrainingRunRequest
 
 log = logging.getLogger("tinkex.service")
 FILE = "metrics.jsonl"
+MOST_BYTES = 8 * 1024 * 1024  # of one run's history: some 30,000 steps
 
 
 @dataclass
@@ -30,7 +33,7 @@ class _Window:
 
     seconds: float = 0.0
     passes: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def add(self, metrics: dict[str, float]) -> None:
         """Put a pass to those before it, each metric as its suffix says; a mean counts every pass alike."""
@@ -82,6 +85,9 @@ class History:
             directory.mkdir(parents=True, exist_ok=True)
             with open(directory / FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(finite) + "\n")
+                size = file.tell()
+            if size > MOST_BYTES:
+                _thin_out(directory / FILE)
         except OSError as error:
             log.warning("a step of %s is missing in its history: %s", row.run_id, error)
 
@@ -90,6 +96,14 @@ class History:
         row = self._core.run(request.training_run_id, caller)
         place = self._core.run_dir(row.run_id) / FILE
         return await asyncio.to_thread(lambda: place.read_bytes() if place.exists() else b"")
+
+
+def _thin_out(path: Path) -> None:
+    """Every second line goes, but for the last: a long run's curve keeps its shape, older parts the less."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(b"".join(lines[-1::-2][::-1]))
+    part.replace(path)
 
 
 def _loss(metrics: dict[str, float]) -> float | None:

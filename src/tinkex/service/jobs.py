@@ -52,8 +52,8 @@ class Run:
     used_at: float = field(default_factory=time.monotonic)
     accepting: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: bool = False  # put on disk: look it up anew
-    unrecorded: list[Future] = field(default_factory=list)  # outcomes that the journal could not take
-    forgettable: set[str] = field(default_factory=set)  # results not wanted any more
+    unrecorded: list[Future] = field(default_factory=list[Future])  # outcomes that the journal could not take
+    forgettable: set[str] = field(default_factory=set[str])  # results not wanted any more
 
     @property
     def id(self) -> str:

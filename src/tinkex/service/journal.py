@@ -51,10 +51,10 @@ class Restored:
 
     snapshot: Path | None = None
     next_seq: int = 0  # the first seq id that the snapshot does not cover
-    entries: list[Entry] = field(default_factory=list)
-    outcomes: dict[str, Any] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list[Entry])
+    outcomes: dict[str, Any] = field(default_factory=dict[str, Any])
     done: frozenset[str] = frozenset()
-    undelivered: list[Entry] = field(default_factory=list)
+    undelivered: list[Entry] = field(default_factory=list[Entry])
 
 
 class Journal:

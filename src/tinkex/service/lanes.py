@@ -21,12 +21,13 @@ from tinkex.service.futures import wait_among, wake
 from tinkex.types.futures import FutureFailed, FutureFinished
 
 REWRITE = 10_000  # lines that say nothing any more, before the file is written anew
+_Event = tuple[int, str, bool]  # cursor, request id, failed?
 
 
 @dataclass
 class _Lane:
-    events: deque[tuple[int, str, bool]] = field(default_factory=deque)  # cursor, request id, failed?
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    events: deque[_Event] = field(default_factory=deque[_Event])
+    waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
 
 class Lanes:
@@ -102,7 +103,7 @@ class Lanes:
     ) -> tuple[list[FutureFinished | FutureFailed], int]:
         """What ended since the cursor `after`, waiting up to `seconds` for something; and the new cursor."""
         lane = self._lanes.setdefault(key, _Lane())
-        told = []
+        told: list[str] = []
         while lane.events and lane.events[0][0] <= after:
             told.append(lane.events.popleft()[1])
         self.fetched(i for i in told if i in self._lost)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,7 +112,7 @@ class Ledger:
         self._db.close()
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> Generator[None]:
         """All or nothing. May be nested (the outermost counts); must not span an await."""
         if self._db.in_transaction:
             yield
@@ -169,7 +169,7 @@ class Ledger:
         rows = self._select(kind, rest, [*values, min(limit, _BIGGEST), min(offset, _BIGGEST)])
         return Page(rows, total)
 
-    def _insert(self, row: Any, on_conflict: str = "") -> bool:
+    def _insert(self, row: object, on_conflict: str = "") -> bool:
         names = columns(type(row))
         marks = ", ".join("?" * len(names))
         return (
@@ -464,7 +464,8 @@ def _search_clauses(query: SessionSearchRequest) -> Iterator[tuple[Any, ...]]:
 
 
 def _status_clause(query: SessionSearchRequest) -> tuple[str, str, str]:
-    types, reasons = set(), set()
+    types: set[str] = set()
+    reasons: set[str] = set()
     for status in query.statuses or ():
         if isinstance(status, ClientFinishedSessionStatusQuery) and status.reasons is not None:
             reasons.update(status.reasons)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
+from tinkex.types.base import AnyJson
 from tinkex.types.losses import CreateCustomLossRequest
 
 MAX_NODES = 2000
@@ -53,7 +53,7 @@ def _check_nodes(request: CreateCustomLossRequest) -> str:
     return ""
 
 
-def _refs(value: Any, depth: int) -> Iterator[str]:
+def _refs(value: AnyJson, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, dict):

@@ -81,7 +81,8 @@ def unpack(body: bytes) -> Any:
     """The value of a body. Its arrays are views of the body: nobody can write to them."""
     (count,) = _COUNT.unpack_from(body)
     sizes = struct.unpack_from(f"<{count}Q", body, _COUNT.size)
-    at, view, parts = _COUNT.size * (1 + count), memoryview(body), []
+    at, view = _COUNT.size * (1 + count), memoryview(body)
+    parts: list[memoryview] = []
     for size in sizes:
         parts.append(view[at : at + size])
         at += size

@@ -29,7 +29,7 @@ class SessionRow:
     created_at: float
     last_seen_at: float
     project_id: str | None = None
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list[str])
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
     sdk_version: str = ""
@@ -133,7 +133,7 @@ class AuditRow:
     owner: str
     event: str
     project_id: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
     run_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None

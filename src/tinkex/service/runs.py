@@ -49,7 +49,7 @@ class Runs:
         self._live = live
         live.observers.append(lambda row, work, op, seconds: self.observe(work, op, seconds))
         # Told of every finished piece of work: its operation, how long it ran.
-        self.observe: Callable[[Work, str, float], None] = lambda *_: None
+        self.observe: Callable[[Work, str, float], None] = lambda work, op, seconds: None
 
     @property
     def workers(self) -> list[Worker]:
@@ -155,7 +155,10 @@ class Runs:
             [item.model_dump() for item in request.inputs],
             [node.model_dump() for node in request.graph.nodes],
         )  # fmt: skip
-        if why := check_loss(request) or self._refused_by_engines(row):
+        why = check_loss(request) or self._refused_by_engines(row)
+        if self._core.ledger.custom_loss(loss_id) is None:
+            why = why or await self._core.over_quota(len(repr(row)), lately=True)
+        if why:
             future = self._core.futures.create(caller.user)
             future.fail(why, "user")
             return UntypedAPIFuture(future.request_id)
@@ -307,12 +310,21 @@ class Runs:
                     future = self._core.futures.create(run.row.owner)
                     future.fail(f"seq_id {seq_id} came after its place was given up; send it anew", "user")
                     return UntypedAPIFuture(future.request_id, run.id)
+                if why := await self._no_room(request):
+                    request, op = Unreadable("forward" if request.forward_only else op, why), UNREADABLE
                 request_id = request_id_of(run.id, seq_id)
                 entry = Entry(seq_id, request_id, op, request, time.time(), digest)
                 await self._record(run.journal, entry)
                 future = self._core.futures.create(run.row.owner, request_id=request_id)
                 self._live.schedule(run, entry, future)
                 return UntypedAPIFuture(request_id, run.id)
+
+    async def _no_room(self, request: Any) -> str:
+        """Why the quota has no room for the record of this pass; "" if it has. What is small always fits."""
+        if self._core.config.disk_quota is None or not isinstance(request, training.ForwardBackwardRequest):
+            return ""
+        size = sum(datum.nbytes for datum in request.forward_backward_input.data)
+        return await self._core.over_quota(size, lately=True)
 
     async def _record(self, journal: Any, entry: Entry) -> None:
         self._core.check_disk()

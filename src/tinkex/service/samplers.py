@@ -11,10 +11,10 @@ import asyncio
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
 
 from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineError, OnTokens, SampleWork, StopBytes
@@ -52,10 +52,10 @@ class Samplers:
         self._published: dict[str, Published] = {}  # by base model
         self._used_at: dict[str, float] = {}  # unnamed samplers
         self._started = time.time()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
+        self._removals: set[asyncio.Task[None]] = set()
         # Told of every finished sample: its sampler, how long it took, what came of it.
         self.observers: list[Callable[[SamplerRow, float, Outcome], None]] = []
-        self.observe: Callable[[SamplerRow, float, Outcome], None] = lambda *_: None
 
     # -- sampling sessions -------------------------------------------------------------------------------
 
@@ -133,7 +133,9 @@ class Samplers:
         model = self._core.engines.find(row.base_model)
         self._check(request, model.max_context())
         future = self._promise(row, request, caller)
-        future.cancel = self._spawn(self._run(future, row, model, request, on_tokens)).cancel
+        work = self._run(future, row, model, request, on_tokens)
+        self._running[future.request_id] = asyncio.get_running_loop().create_task(work)
+        future.cancel = partial(self._cancel, future)
         ids = [f"{future.request_id}.{n}" for n in range(request.num_samples)]
         promise = UntypedAPIFuture(future.request_id, None, ids)
         if key is not None:
@@ -142,11 +144,9 @@ class Samplers:
                 self._repeats.popitem(last=False)
         return promise
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _cancel(self, future: Future) -> None:
+        self._running.pop(future.request_id).cancel()
+        future.fail("cancelled", "user")  # not left to the task: one that has not begun does nothing
 
     def _row(self, request: types.SampleRequest, caller: Caller) -> SamplerRow:
         if request.sampling_session_id is None:
@@ -205,7 +205,7 @@ class Samplers:
             engine = model.engine or await self._loaded(future, model, request)
             future.resolve(await self._sampled(future, row, model, engine, request, on_tokens))
         except asyncio.CancelledError:
-            future.fail("cancelled", "user")
+            future.fail("the server is stopping: sample anew", "server")
             raise
         except (EngineError, Refusal) as error:
             is_ours = isinstance(error, Refusal) and error.status >= 500
@@ -214,9 +214,11 @@ class Samplers:
         except Exception as error:
             future.fail(f"{type(error).__name__}: {error}")
         finally:
+            self._running.pop(future.request_id, None)
             self._account(row, request, future.outcome)
-            for observer in (*self.observers, self.observe):
-                observer(row, time.monotonic() - started, future.outcome)
+            seconds = time.monotonic() - started
+            for observer in self.observers:
+                observer(row, seconds, future.outcome)
 
     async def _loaded(self, future: Future, model: BaseModel, request: types.SampleRequest) -> Engine:
         future.why = lambda: ("paused_capacity", f"the base model {model.name} is being loaded")
@@ -302,14 +304,22 @@ class Samplers:
         self._used_at.pop(row.sampler_id, None)
         model = self._core.engines.find(row.base_model)
         if model.engine is not None and row.adapter is not None:
-            self._spawn(self._published_of(model).remove(model.engine, row.adapter))  # once nobody uses it
+            removal = asyncio.create_task(self._published_of(model).remove(model.engine, row.adapter))
+            self._removals.add(removal)  # it ends when nobody uses the adapter any more
+            removal.add_done_callback(self._removals.discard)
         if row.adapter_dir is not None:
             await asyncio.to_thread(shutil.rmtree, self._core.home / row.adapter_dir, True)
 
+    @property
+    def running(self) -> list[asyncio.Task[None]]:
+        return list(self._running.values())
+
     async def stop(self) -> None:
-        for task in list(self._tasks):
+        """End what is being sampled; whoever waits for it is told."""
+        tasks = [*self._running.values(), *self._removals]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _stop_bytes(request: types.SampleRequest, model: BaseModel) -> StopBytes | None:

@@ -48,12 +48,12 @@ class Verdict(Enum):
 class _Run:
     owner: str
     next_seq: int
-    waiting: dict[int, Work] = field(default_factory=dict)
+    waiting: dict[int, Work] = field(default_factory=dict[int, Work])
     gap_since: float | None = None  # since when the head has been missing while something waits behind it
     running: int = 0
     turn: int = 0  # when it last had one, counted in turns of all runs
-    known: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)  # seq ids that will never come
+    known: dict[int, tuple[str, bytes]] = field(default_factory=dict[int, tuple[str, bytes]])
+    refused: set[int] = field(default_factory=set[int])  # seq ids that will never come
 
     def head(self) -> Work | None:
         return None if self.running else self.waiting.get(self.next_seq)

@@ -10,10 +10,12 @@ talk to it through `call`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -47,13 +49,14 @@ THOROUGH = 12  # every so many rounds, what takes longer is done too
 class Service:
     """Everything behind the wire's operations."""
 
+    core: Core  # with the parts below it, from `start` on
+
     def __init__(self, config: ServiceConfig, build: Callable[[EngineConfig], Engine] = build_engine) -> None:
         self.config = config
         self._build = build
         self._methods: dict[str, Callable[[Any, Caller], Awaitable[Any]]] = {}
         self._lock: int | None = None
         self._upkeep: asyncio.Task[None] | None = None
-        self.core: Core = None  # type: ignore[assignment]  # with the parts below it, from `start` on
         self.ready = False
 
     # -- life --------------------------------------------------------------------------------------------
@@ -62,12 +65,13 @@ class Service:
         """Take the home, open the ledger, and take up what an earlier process left."""
         self._take_home()
         try:
+            await asyncio.to_thread(self._clear_unfinished)
             self._open()
             await self._take_up_runs()
             if self.config.preload:
                 await self.core.engines.load_all()
         except BaseException:
-            if self.core is not None:
+            if hasattr(self, "core"):
                 self.core.ledger.close()
             self._leave_home()
             raise
@@ -123,6 +127,12 @@ class Service:
             ) from None
         self._lock = lock
 
+    def _clear_unfinished(self) -> None:
+        """Remove what an earlier process was writing when it was killed: it never got its name."""
+        for pattern in ("runs/*/*/*/.*.tmp", "runs/*/*/*/.*.part"):
+            for unfinished in self.config.home.glob(pattern):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
     def _leave_home(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
@@ -162,12 +172,18 @@ class Service:
         if method is None:
             raise Refusal(404, f"this service does not offer {op.name}")
         try:
+            if not tracing.is_on():
+                return await method(request, caller)
             with tracing.span(f"service {op.name}", within=True):
                 return await method(request, caller)
         except InvalidInputError as error:
             raise Refusal(422, str(error)) from None
         except (LedgerError, JournalError) as error:
             raise Refusal(503, str(error)) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
 
     async def fail(
         self, op: Op[Any, Any], run_id: str, seq_id: int, message: str, caller: Caller

@@ -26,7 +26,7 @@ async def in_thread(function: Callable[[], T]) -> T:
     try:
         tasks = _idle.pop()
     except IndexError:
-        tasks = SimpleQueue()
+        tasks = Tasks()
         threading.Thread(target=_work, args=(tasks,), name="tinkex-service", daemon=True).start()
     tasks.put((function, done))
     return await asyncio.wrap_future(done)

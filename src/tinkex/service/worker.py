@@ -68,7 +68,7 @@ class Worker:
         self.prepare: Callable[[Engine, Work], Awaitable[None]] = _nothing
         self.settled: Callable[[Engine, Work], Awaitable[None]] = _nothing
         # Told of every finished piece of work: its operation, how long it ran.
-        self.observe: Callable[[Work, str, float], None] = lambda *_: None
+        self.observe: Callable[[Work, str, float], None] = lambda work, op, seconds: None
 
     def wake(self) -> None:
         if self._task is None and not self._stopping:

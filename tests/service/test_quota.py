@@ -1,0 +1,153 @@
+"""The home's quota: what would go beyond it is refused by name, and nothing that was accepted is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.service.harness import Failed, User, datum, found, killed_copy, serving
+from tests.service.test_checkpoints import name_of
+from tinkex.service.service import Service
+from tinkex.types import checkpoints, losses
+from tinkex.types.data import Datum
+from tinkex.wire import ops
+
+pytestmark = pytest.mark.anyio
+
+
+def quota(service: Service, beyond: int) -> int:
+    """A quota of what is there now and `beyond`, from now on."""
+    files = [file for file in service.core.home.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files) + beyond
+    service.core.config = replace(service.core.config, disk_quota=size)
+    return size
+
+
+async def test_the_quota_is_honoured_and_deleting_makes_room(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run(rank=1024)  # its checkpoints are far larger than what the ledger may grow by
+        first = await user.save(run, 1, "a")
+        size = sum(file.stat().st_size for file in found(home, "weights/a/*"))
+        allowed = quota(service, beyond=3 * size // 2)
+        await user.save(run, 2, "b")
+        with pytest.raises(Failed, match=f"of the {allowed} bytes allowed") as failed:
+            await user.save(run, 3, "c")
+        assert failed.value.category == "user"
+        assert [p.name for p in found(home, "weights/*")] == ["a", "b"]
+        await user.save(run, 4, "b", overwrite=True)  # takes no more than before
+        copying = checkpoints.CopyWeightsRequest(source_path=first, destination_project_id="p")
+        assert await user.status_of(ops.COPY_WEIGHTS, copying) == 422
+        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(first)))
+        await user.save(run, 5, "c")
+
+
+async def test_the_first_checkpoint_of_a_run_is_measured_too(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run(rank=1024)
+        quota(service, beyond=200_000)
+        with pytest.raises(Failed, match="bytes allowed"):
+            await user.save(run, 1, "a")
+        assert found(home, "weights/*") == []
+
+
+async def test_an_unnamed_adapter_is_measured_too(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run(rank=1024)
+        await user.train(run, 1, 1)
+        quota(service, beyond=100_000)
+        with pytest.raises(Failed, match="bytes allowed") as failed:
+            await user.unnamed_sampler(run, 3, 0)
+        assert failed.value.category == "user"
+        assert found(home, "ephemeral/*") == []
+        quota(service, beyond=1_000_000)
+        await user.result(await user.sample(await user.unnamed_sampler(run, 4, 1)))
+
+
+def big(number: int) -> list[Datum]:
+    """About a megabyte on the wire and in a journal."""
+    return [datum(1000 * number + n, 60) for n in range(1000)]
+
+
+async def test_passes_that_do_not_fit_fail_with_their_step_and_cost_nothing_else(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run, twin = await user.run(), await user.run()
+        await user.result(await user.forward_backward(run, 1))
+        await user.result(await user.step(run, 2))
+        await user.save(run, 3, "a")
+        quota(service, beyond=1_500_000)
+        first = await user.forward_backward(run, 4, *big(1))  # what it takes in the journal counts
+        second = await user.forward_backward(run, 5, *big(2))
+        step = await user.step(run, 6)
+        assert (await user.result(first)).metrics["tokens:sum"] == 60_000
+        with pytest.raises(Failed, match=r"bytes allowed, \d+ more do not fit") as failed:
+            await user.result(second)
+        assert failed.value.category == "user"
+        with pytest.raises(Failed):  # nothing is ever applied to part of a batch
+            await user.result(step)
+        again = await user.forward_backward(run, 5, *big(2))  # its answer was lost, say
+        assert again.request_id == second.request_id
+        # What was done before it and what is done after it is as if nothing had been refused.
+        service.core.config = replace(service.core.config, disk_quota=None)
+        await user.result(await user.forward_backward(twin, 1))
+        await user.result(await user.step(twin, 2))
+        assert await user.loss(run, 7) == await user.loss(twin, 3)
+
+
+async def test_a_refused_pass_stays_refused_over_a_restart(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        quota(service, beyond=500_000)
+        refused = await user.forward_backward(run, 1, *big(1))
+        copy = killed_copy(home)
+    async with serving(copy) as service:
+        user = User(service)
+        with pytest.raises(Failed, match="bytes allowed"):
+            await user.result(refused.request_id)
+        assert (await user.forward_backward(run, 1, *big(1))).request_id == refused.request_id
+        await user.result(await user.forward_backward(run, 2, *big(1)))  # this one has no quota
+
+
+async def test_deleting_makes_room_for_passes(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run(rank=1024)
+        path = await user.save(run, 1, "large")
+        quota(service, beyond=1_000)
+        with pytest.raises(Failed, match="delete some checkpoints"):
+            await user.result(await user.forward_backward(run, 2, *[datum(n) for n in range(100)]))
+        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+        await user.result(await user.forward_backward(run, 3, *[datum(n) for n in range(100)]))
+
+
+async def test_uploaded_losses_count_too(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        session = await user.session()
+
+        def upload(number: int) -> losses.CreateCustomLossRequest:
+            nodes = [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]
+            for n in range(500):
+                ref = nodes[-1]["name"]
+                nodes.append({"op": "call_method", "name": f"n{n}", "target": "exp", "args": [{"ref": ref}]})  # type: ignore[dict-item]
+            result = {"tuple": [{"ref": nodes[-1]["name"]}, {"dict": {}}]}
+            nodes.append({"op": "output", "name": "output", "target": "output", "args": [result]})  # type: ignore[dict-item]
+            return losses.CreateCustomLossRequest(
+                session_id=session, custom_loss_seq_id=number, name="mine", graph={"nodes": nodes},  # type: ignore[arg-type]
+                inputs=[{"name": "logprobs", "rank": 1}],  # type: ignore[list-item]
+            )  # fmt: skip
+
+        kept = await user.call(ops.CREATE_CUSTOM_LOSS, upload(0))
+        quota(service, beyond=10_000)
+        with pytest.raises(Failed, match="bytes allowed") as failed:
+            await user.result(await user.call(ops.CREATE_CUSTOM_LOSS, upload(1)))
+        assert failed.value.category == "user"
+        again = await user.call(ops.CREATE_CUSTOM_LOSS, upload(0))  # what is there takes no more room
+        assert again.request_id == kept.request_id
+        assert (await user.result(again)).loss_id == f"{session}:loss:0"
