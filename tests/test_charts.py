@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import struct
 import xml.etree.ElementTree as xml
 import zlib
@@ -14,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.charts import number, sparkline, terminal_chart, ticks, write_html, write_png
+from tinkex.charts import number, sparkline, svg_chart, terminal_chart, ticks, write_html, write_png
+from tinkex.client.history import History
 from tinkex.drawing import Canvas
 
 NAN = math.nan
@@ -121,6 +124,38 @@ def test_a_report_is_well_formed_whatever_is_in_it(tmp_path: Path) -> None:
     assert "<script" not in page
     svg = xml.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
     assert nasty in [element.text for element in svg.iter()]
+
+
+def test_every_colour_of_a_chart_has_one_for_the_night(tmp_path: Path) -> None:
+    series = {name: [1.0, 2.0] for name in "abcdef"}
+    write_html(tmp_path / "r.html", series)
+    page = (tmp_path / "r.html").read_text()
+    night = set(re.findall(r"--([\w-]+):", page[page.index("prefers-color-scheme: dark") :]))
+    used = set(re.findall(r"var\(--([\w-]+),", page))
+    assert len(used) >= 8
+    assert used <= night
+
+
+def test_a_history_is_a_list_a_line_and_a_chart() -> None:
+    steps = [{"step": n, "time": 1.0 * n, "loss": 4.0 - n, "extra": 1.0} for n in range(1, 4)]
+    history = History(steps)
+    assert history == steps
+    assert json.loads(json.dumps(history)) == steps
+    assert repr(history) == "History(3 steps, loss 3 █▅▁ 1)"
+    assert history.metrics() == ["loss", "extra"]
+    page = history._repr_html_()
+    assert page is not None
+    svg = xml.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    names = [element.text for element in svg.iter()]
+    assert "loss" in names
+    assert "extra" not in names  # only what it was asked for, or what every run has
+    assert "var(--line-0, rgb(37, 99, 185))" in svg_chart(history.curves(["extra"]))
+
+
+def test_a_history_of_two_thousand_steps_is_still_a_line() -> None:
+    assert len(repr(History({"step": n, "loss": 1.0 * n} for n in range(2000)))) < 80
+    assert repr(History()) == "History(0 steps)"
+    assert History()._repr_html_() is None
 
 
 def test_letters_are_drawn_and_told_apart() -> None:

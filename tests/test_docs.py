@@ -2,7 +2,9 @@
 
 A page's blocks share one fresh interpreter with no key and no server, so that models run in the process;
 what looks like a model's name or path in them is a tiny model. `READER_HAS` is what readers bring along. A
-block is left out only by `<!-- not run: REASON -->` on the line above it. T13, Z9.
+block that begins with `# NAME.py` is that file; the `$ python …` lines of a page's ```console blocks are run
+beside those files, and say what stands below them. A block is left out only by `<!-- not run: REASON -->`
+on the line above it. T13, Z9.
 """
 
 from __future__ import annotations
@@ -15,15 +17,26 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 
 from tests.compat import table
 from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tinkex.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- not run:(.*?)-->\n+\Z", re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*.py"))]
+NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|json|jsonl|toml|txt|svg|proto))`")
+# Between backticks, or a line of a console; whatever follows a comment or a pipe is not the command's.
+NAMED_COMMAND = re.compile(
+    r"`tinkex ([a-z][^`#|\n]*)`|^ *(?:\$ )?tinkex ([a-z][^`#|\n]*?)(?: *[#|].*)?$", re.MULTILINE
+)
+SOURCES = [page for page in sorted(ROOT.glob("src/tinkex/**/*.py")) if "`tinkex " in page.read_text()]
 MODEL_NAME = re.compile(r"""["']([\w.-]+(?:/[\w.-]+)+|SmolLM2-135M-Instruct)["']""")
 
 # Names that pages use without a word: what "your data" and the like stand for; then what single pages add.
@@ -74,20 +87,38 @@ WITH_CODE = [page for page in PAGES if blocks_of(page.read_text())]
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
     name = str(page.relative_to(ROOT))
     blocks = [block for block in blocks_of(page.read_text()) if block.skipped is None]
+    files = {match[1]: block.code for block in blocks if (match := FILE.match(block.code))}
     model = tiny_tokenizer(tiny_model(tmp_path / "model", "llama3"))
     for place in {place for block in blocks for place in MODEL_NAME.findall(block.code)}:
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         if not (tmp_path / place).exists():
             (tmp_path / place).symlink_to(model)
     before = [(0, READER_HAS[""]), (0, READER_HAS.get(name, ""))]
-    given = json.dumps([name, [*before, *((block.line, block.code) for block in blocks)]])
+    run_here = [block for block in blocks if block.code not in files.values()]
+    given = json.dumps([name, [*before, *((block.line, block.code) for block in run_here)]])
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
     home = {"HOME": str(tmp_path), "TINKEX_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment = {**clean, **home, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER], input=given, env={**clean, **home, "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=110,
+        [sys.executable, "-c", DRIVER], input=given, env=environment, cwd=tmp_path,
+        capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
+    for file, code in files.items():
+        (tmp_path / file).write_text(code)
+    for command, says in commands_of(page.read_text()):
+        done = subprocess.run(
+            [sys.executable, *command.split()[1:]], env=environment, cwd=tmp_path,
+            capture_output=True, text=True, timeout=110,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, says), f"{command}\n{done.stderr[-4000:]}"
+
+
+def commands_of(text: str) -> list[tuple[str, str]]:
+    """The `$ python …` lines of a page's console blocks, each with what stands below it."""
+    prompts = [part for block in CONSOLE.findall(text) for part in re.split(r"^\$ ", block, flags=re.M)[1:]]
+    said = [part.partition("\n") for part in prompts]
+    return [(command, output) for command, _, output in said if command.startswith("python ")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -107,6 +138,14 @@ def test_blocks_are_found_with_their_lines_and_reasons() -> None:
     assert first == Block(2, "x = 1\n", None)
     assert second == Block(6, "y\n", "needs a GPU")
     assert third == Block(10, "z = 2\n", None)
+    console = "```console\n$ python -m a b.py\n1\n2\n$ tinkex serve\n$ python c\n```\n"
+    assert commands_of(console) == [("python -m a b.py", "1\n2\n"), ("python c", "")]
+
+
+def test_both_command_lines_of_compat_are_on_a_page() -> None:
+    told = [command for page in PAGES for command, _ in commands_of(page.read_text())]
+    assert any(re.search(r"tinkex\.compat \w+\.py", command) for command in told)
+    assert any(re.search(r"tinkex\.compat -m \w+", command) for command in told)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -114,6 +153,47 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)|src=\"([^\"]+)\"", page.read_text())
     missing = [one for pair in targets for one in pair if one and "://" not in one]
     assert [one for one in missing if not (page.parent / one).exists()] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_are_there(page: Path) -> None:
+    """`engine/protocol.py` and the like: from the root, or from the package."""
+    named = NAMED_FILE.findall(page.read_text())
+    assert [
+        name for name in named if not any((ROOT / base / name).is_file() for base in (".", "src/tinkex"))
+    ] == []
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, *SOURCES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_are_named_exist(page: Path) -> None:
+    """In prose, in console blocks, in docstrings, and in what errors advise."""
+    lines = [words for pair in NAMED_COMMAND.findall(page.read_text()) for words in pair if words]
+    assert [problem for line in lines if (problem := misspelt(line))] == []
+
+
+def misspelt(line: str) -> str | None:
+    """What is wrong with the words after `tinkex`: a command or an option that there is not."""
+    command: click.Command | None = main
+    words = line.split()
+    while isinstance(command, click.Group) and words and words[0][0].isalpha():
+        command = command.get_command(click.Context(command), words.pop(0))
+    if command is None:
+        return f"no such command: tinkex {line}"
+    known = {name for parameter in command.params for name in parameter.opts} | {"--help", "-h", "--version"}
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return next((f"tinkex {line}: no option {option}" for option in options if option not in known), None)
+
+
+def test_a_misspelt_command_is_found() -> None:
+    text = (
+        "`tinkex server keys create me`\n$ tinkex demo --stepps 3  # x\n`tinkex model pull {name}`, tinkex as"
+    )
+    lines = [words for pair in NAMED_COMMAND.findall(text) for words in pair if words]
+    assert [misspelt(line) for line in lines] == [
+        "no such command: tinkex server keys create me",
+        "tinkex demo --stepps 3: no option --stepps",
+        None,
+    ]
 
 
 def test_the_tables_of_what_works_are_what_was_recorded() -> None:

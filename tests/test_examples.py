@@ -75,6 +75,41 @@ def test_sft_then_evaluate_then_chat(model: Path, home: Path, tmp_path: Path) ->
     assert "model: yes" in talked
 
 
+TRACKER = """
+import json
+from pathlib import Path
+
+def _note(*said):
+    with Path("tracked.jsonl").open("a") as log:
+        print(json.dumps(said), file=log)
+
+def init(*, project, config): _note("init", project, config["model"])
+def log(metrics, *, step): _note("log", metrics, step)
+def finish(): _note("finish")
+"""
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_metrics_go_to_a_tracker_too(
+    model: Path, home: Path, tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of that name with the functions that both have; what it is told is read back."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / f"{tracker}.py").write_text(TRACKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    talk = [{"role": "user", "content": "hello?"}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    options = ["--model", model, "--steps", 2, "--track", tracker]
+    losses = numbers(run("sft", "data.jsonl", *options, home=home, cwd=tmp_path), "nll")
+    rewards = numbers(run("rl", *options, "--max-tokens", 4, home=home, cwd=tmp_path), "reward")
+    told = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    assert [line[0] for line in told] == ["init", "log", "log", "finish"] * 2
+    assert told[0][1:] == ["sft", str(model)]
+    assert [told[i][1]["nll"] for i in (1, 2)] == pytest.approx(losses, abs=1e-4)
+    assert [told[i][1]["reward"] for i in (5, 6)] == pytest.approx(rewards, abs=1e-3)
+    assert [line[2] for line in told if line[0] == "log"] == [0, 1, 0, 1]
+
+
 def said_by(model: Any, place: Path) -> str:
     """What transformers has it say to the question that was trained on."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -91,16 +126,17 @@ def test_rl_raises_the_reward(model: Path, home: Path, tmp_path: Path) -> None:
         "--model",
         model,
         "--steps",
-        4,
+        8,
         "--max-tokens",
-        6,
+        12,
         "--learning-rate",
         3e-2,
         home=home,
         cwd=tmp_path,
     )
     rewards = numbers(said, "reward")
-    assert len(rewards) == 4
+    assert len(rewards) == 8
+    assert sum(rewards[-2:]) > sum(rewards[:2])
     assert "adapter: tinker://" in said
 
 

@@ -20,6 +20,7 @@ from tinkex import (
     RecoveryFailedError,
     RecoveryPolicy,
     RequestFailedError,
+    RunLostError,
     ServiceClient,
     TrainingClient,
 )
@@ -146,7 +147,7 @@ def corrupt(stub: Stub) -> Any:
             "training_run_id": run.model_id, "base_model": "stub/base", "model_owner": "me", "is_lora": True,
             "last_request_time": "2026-01-02T03:04:05Z", "corrupted": True,
         }  # fmt: skip
-        stub.script("forward_backward", status(422))
+        stub.script("forward_backward", status(422), where=lambda r: run.model_id.encode() in r.body)
         stub.script(
             "*", status(200, body=known), where=lambda r: r.path.endswith(f"training_runs/{run.model_id}")
         )
@@ -157,7 +158,7 @@ def corrupt(stub: Stub) -> Any:
 def end_session(stub: Stub) -> Any:
     def lose(run: TrainingClient) -> None:
         session = run.model_id.partition(":")[0]
-        stub.script("forward_backward", status(422))
+        stub.script("forward_backward", status(422), where=lambda r: run.model_id.encode() in r.body)
         stub.script(
             "session_heartbeat", status(410), always=True, where=lambda r: r.json["session_id"] == session
         )
@@ -203,6 +204,108 @@ def test_a_session_that_ended_is_opened_anew(stub: Stub, service: ServiceClient)
     loop.run()
     sessions = {run_id.partition(":")[0] for run_id, _ in loop.calls}
     assert len(sessions) == len(stub.sessions) == 2
+
+
+def looks(stub: Stub) -> int:
+    """How often the server was asked for a run's record."""
+    return sum("/training_runs/" in r.path and "checkpoints" not in r.path for r in stub.sent())
+
+
+class Pondering(Loop):
+    """A loop that makes no call from its loss on, until it has been told of it."""
+
+    def __init__(self, service: ServiceClient, lose: Any) -> None:
+        self.told = threading.Event()
+        super().__init__(service, lambda run: (lose(run), self.told.wait(20)))
+
+    def policy(self, **options: Any) -> RecoveryPolicy:
+        def on_event(event: Any) -> None:
+            self.events.append(event)
+            self.told.set()
+
+        return RecoveryPolicy(backoff=0.01, watch=0.02, on_event=on_event, **options)
+
+
+def only_forget(stub: Stub) -> Any:
+    return lambda run: stub._on_loop(lambda: stub.runs.pop(run.model_id))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (only_forget, "does not know it any more"),
+        (corrupt, "could not restore it"),
+        (end_session, "its session has ended"),
+    ],
+)
+def test_a_watch_notices_though_nobody_makes_a_call(
+    stub: Stub, service: ServiceClient, how: Any, words: str
+) -> None:
+    loop = Pondering(service, how(stub))
+    passes = lambda: stub.count("forward_backward")  # noqa: E731
+    seen = list[int]()
+    losing = loop.lose
+
+    def lose(run: TrainingClient) -> None:
+        eventually(lambda: looks(stub))
+        losing(run)
+        assert loop.kinds() == [RunLost], "told before any call"
+        eventually(lambda: run._requests._lost)
+        seen.append(passes())
+        with pytest.raises(RunLostError, match=words):
+            run.optim_step()
+        assert passes() == seen[0], "nothing was sent"
+
+    loop.lose = lose
+    assert loop.run() == "done"
+    assert words in str(loop.events[0])
+    assert loop.kinds() == [RunLost, RecoveryAttempt, RunResumed]
+    assert [step for _, step in loop.calls] == [0, 4]
+
+
+def test_a_watch_ends_with_its_loop(stub: Stub, service: ServiceClient) -> None:
+    loop = Loop(service, lambda run: None)
+    assert loop.run(watch=0.02) == "done"
+    asked = looks(stub)
+    time.sleep(0.3)
+    assert 0 < looks(stub) <= asked + 1, "one may have been on its way"
+    assert loop.events == []
+
+
+def test_a_watch_takes_no_silence_and_no_ignorance_for_a_loss(stub: Stub, service: ServiceClient) -> None:
+    """A server that fails, is away, or has never had the run's record (not every one keeps them)."""
+
+    def lose(run: TrainingClient) -> None:
+        stub.script("*", status(404), always=True, where=lambda r: "training_runs" in r.path)
+        eventually(lambda: looks(stub) > 3)
+
+    stub.script("*", status(500), always=True, where=lambda r: "training_runs" in r.path)
+    loop = Loop(service, lose)
+    assert loop.run(watch=0.02) == "done"
+    assert loop.events == []
+
+
+def test_async_loops_are_watched_too(stub: Stub, service: ServiceClient) -> None:
+    events: list[Any] = []
+
+    async def create() -> TrainingClient:
+        return await service.create_lora_training_client_async("stub/base", rank=4)
+
+    async def train(run: TrainingClient, step: int) -> int:
+        if step == 0:
+            await (await run.save_state_async("000003"))
+            await asyncio.to_thread(eventually, lambda: looks(stub) > 0)
+            only_forget(stub)(run)
+            while True:
+                await asyncio.sleep(0.01)
+                await asyncio.to_thread(eventually, lambda: run._requests._lost)
+                await (await run.forward_backward_async(DATA, "cross_entropy"))
+        return step
+
+    policy = RecoveryPolicy(watch=0.02, on_event=events.append)
+    assert asyncio.run(policy.run_async(service, create, train)) == 3
+    assert [type(event) for event in events] == [RunLost, RecoveryAttempt, RunResumed]
+    assert isinstance(events[0].error, RunLostError)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +505,7 @@ def test_a_checkpoint_without_a_step_is_said(stub: Stub, service: ServiceClient)
 
 
 @pytest.mark.parametrize(
-    "options", [{"attempts": 0}, {"concurrent": True}, {"backoff": -1}, {"max_backoff": "1"}]
+    "options", [{"attempts": 0}, {"concurrent": True}, {"backoff": -1}, {"max_backoff": "1"}, {"watch": 0}]
 )
 def test_options_are_checked(options: Any) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):

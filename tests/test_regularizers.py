@@ -214,6 +214,38 @@ def test_any_loss_can_be_regularized(loss: Any) -> None:
         np.testing.assert_allclose(gradient, 3 * x**2 + 0.4 * x**3, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("loss", "wrong", "words"),
+    [
+        ("ppo", {"logprobs": [-1.0] * 3}, r"data\[0\].loss_fn_inputs: ppo needs 'advantages'"),
+        (
+            "ppo",
+            {"target_tokens": np.ones((3, 2), int), "logprobs": [-1.0] * 3, "advantages": [1.0] * 3},
+            "ppo takes one target a position",
+        ),
+        (
+            "kl_divergence",
+            {"target_tokens": np.ones((3, 2), int), "logprobs": [-1.0] * 3},
+            r"\['logprobs'\] has shape \[3\], target_tokens has \[3, 2\]",
+        ),
+        (
+            traced(lambda logprobs, old: ((logprobs - old).sum(), {}), {"logprobs": 1, "old": 1}),
+            {},
+            "no 'old'",
+        ),
+    ],
+)
+def test_what_a_loss_cannot_be_computed_on_is_said_at_the_call(loss: Any, wrong: Any, words: str) -> None:
+    with Stub() as stub:
+        service = ServiceClient(base_url=stub.url)
+        run = service.create_lora_training_client("stub/base")
+        with pytest.raises(InvalidInputError, match=words):
+            run.forward_backward_custom([datum(3, **wrong)], reg.regularized(loss, [reg.l2()]))
+        assert stub.count("forward_backward") == 0
+        run.forward_backward_custom([datum(3)], reg.regularized(None, [reg.l2()])).result(10)
+        close(service)
+
+
 def test_a_loss_of_the_servers_is_regularized_by_a_second_pass() -> None:
     with Stub() as stub:
         service = ServiceClient(base_url=stub.url)
@@ -243,20 +275,33 @@ with Stub() as stub, ServiceClient(base_url=stub.url) as service:
     data = [datum(3, ref_logprobs=TensorData(np.full(3, -1.0, np.float32))) for _ in range(2)]
     output = run.forward_backward_custom(data, reg.regularized("cross_entropy", terms)).result(10)
     print(output.metrics["loss:sum"])
+    drawn = [datum(3, logprobs=[-1.0] * 3, advantages=[2.0] * 3)]
+    output = run.forward_backward_custom(drawn, reg.regularized("ppo", [0.1 * reg.l2()])).result(10)
+    print(output.metrics["loss:sum"])
 """
 
 
 def test_no_torch_is_needed() -> None:
-    """Cross-entropy 3, l2 0.15, kl 0.1·6·0.5, entropy -0.1·3, consistency 0, cos² 1."""
+    """Cross-entropy 3, l2 0.15, kl 0.1·6·0.5, entropy -0.1·3, consistency 0, cos² 1; then ppo, clipped."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(3 + 0.15 + 0.3 - 0.3 + 0 + 1, abs=1e-5)
+    crossed, clipped = map(float, done.stdout.split())
+    assert crossed == pytest.approx(3 + 0.15 + 0.3 - 0.3 + 0 + 1, abs=1e-5)
+    assert clipped == pytest.approx(-3 * 2 * 1.2 + 0.1 * 3 * 0.25, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: reg.regularized("ppo", []), r"regularized\(None, terms\): the gradients add up"),
+        (
+            lambda: reg.regularized("stable_reinforce", []),
+            r"regularized\(None, terms\): the gradients add up",
+        ),
+        (lambda: reg.regularized("dro", []), r"dro needs loss_fn_config\['beta'\]"),
+        (lambda: reg.regularized("ppo", [], {"beta": 1.0}), "ppo takes: clip_low_threshold, clip_high"),
+        (lambda: reg.regularized("dro", [], {"beta": -1.0}), "a number from 0 on, got -1.0"),
+        (lambda: reg.regularized(None, [], {"beta": 1.0}), "given by its name, not for None"),
+        (lambda: reg.regularized(3, []), "a loss's name, a function.* got 3"),
         (lambda: reg.regularized(None, [reg.l2(), 2 * reg.l2()]), "different names.*Term.named"),
         (lambda: reg.regularized(None, [0.1]), "must be Term objects"),
         (lambda: reg.elastic_net(1.5), r"in \[0, 1\], got 1.5"),
@@ -290,6 +335,7 @@ def test_a_term_of_ones_own_is_checked() -> None:
 def test_the_example_of_the_docs_works(capsys: Any) -> None:
     """Four tokens of x = -1 and r = -2: cross-entropy 4, kl 0.1·4·1, entropy -0.01·4·1."""
     page = (Path(__file__).parents[1] / "docs" / "losses.md").read_text()
-    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(next(block for block in blocks if "reg.regularized" in block), {})
     said = [float(word) for word in capsys.readouterr().out.split()]
     assert said == pytest.approx([4 + 0.4 - 0.04, 4.0, 0.02], abs=1e-6)

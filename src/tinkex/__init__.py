@@ -43,7 +43,7 @@ _ERRORS = (
     "CredentialError", "ExperimentalWarning", "ExpiredError", "ForkedClientError", "InternalServerError",
     "InvalidInputError", "ModelError", "NotFoundError", "PassIncompleteError", "PermissionDeniedError",
     "RateLimitError", "RecoveryFailedError", "RequestErrorCategory", "RequestFailedError",
-    "ResultTimeoutError", "StreamBrokenError", "StreamingUnsupportedError", "TinkerError",
+    "ResultTimeoutError", "RunLostError", "StreamBrokenError", "StreamingUnsupportedError", "TinkerError",
     "TokenizerError", "UnprocessableEntityError",
 )  # fmt: skip
 _HOME: dict[str, str] = {
@@ -51,9 +51,10 @@ _HOME: dict[str, str] = {
     **dict.fromkeys(_TYPES, "tinkex.types"),
     **dict.fromkeys(_ERRORS, "tinkex.errors"),
 }
-_MODULES = ("auth", "errors", "recovery", "regularizers", "types")
+_MODULES = ("auth", "autograd", "errors", "recovery", "regularizers", "types")
 
-__all__ = ["__title__", "__version__", *_HOME, *_MODULES]
+# The checker has the names from the imports at the end of this file.
+__all__ = ["__title__", "__version__", *_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -81,6 +82,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from tinkex import auth as auth
+    from tinkex import autograd as autograd
     from tinkex import errors as errors
     from tinkex import recovery as recovery
     from tinkex import regularizers as regularizers

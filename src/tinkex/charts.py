@@ -162,7 +162,7 @@ def write_png(
     """Write the chart as a PNG, 1200 pixels wide; `y_label` stands in for a single series' own name."""
     from tinkex.drawing import Canvas
 
-    canvas = Canvas(_WIDE, _height(series))
+    canvas = Canvas(_WIDE, _height(series, titled=bool(title)))
     _draw(canvas, _named(series, y_label), title, x_label, x)
     canvas.write_png(path)
 
@@ -178,30 +178,50 @@ def write_html(
     facts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the chart as one HTML file that needs nothing else; `facts` become a table above it."""
-    svg = _Svg(_WIDE, _height(series))
-    _draw(svg, _named(series, y_label), "", x_label, x)
+    chart = svg_chart(_named(series, y_label), x_label=x_label, x=x)
     rows = "".join(f"<tr><th>{_safe(k)}</th><td>{_safe(v)}</td></tr>\n" for k, v in (facts or {}).items())
     page = _PAGE.format(
-        title=_safe(title), facts=f"<table>\n{rows}</table>" if rows else "", chart=svg.markup()
+        title=_safe(title),
+        facts=f"<table>\n{rows}</table>" if rows else "",
+        chart=chart,
+        night="; ".join(f"--{name}: {colour}" for name, colour in _BY_NIGHT.items()),
     )
     Path(path).write_text(page, encoding="utf-8")
 
 
+def svg_chart(series: Series, *, x_label: str = "step", x: Sequence[float] | None = None) -> str:
+    """The chart as an SVG element: for a notebook, or for a page, which may set its colours (`--ink`, …)."""
+    svg = _Svg(_WIDE, _height(series, titled=False))
+    _draw(svg, series, "", x_label, x)
+    return svg.markup()
+
+
 _WIDE, _MARGIN = 1200, (110, 40)  # left and right of a panel
-_TITLE, _PANEL, _GAP, _AXIS = 104, 300, 64, 80  # heights: above all panels, of one, between, below the last
-_INK, _FAINT, _GRID = (32, 36, 44), (104, 112, 124), (228, 231, 236)
+_TITLE, _NAME, _PANEL = 52, 52, 300  # heights: of the title, of the first panel's name, of a panel
+_GAP, _AXIS = 64, 80  # between two panels, below the last
+_PAPER, _INK, _FAINT, _GRID = (255, 255, 255), (32, 36, 44), (104, 112, 124), (228, 231, 236)
 _LINES = ((37, 99, 185), (200, 85, 30), (28, 130, 92), (150, 60, 150), (120, 100, 40))
+_BY_NIGHT = {  # the same for a dark page, by the names that a chart asks for
+    "paper": "#1c1f26", "ink": "#dfe3ea", "faint": "#949cab", "grid": "#343943",
+    "line-0": "#6ea8fe", "line-1": "#f0a06a", "line-2": "#6fcf9f", "line-3": "#d59be0", "line-4": "#d6bd6a",
+}  # fmt: skip
+_NAMES = {_PAPER: "paper", _INK: "ink", _FAINT: "faint", _GRID: "grid"} | {
+    colour: f"line-{i}" for i, colour in enumerate(_LINES)
+}
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #20242c; background: #f6f7f9; margin: 2rem auto;
-       max-width: 1000px; padding: 0 1rem }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink, #20242c); background: var(--desk, #f6f7f9);
+       margin: 2rem auto; max-width: 1000px; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem; overflow-wrap: anywhere }}
 table {{ border-collapse: collapse; margin: 1rem 0 }}
 th, td {{ text-align: left; padding: .15rem 1.5rem .15rem 0; font-weight: normal; overflow-wrap: anywhere }}
-th {{ color: #68707c; white-space: nowrap; vertical-align: top }}
-svg {{ background: white; width: 100%; height: auto; border-radius: 6px; font-family: inherit }}
+th {{ color: var(--faint, #68707c); white-space: nowrap; vertical-align: top }}
+svg {{ width: 100%; height: auto; border-radius: 6px; font-family: inherit }}
+@media (max-width: 640px) {{ svg text {{ font-size: 26px }} }}
+@media (prefers-color-scheme: dark) {{ :root {{ --desk: #121419; {night} }} }}
 </style>
 <h1>{title}</h1>
 {facts}
@@ -222,12 +242,15 @@ class _Pen(Protocol):
 
 class _Svg:
     def __init__(self, width: int, height: int) -> None:
-        self._parts = [f'<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">']
+        self._parts = [
+            f'<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" '
+            f'font-family="sans-serif" style="background: {_css(_PAPER)}">'
+        ]
 
     def line(self, points: Sequence[Point], colour: Colour, width: float = 1.0) -> None:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (points if len(points) > 1 else [*points] * 2))
         self._parts.append(
-            f'<polyline points="{path}" fill="none" stroke="rgb{colour}" stroke-width="{width:g}" '
+            f'<polyline points="{path}" style="stroke: {_css(colour)}" stroke-width="{width:g}" fill="none" '
             'stroke-linejoin="round" stroke-linecap="round"/>'
         )
 
@@ -236,18 +259,24 @@ class _Svg:
     ) -> None:
         self._parts.append(  # a font's size is its line's, about 1.4 times that of a capital
             f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" font-size="{size * 1.4:g}" text-anchor="{anchor}" '
-            f'fill="rgb{colour}">{_safe(words)}</text>'
+            f'style="fill: {_css(colour)}">{_safe(words)}</text>'
         )
 
     def markup(self) -> str:
         return "\n".join([*self._parts, "</svg>"])
 
 
+def _css(colour: Colour) -> str:
+    """A colour that a page may set, and what it is where none does."""
+    return f"var(--{_NAMES[colour]}, rgb{colour})"
+
+
 def _draw(pen: _Pen, series: Series, title: str, x_label: str, x: Sequence[float] | None) -> None:
-    pen.text((_MARGIN[0], 48), title, _INK, 17)
+    if title:
+        pen.text((_MARGIN[0], 48), title, _INK, 17)
     steps = list(x) if x else list(range(1, max((len(values) for values in series.values()), default=0) + 1))
     across = _span(steps) if len(steps) > 1 else _padded(*_span(steps))
-    top = _TITLE
+    top = _top(titled=bool(title))
     for index, (name, values) in enumerate(series.items()):
         box = _Box(_MARGIN[0], top, _WIDE - sum(_MARGIN), _PANEL, across, _padded(*_span(values)))
         _draw_axes(pen, box, name, last=index == len(series) - 1)
@@ -310,8 +339,12 @@ def _stretches(steps: Sequence[float], values: Sequence[float]) -> list[list[Poi
     return [stretch for stretch in found if stretch]
 
 
-def _height(series: Series) -> int:
-    return _TITLE + _PANEL * len(series) + _GAP * (len(series) - 1) + _AXIS
+def _top(*, titled: bool) -> int:
+    return _TITLE * titled + _NAME
+
+
+def _height(series: Series, *, titled: bool) -> int:
+    return _top(titled=titled) + _PANEL * len(series) + _GAP * (len(series) - 1) + _AXIS
 
 
 def _named(series: Series, y_label: str) -> Series:

@@ -11,6 +11,7 @@
     TINKEX_HOME             where the embedded engine keeps its state (default ~/.tinkex)
     TINKEX_TOKENIZER_DIR    a directory of tokenizers, looked into before any hub
     HF_HUB_OFFLINE          1, true, yes or on: never ask a hub
+    NO_COLOR                anything: the command line prints without colours
     HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY   as everywhere; never used for this machine's own servers
 
 `tinkex serve` also takes its options from there; what is said on the command line wins:
@@ -18,6 +19,7 @@
     TINKEX_MODELS           --model, several NAME=PLACE with spaces between
     TINKEX_HOST, TINKEX_PORT, TINKEX_HOME, TINKEX_PUBLIC_URL, TINKEX_DEVICE, TINKEX_DTYPE, TINKEX_PRELOAD,
     TINKEX_LOG_LEVEL        --host, --port, --home, --public-url, --device, --dtype, --preload, --log-level
+    TINKEX_MAX_CONTEXT, TINKEX_DISK_QUOTA, TINKEX_DRAIN   --max-context, --disk-quota, --drain
 
 Read once, when a client is made: nothing else in the project looks at the environment (but for the command
 line's library, which reads the options above).
@@ -74,13 +76,17 @@ class Settings:
     tokenizer_dir: Path | None = None
     credentials_file: Path = Path("~/.tinker/credentials.json")
     offline: bool = False
+    no_color: bool = False
     http_proxy: bool = False  # http:// goes through a proxy, which the HTTP library finds by itself
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Settings:
         """From the environment; an empty variable counts as unset."""
-        env = os.environ if env is None else env
-        get = lambda name: env.get(name) or None  # noqa: E731
+        given: Mapping[str, str] = os.environ if env is None else env
+
+        def get(name: str) -> str | None:
+            return given.get(name) or None
+
         headers = {
             "CF-Access-Client-Id": get("CLOUDFLARE_ACCESS_CLIENT_ID"),
             "CF-Access-Client-Secret": get("CLOUDFLARE_ACCESS_CLIENT_SECRET"),
@@ -99,6 +105,7 @@ class Settings:
             tokenizer_dir=Path(tokenizer_dir).expanduser() if tokenizer_dir else None,
             credentials_file=Path("~/.tinker/credentials.json").expanduser(),
             http_proxy=any(map(get, ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))),
+            no_color=get("NO_COLOR") is not None,
             offline=(get("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on"),
         )
 

@@ -49,7 +49,7 @@ _UNKNOWN: list[list[Point]] = [[(0, 0), (0, 6), (3, 6), (3, 0), (0, 0)]]  # an e
 
 def _glyphs() -> dict[str, list[list[Point]]]:
     depth = {**{str(n): float(n) for n in range(10)}, "_": -1.0, "=": -2.0}
-    table = {}
+    table: dict[str, list[list[Point]]] = {}
     for entry in (e for line in _STROKES.strip().splitlines() for e in line.split("|")):
         name, _, strokes = entry.partition(" ")
         table[name] = []

@@ -10,6 +10,7 @@
     ├── PassIncompleteError                  a step held back: part of its batch was refused
     ├── ResultTimeoutError (TimeoutError)    not there yet; the request goes on
     ├── RequestFailedError                   the server accepted the request and failed it
+    ├── RunLostError                         noticed by a RecoveryPolicy's watch: nothing was sent
     ├── RecoveryFailedError                  a lost run could not be resumed: what was tried
     └── APIError
         ├── APIResponseValidationError       an answer that cannot be understood
@@ -51,6 +52,9 @@ class RequestErrorCategory(StrEnum):
             return cls.Unknown
 
 
+_Body = dict[str, Any] | list[Any] | str | int | float | bool | bytes | None  # an answer's JSON, or its bytes
+
+
 @dataclass(frozen=True)
 class Request:
     """What was asked: enough to name it in a message, never its credentials."""
@@ -64,7 +68,7 @@ class Response:
     """What was answered, as an exception carries it."""
 
     status_code: int
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
     text: str = ""
     request: Request = field(default_factory=Request)
 
@@ -72,7 +76,7 @@ class Response:
 class TinkerError(Exception):
     """The base of everything this package raises on purpose."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Constructors differ, so rebuild from the finished state instead of the arguments.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
@@ -120,6 +124,15 @@ class RequestFailedError(TinkerError):
         self.received: Sequence[Any] = ()  # of a stream: what came before it failed
 
 
+class RunLostError(TinkerError):
+    """A call of a run that the server has lost, as a RecoveryPolicy has noticed; it was not sent."""
+
+    def __init__(self, run_id: str, reason: str) -> None:
+        super().__init__(f"run {run_id} is lost: {reason}")
+        self.run_id = run_id
+        self.reason = reason
+
+
 class RecoveryFailedError(TinkerError):
     """A run is lost, and a RecoveryPolicy gave it up; the last failure is the cause."""
 
@@ -127,7 +140,7 @@ class RecoveryFailedError(TinkerError):
 class APIError(TinkerError):
     """A request that did not get a usable answer."""
 
-    def __init__(self, message: str, request: Any = None, *, body: object | None = None) -> None:
+    def __init__(self, message: str, request: Any = None, *, body: _Body = None) -> None:
         super().__init__(message)
         self.message = message
         self.request = request
@@ -137,7 +150,7 @@ class APIError(TinkerError):
 class APIResponseValidationError(APIError):
     """An answer that does not follow the protocol."""
 
-    def __init__(self, response: Any, body: object | None = None, message: str | None = None) -> None:
+    def __init__(self, response: Any, body: _Body = None, message: str | None = None) -> None:
         super().__init__(
             message or "The server's answer does not follow the protocol.",
             getattr(response, "request", None),
@@ -175,7 +188,7 @@ class StreamBrokenError(APIConnectionError):
 class APIStatusError(APIError):
     """An HTTP status of 4xx or 5xx."""
 
-    def __init__(self, message: str, response: Any, body: object | None = None) -> None:
+    def __init__(self, message: str, response: Any, body: _Body = None) -> None:
         super().__init__(message, getattr(response, "request", None), body=body)
         self.response = response
         self.status_code: int = response.status_code
@@ -242,7 +255,7 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 }
 
 
-def status_error(message: str, response: Response, body: object | None = None) -> APIStatusError:
+def status_error(message: str, response: Response, body: _Body = None) -> APIStatusError:
     """The exception for an HTTP status."""
     kind = _BY_STATUS.get(response.status_code)
     if kind is None:

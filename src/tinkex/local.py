@@ -21,7 +21,7 @@ from typing import Any
 from tinkex import tracing
 from tinkex.client import loop as background
 from tinkex.client.connection import Connection
-from tinkex.config import Settings
+from tinkex.config import LOCAL, Settings
 from tinkex.engine.protocol import Engine
 from tinkex.errors import Request, Response, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
@@ -97,7 +97,7 @@ class LocalTransport:
 
     def engines(self) -> list[Engine]:
         """Those that are loaded."""
-        models = self._service.core.engines if self._service.core is not None else ()
+        models = self._service.core.engines if hasattr(self._service, "core") else ()
         return [model.engine for model in models if model.engine is not None]
 
 
@@ -139,10 +139,11 @@ def connection(settings: Settings) -> Connection:
         if importlib.util.find_spec("torch") is None:
             raise TinkerError(NOT_INSTALLED)
         _transports[home] = LocalTransport(Service(service_config(settings)))
-        print(  # noqa: T201
-            f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
-            file=sys.stderr,
-        )
+        if settings.base_url != LOCAL:  # whoever asked for it need not be told
+            print(  # noqa: T201
+                f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
+                file=sys.stderr,
+            )
     return Connection(_transports[home], settings)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tinkex.client.rest import RestClient
+from tinkex.client.run_watch import RunWatch
 from tinkex.client.service import ServiceClient
 from tinkex.client.story import Slots, Story, drive, drive_async
 from tinkex.client.training import TrainingClient
@@ -55,7 +56,7 @@ _dice = random.Random()
 
 @dataclass(frozen=True)
 class RunLost:
-    """A loop failed, and its run is lost."""
+    """A run is lost: its loop failed, or the policy's watch has noticed."""
 
     run_id: str
     reason: str
@@ -122,8 +123,9 @@ class RecoveryPolicy:
 
     `attempts`: tries to resume before RecoveryFailedError, and how often the same checkpoint may be resumed
     from. Between two tries, `backoff` seconds, doubled each time, up to `max_backoff`. `concurrent`: how many
-    runs may be resuming at the same time. `start_over`: a run without any checkpoint begins anew. `on_event`
-    is told of everything.
+    runs may be resuming at the same time. `start_over`: a run without any checkpoint begins anew. `watch`:
+    ask for the run every so many seconds, so that a loss is told though the loop makes no call (None: it is
+    noticed when a call fails). `on_event` is told of everything.
     """
 
     attempts: int = 5
@@ -131,6 +133,7 @@ class RecoveryPolicy:
     max_backoff: float = 60.0
     concurrent: int = 2
     start_over: bool = True
+    watch: float | None = None
     on_event: Callable[[RecoveryEvent], object] | None = None
     step_of: Callable[[Checkpoint], int | None] = step_of
     _slots: Slots = field(init=False, repr=False, compare=False)
@@ -146,6 +149,11 @@ class RecoveryPolicy:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise InvalidInputError(f"RecoveryPolicy.{name} must be seconds from 0 on, got {value!r}")
+        every = self.watch
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int | float) or not every > 0
+        ):
+            raise InvalidInputError(f"RecoveryPolicy.watch must be seconds above 0, or None, got {every!r}")
         object.__setattr__(self, "_slots", Slots(self.concurrent))
 
     def run(
@@ -176,15 +184,28 @@ class RecoveryPolicy:
     def _life(self, run: _Run, train: Callable[[TrainingClient, int], Any]) -> Story[Any]:
         run.client, step = (yield run.create), 0
         while True:
-            client = run.client
+            client, watch = run.client, self._watched(run.client)
             try:
                 return (yield lambda client=client, step=step: train(client, step))
             except TinkerError as error:
-                reason = yield from _why_lost(run, error)
-                if reason is None:
-                    raise
-                self._tell(RunLost(client.model_id, reason, error))
+                if watch is not None and watch.stop() is not None:
+                    yield lambda watch=watch: watch.told
+                else:
+                    reason = yield from _why_lost(run, error)
+                    if reason is None:
+                        raise
+                    self._tell(RunLost(client.model_id, reason, error))
                 step = yield from self._recover(run, error)
+            finally:
+                if watch is not None:
+                    watch.stop()
+
+    def _watched(self, client: TrainingClient) -> RunWatch | None:
+        if self.watch is None:
+            return None
+        return RunWatch(
+            client, self.watch, lambda error: self._tell(RunLost(error.run_id, error.reason, error))
+        )
 
     def _recover(self, run: _Run, error: Exception) -> Story[int]:
         """Put another run in the place of the lost one; the step to go on from."""

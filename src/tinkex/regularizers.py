@@ -12,15 +12,18 @@ target tokens: no weights of the model, and no other token's probability. docs/l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossHandle, torch_gradients
+from tinkex import autograd
+from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossChecks, LossHandle, torch_gradients
+from tinkex.client.named_losses import NamedLoss
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum
+from tinkex.types.params import LossFnType
 
 Batch = Sequence[Datum]
 Arrays = Sequence[np.ndarray]
@@ -57,7 +60,16 @@ class Term:
 class Regularized:
     """A loss and its terms: what `regularized` makes and `forward_backward_custom` takes."""
 
-    def __init__(self, loss: Any, terms: Sequence[Term]) -> None:
+    def __init__(
+        self, loss: Any, terms: Sequence[Term], loss_fn_config: Mapping[str, float] | None = None
+    ) -> None:
+        if isinstance(loss, str):
+            loss = NamedLoss(loss, loss_fn_config or {})
+        elif loss_fn_config is not None:
+            raise InvalidInputError(
+                f"loss_fn_config is for a loss that is given by its name, not for {loss!r}"
+            )
+        self._loss = loss
         self._base = _base(loss)
         self.terms = tuple(terms)
         names = [term.name for term in self.terms if isinstance(term, Term)]
@@ -65,6 +77,11 @@ class Regularized:
             raise InvalidInputError(f"terms must be Term objects (l2(), 0.1 * kl(), …), got {list(terms)!r}")
         if len(set(names)) < len(names):
             raise InvalidInputError(f"terms must have different names, got {names}; see Term.named")
+
+    def check(self, data: Batch) -> None:
+        """Refuse datums that the loss itself cannot be computed on."""
+        if isinstance(self._loss, LossChecks):
+            self._loss.check(data)
 
     def value_and_gradients(
         self, data: Batch, logprobs: Arrays
@@ -89,48 +106,33 @@ class Regularized:
 
 
 def regularized(
-    loss: Literal["cross_entropy"] | CustomLossFnV1 | LossHandle | ArrayLoss | None, terms: Sequence[Term]
+    loss: LossFnType | CustomLossFnV1 | LossHandle | ArrayLoss | None,
+    terms: Sequence[Term],
+    loss_fn_config: Mapping[str, float] | None = None,
 ) -> Regularized:
     """A loss plus weighted terms, for `forward_backward_custom`.
 
-    `loss` is "cross_entropy", a torch function, a LossHandle (run here), an object that knows its gradients,
-    or None: only the terms, for a loss that the server computes in a pass of its own (gradients add up).
+    `loss` is the name of one of the server's (with its `loss_fn_config`), computed here; a torch function; a
+    LossHandle (run here); an object that knows its gradients; or None: only the terms, for a loss that the
+    server computes in a pass of its own (gradients add up).
     """
-    return Regularized(loss, terms)
+    return Regularized(loss, terms, loss_fn_config)
 
 
-def _base(loss: Any) -> Callable[[Batch, Arrays], tuple[float, list[np.ndarray], dict[str, float]]]:
+def _base(
+    loss: CustomLossFnV1 | LossHandle | ArrayLoss | None,
+) -> Callable[[Batch, Arrays], tuple[float, list[np.ndarray], dict[str, float]]]:
     if loss is None:
         return lambda data, logprobs: (0.0, [np.zeros_like(x) for x in logprobs], {})
-    if loss == "cross_entropy":
-        return _cross_entropy
     if isinstance(loss, ArrayLoss):
         return loss.value_and_gradients
-    if isinstance(loss, LossHandle) or callable(loss):
-        return lambda data, logprobs: _by_autograd(loss, data, logprobs)
-    raise InvalidInputError(
-        f'regularized takes "cross_entropy", a function, a LossHandle, an ArrayLoss or None, got {loss!r}. '
-        "For another loss of the server's, call forward_backward with it, then forward_backward_custom with "
-        "regularized(None, terms): the gradients add up"
-    )
-
-
-def _by_autograd(
-    loss: Any, data: Batch, logprobs: Arrays
-) -> tuple[float, list[np.ndarray], dict[str, float]]:
     if isinstance(loss, LossHandle):
-        loss.check(data)
-        return torch_gradients(loss.run_here, data, logprobs)
-    return torch_gradients(loss, data, logprobs)
-
-
-def _cross_entropy(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray], dict[str, float]]:
-    weights = [
-        datum.loss_fn_inputs["weights"].to_numpy() if "weights" in datum.loss_fn_inputs else np.ones_like(x)
-        for datum, x in zip(data, logprobs, strict=True)
-    ]
-    value = -sum(float(np.sum(w * x, dtype=np.float64)) for w, x in zip(weights, logprobs, strict=True))
-    return value, [-w for w in weights], {}
+        return lambda data, logprobs: torch_gradients(loss.run_here, data, logprobs)
+    if callable(loss):
+        return lambda data, logprobs: torch_gradients(loss, data, logprobs)
+    raise InvalidInputError(
+        f"regularized takes a loss's name, a function, a LossHandle, an ArrayLoss or None, got {loss!r}"
+    )
 
 
 def _norm(arrays: Arrays) -> float:
@@ -231,7 +233,8 @@ def _per_token(name: str, formula: Formula, mask: str | None, mean: bool) -> Ter
     """A term that is a sum (or mean) over the positions that count."""
 
     def compute(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray]]:
-        total, count, gradients = 0.0, 0, []
+        total, count = 0.0, 0
+        gradients: list[np.ndarray] = []
         for index, (datum, given) in enumerate(zip(data, logprobs, strict=True)):
             keep = _counted(datum, mask, given)
             value, slope = formula(index, datum, given.astype(np.float64))
@@ -361,6 +364,12 @@ def _pairs(name: str, pairs: Pairs | None, count: int, neighbours: bool) -> list
 
 
 # -- terms of one's own ----------------------------------------------------------------------------------
+
+
+def from_numpy(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:
+    """A term from a function `fn(data, logprobs) -> scalar` in numpy; its gradient is tinkex.autograd's."""
+    whole = autograd.loss(lambda data, logprobs: (fn(data, logprobs), None))
+    return Term(name, lambda data, logprobs: whole.value_and_gradients(data, logprobs)[:2])
 
 
 def from_torch(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:

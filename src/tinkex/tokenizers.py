@@ -8,6 +8,7 @@ tokenized as it is: a chat template is applied by `render_chat` only, and it is 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import threading
 from collections import OrderedDict
@@ -146,7 +147,7 @@ def _from_hub(name: str, offline: bool, shelf: Path | None) -> Any:
     try:
         if not offline:
             return auto_tokenizer.from_pretrained(name, **more)
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # a bare type
 
         # By its directory: by its name, transformers asks for files that not every tokenizer has.
         place = snapshot_download(name, revision=PINNED.get(name), local_files_only=True)
@@ -166,14 +167,14 @@ def _from_hub(name: str, offline: bool, shelf: Path | None) -> Any:
 def _from_package(name: str) -> Any:
     """Thinking Machines' own models keep their tokenizers in a package of theirs."""
     try:
-        from tml_tokenizers.tinker_tokenizers import get_tinker_tokenizer  # type: ignore[import-not-found]
-    except ImportError:
+        package: Any = importlib.import_module("tml_tokenizers.tinker_tokenizers")
+        load = package.get_tinker_tokenizer
+    except (ImportError, AttributeError):
         raise TokenizerError(
             f"the tokenizer of {name!r} is not on the hub: it comes with the package tml-renderers, which is "
             "not installed"
         ) from None
-    tokenizer = get_tinker_tokenizer(name)
-    if tokenizer is None:
+    if (tokenizer := load(name)) is None:
         raise TokenizerError(f"the installed tml_tokenizers has no tokenizer for {name!r}")
     return tokenizer
 

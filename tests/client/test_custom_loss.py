@@ -309,7 +309,8 @@ def test_the_example_of_the_docs_works(service: ServiceClient, run: Any) -> None
     """Ratios of e^-0.5 / e^-1 and 1: one of two is clipped."""
     page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
     scope: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], scope)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(next(block for block in blocks if "train_with" in block), scope)
     old = TensorData(np.array([-1.0, -0.5], np.float32))
     data = [datum(2, old_logprobs=old, advantages=TensorData(np.ones(2, np.float32)))]
     assert scope["train_with"](service, run, [data, data]) == [0.5, 0.5]

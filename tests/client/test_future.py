@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
+import inspect
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 
-from tests.client.conftest import PARAMS, PROMPT
+from tests.client.conftest import PARAMS, PROMPT, datum, eventually
 from tests.stub import Stub
-from tinkex import APIFuture, ResultTimeoutError, ServiceClient
+from tinkex import (
+    AdminClient,
+    APIFuture,
+    RestClient,
+    ResultTimeoutError,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+)
 from tinkex.client.future import completed, fail, resolve, start
 
 
@@ -81,6 +92,33 @@ def test_a_result_is_fetched_once(stub: Stub, service: ServiceClient, batch: boo
         assert [r for r in stub.requests if r.op not in ("session_heartbeat", "retrieve_futures")] == [
             r for r in before if r.op != "retrieve_futures"
         ]
+
+
+def test_a_result_lives_as_long_as_its_future(stub: Stub, service: ServiceClient) -> None:
+    """K14, instead of a cache by request id: nothing else keeps a result, and no call takes such an id."""
+    run = service.create_lora_training_client("stub/base", timeout=5)
+    future = run.forward_backward([datum(3)], "cross_entropy")
+    kept = weakref.ref(future.result(5))
+    gc.collect()
+    assert kept() is future.result()
+    del future
+    eventually(lambda: gc.collect() is not None and kept() is None)
+    for client in (ServiceClient, TrainingClient, SamplingClient, RestClient, AdminClient):
+        for name, method in inspect.getmembers(client, inspect.isfunction):
+            assert "request_id" not in inspect.signature(method).parameters, f"{client.__name__}.{name}"
+
+
+def test_what_a_prompt_shows_of_it() -> None:
+    future: APIFuture[int] = APIFuture("optim_step")
+    assert repr(future) == "<APIFuture of optim_step, pending>"
+    resolve(future, 3)
+    assert repr(future) == "<APIFuture of optim_step, done: int>"
+    failed: APIFuture[int] = APIFuture("optim_step")
+    fail(failed, ValueError("no"))
+    assert repr(failed) == "<APIFuture of optim_step, failed: ValueError>"
+    given_up: APIFuture[int] = APIFuture("optim_step")
+    given_up.cancel()
+    assert repr(given_up) == "<APIFuture of optim_step, cancelled>"
 
 
 def test_it_is_a_concurrent_future() -> None:

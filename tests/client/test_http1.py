@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -99,6 +100,37 @@ async def test_a_packed_answer_is_unpacked() -> None:
     assert "content-encoding" not in headers
 
 
+LONG = bytes(range(256)) * 1024  # more than is read at once
+
+
+@pytest.mark.parametrize("first", [0, 1, 5_000, 100_000, len(LONG) - 1, len(LONG)])
+async def test_a_long_body_is_whole_however_it_comes(first: int) -> None:
+    """And it stays what it was, whatever is read after it."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(LONG)
+    async with serving(answering(head + LONG[:first], LONG[first:])) as (http, url):
+        bodies = [(await http.execute("GET", url + "/x", {}, None))[2] for _ in range(2)]
+    async with serving(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as (http, url):
+        assert (await http.execute("GET", url + "/x", {}, None))[2] == b"ok"
+    assert bodies == [LONG, LONG]
+
+
+async def test_a_short_answer_after_a_long_one_on_the_same_connection() -> None:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        body = LONG if b"/long" in head else b"short"
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async with serving(answer) as (http, url):
+        for path, body in [("/long", LONG), ("/short", b"short")] * 2:
+            assert (await http.execute("GET", url + path, {}, None))[2] == body
+
+
+async def test_a_long_packed_answer_is_unpacked() -> None:
+    packed = gzip.compress(random.Random(0).randbytes(300_000))
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    async with serving(answering(head, packed)) as (http, url):
+        assert (await http.execute("GET", url + "/x", {}, None))[2] == gzip.decompress(packed)
+
+
 async def test_pieces_arrive_as_one_body_and_the_connection_is_used_again() -> None:
     seen: list[tuple[bytes, bytes]] = []
     ports = set()
@@ -133,6 +165,8 @@ async def test_a_connection_closed_while_idle_is_replaced_without_an_error() -> 
     [
         b"",
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 900000\r\n\r\n" + bytes(200_000),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 900000000000000000000\r\n\r\nnobody believes it",
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",

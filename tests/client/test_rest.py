@@ -342,8 +342,13 @@ def test_searching_sessions_warns_that_it_may_change(stub: Stub, rest: RestClien
     with pytest.warns(ExperimentalWarning, match="search_sessions") as caught:
         assert rest.search_sessions(request).result(10).sessions == []
     assert caught[0].filename == __file__
-    with pytest.warns(ExperimentalWarning):
-        asyncio.run(rest.search_sessions_async(request, timeout=10))
+
+    async def scenario() -> None:
+        await rest.search_sessions_async(request, timeout=10)
+
+    with pytest.warns(ExperimentalWarning) as caught:
+        asyncio.run(scenario())
+    assert caught[0].filename == __file__
     sent = [r.json for r in stub.sent("sessions/search")]
     assert sent == [{"user_metadata": {"team": "a"}, "owner": {"type": "own"}, "limit": 7}] * 2
 
@@ -355,8 +360,13 @@ def test_what_moved_to_the_admin_client_still_works_and_says_so(stub: Stub, rest
         with pytest.warns(DeprecationWarning, match=f"AdminClient.{name}") as caught:
             result = getattr(rest, name)(*arguments).result(10)
         assert caught[0].filename == __file__
-        with pytest.warns(DeprecationWarning, match=f"AdminClient.{name}_async"):
-            assert asyncio.run(getattr(rest, f"{name}_async")(*arguments, timeout=10)) == result
+
+        async def scenario(name: str = f"{name}_async", arguments: tuple[str, ...] = arguments) -> Any:
+            return await getattr(rest, name)(*arguments, timeout=10)
+
+        with pytest.warns(DeprecationWarning, match=f"AdminClient.{name}_async") as caught:
+            assert asyncio.run(scenario()) == result
+        assert caught[0].filename == __file__
 
 
 def test_nothing_else_warns(stub: Stub, rest: RestClient):

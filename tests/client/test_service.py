@@ -178,8 +178,9 @@ def test_bad_input_is_refused_at_the_call(stub: Stub, service: ServiceClient, ca
 
 
 def test_unknown_arguments_are_ignored_with_a_warning(stub: Stub) -> None:
-    with pytest.warns(FutureWarning, match="does not know max_retries"):
+    with pytest.warns(FutureWarning, match="does not know max_retries") as caught:
         ServiceClient(base_url=stub.url, max_retries=3)
+    assert caught[0].filename == __file__
 
 
 def test_a_remote_server_needs_a_key_and_says_every_way_to_give_one() -> None:

@@ -24,6 +24,7 @@ from tinkex import (
     APIResponseValidationError,
     BadRequestError,
     ClientClosedError,
+    ExpiredError,
     InternalServerError,
     InvalidInputError,
     NewTokens,
@@ -391,6 +392,23 @@ def test_without_retries_it_is_sent_once(stub: Stub, service: ServiceClient) -> 
     with pytest.raises(StreamBrokenError):
         sampler.sample_stream(PROMPT, PARAMS).result(5)
     assert stub.count("stream_sample") == 2
+
+
+def test_a_server_that_wants_no_retries_of_samples_gets_none_of_streams(
+    stub: Stub, service: ServiceClient
+) -> None:
+    stub.config = {"sample_no_retries": True}
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    for mishap, error in [(status(503), InternalServerError), (events(), StreamBrokenError)]:
+        stub.script("stream_sample", mishap)
+        with pytest.raises(error):
+            sampler.sample_stream(PROMPT, PARAMS).result(5)
+    stub.script("stream_sample", status(410))
+    with pytest.raises(ExpiredError):
+        sampler.sample_stream(PROMPT, PARAMS).result(5)
+    assert stub.count("stream_sample") == 3
+    stub.script("stream_sample", status(429, {"retry-after-ms": "20"}), events(TOKENS, DONE))  # its pace
+    assert sampler.sample_stream(PROMPT, PARAMS).result(5).sequences[0].tokens == [7, 8]
 
 
 def test_a_stream_that_breaks_off_at_once_is_given_up_in_time(

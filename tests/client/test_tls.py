@@ -1,6 +1,7 @@
 """https: what plain HTTP shows, over TLS and the HTTP library, which the hosted service needs (H10).
 
-The library may speak HTTP/2 to a server that offers it; the stub, like `tinkex serve`, offers HTTP/1.1.
+Over HTTP/1.1, as `tinkex serve` speaks it, and over HTTP/2, where the server offers it: there a request can
+also be lost by being refused, or with a connection that takes no more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, fast_retr
 from tests.client.test_interleavings import Chaos
 from tests.client.test_transport import free_port
 from tests.stub import Stub, drop, hang, status
+from tests.stub.http2 import LOSSES
 from tests.stub.server import certificate
 from tinkex import (
     APIConnectionError,
@@ -28,11 +30,11 @@ from tinkex import (
 )
 
 
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+@pytest.fixture(params=["", *LOSSES], ids=["http1", *(f"http2 {loss}" for loss in LOSSES)])
+def stub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     """With a certificate that this process trusts."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate()))
-    with Stub(tls=True) as server:
+    with Stub(tls=True, http2=request.param) as server:
         server.gap_seconds = 5
         yield server
 
@@ -52,6 +54,20 @@ def test_a_whole_session(stub: Stub, batch: bool) -> None:
         assert len(service.create_rest_client().list_sessions().result(5).sessions) == 1
     assert [session["finished"]["reason"]["type"] for session in stub.sessions.values()] == ["success"]
     assert {request.headers["x-api-key"] for request in stub.requests} == {"tml-k"}
+
+
+def test_http2_is_spoken_where_it_is_offered_and_requests_share_a_connection(
+    stub: Stub, sampler: Any
+) -> None:
+    stub.hold("asample")
+    samples = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(50)]
+    stub.wait_for("retrieve_future", 50)
+    polls = stub.sent("retrieve_future")
+    assert {poll.head.split(b"\r\n")[0][-6:] for poll in polls} == {b"HTTP/2" if stub.http2 else b"TP/1.1"}
+    assert len({poll.connection for poll in polls}) == (1 if stub.http2 else 50)
+    stub.release()
+    for sample in samples:
+        sample.result(10)
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,13 @@ def test_a_failed_request_is_told_as_it_was_said(stub: Stub, run: Any, word: str
     train(run)
 
 
+@pytest.mark.parametrize("name", ["forward", "forward_backward"])
+def test_a_failed_pass_is_called_what_it_was(stub: Stub, run: Any, name: str) -> None:
+    stub.script("forward_backward", fail("no"))
+    with pytest.raises(RequestFailedError, match=f"^{name} failed "):
+        getattr(run, name)([datum()], "cross_entropy").result(5)
+
+
 def test_a_failed_chunk_fails_the_pass(stub: Stub) -> None:
     run = small_chunks(stub)
     where = lambda request: read_pass(request.body).seq_id == 2  # noqa: E731
@@ -365,6 +372,22 @@ def test_saving_loading_and_sampling(stub: Stub, run: Any) -> None:
     assert run.create_sampling_client(published.path).get_base_model() == "stub/base"
     external = run.save_weights_external("e", age_encryption_recipients=["age1"]).result(5)
     assert external.path.endswith("/external_weights/e")
+
+
+def test_deprecation_is_warned_of_at_the_callers_line(stub: Stub, run: Any) -> None:
+    saved = run.save_state("a").result(5)
+
+    async def scenario(name: str) -> None:
+        await (await getattr(run, name)(saved.path))
+
+    for name in ("load_state", "load_state_with_optimizer"):
+        with pytest.warns(DeprecationWarning, match=f"{name} is deprecated") as caught:
+            getattr(run, name)(saved.path).result(5)
+        assert [warning.filename for warning in caught] == [__file__]
+        with pytest.warns(DeprecationWarning, match=f"{name} is deprecated") as caught:
+            asyncio.run(scenario(f"{name}_async"))
+        assert [warning.filename for warning in caught] == [__file__]
+        assert caught[0].lineno == scenario.__code__.co_firstlineno + 1
 
 
 def test_publishing_sees_every_step_called_before_it(stub: Stub, run: Any) -> None:

@@ -40,11 +40,14 @@ class Stub(Api):
     the end of their path: `stub.script("asample", status(503), drop())`, `stub.hold("optim_step")`.
     """
 
-    def __init__(self, *, port: int = 0, record: bool = True, tls: bool = False, **config: Any) -> None:
+    def __init__(
+        self, *, port: int = 0, record: bool = True, tls: bool = False, http2: str = "", **config: Any
+    ) -> None:
         super().__init__()
         self.config = config
         self.port = port
         self.tls = tls  # https, with `certificate()`
+        self.http2 = http2  # with TLS: HTTP/2 alone, and what becomes of a request that is dropped
         self.record = record
         self.requests: list[Request] = []
         self.total_requests = 0
@@ -92,7 +95,7 @@ class Stub(Api):
         self._connections.clear()  # one that was accepted while the last loop ended is never closed
         try:
             server = await self.loop.create_server(
-                lambda: Connection(self), "127.0.0.1", self.port, backlog=4096, ssl=self._context()
+                self._protocol(), "127.0.0.1", self.port, backlog=4096, ssl=self._context()
             )
         except OSError as error:
             listening.set_exception(error)
@@ -105,11 +108,20 @@ class Stub(Api):
                 connection.transport.abort()
             await asyncio.sleep(0)
 
+    def _protocol(self) -> Callable[[], asyncio.BaseProtocol]:
+        if not self.http2:
+            return lambda: Connection(self)
+        from tests.stub.http2 import Http2Connection
+
+        return lambda: Http2Connection(self, self.http2)
+
     def _context(self) -> ssl.SSLContext | None:
         if not self.tls:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate())
+        if self.http2:
+            context.set_alpn_protocols(["h2"])
         return context
 
     def _on_loop(self, function: Callable[[], None]) -> None:

@@ -195,6 +195,19 @@ def test_values_that_make_sense(values, sound):
         assert t.TensorData(values).sound == sound  # and asked again
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_not_finite_is_found_wherever_it_is(bad, copied):
+    for length in (1, 2, 15, 16, 17, 33, 64, 65, 130):
+        for at in range(length):
+            values = np.linspace(-3e38, 3e38, length, dtype=np.float32)
+            values[at] = bad
+            given = values if copied else np.frombuffer(values.tobytes(), np.float32)
+            assert not t.TensorData.from_numpy(given).sound, (length, at)
+            values[at] = 0
+            assert t.TensorData.from_numpy(values).sound
+
+
 def test_what_cannot_change_is_not_copied():
     answer = np.frombuffer(np.arange(4, dtype=np.float32).tobytes(), np.float32)
     assert np.shares_memory(t.TensorData(answer[1:3]).to_numpy(), answer)
@@ -361,3 +374,33 @@ def test_numpy_numbers_are_numbers():
 def test_the_wrong_thing_is_refused_when_it_is_built(build):
     with pytest.raises(InvalidInputError):
         build()
+
+
+# -- at a prompt, and in a notebook ----------------------------------------------------------------------
+
+
+def test_what_a_prompt_shows_is_short_whatever_its_size() -> None:
+    many = np.arange(2000, dtype=np.int32)
+    sequence = t.SampledSequence("stop", "", many, many.astype(np.float32))
+    record = {"logprobs": t.TensorData(many.astype(np.float32), "float32", shape=[2000])}
+    for value in (
+        t.ModelInput.from_ints(many),
+        t.Datum(t.ModelInput.from_ints(many), {"target_tokens": many}),
+        sequence,
+        t.SampleResponse([sequence] * 64, prompt_logprobs_np=many.astype(np.float32)),
+        t.ForwardBackwardOutput("x", [record] * 256, {"loss:sum": 1.5}),
+    ):
+        assert len(repr(value)) < 800
+
+
+def test_what_a_prompt_shows_is_what_one_wants_to_know() -> None:
+    few = t.SampledSequence("length", "", np.array([3, 4], np.int32))
+    assert repr(t.SampleResponse([few])) == "SampleResponse([SampledSequence('length', tokens=[3, 4])])"
+    scored = t.SampleResponse([few] * 5, prompt_logprobs_np=np.zeros(3, np.float32))
+    assert repr(scored).endswith(", … 5 in all], prompt_logprobs=…)")
+    output = t.ForwardBackwardOutput("x", [{}], {"loss:sum": 1.5})
+    assert repr(output) == "ForwardBackwardOutput(1 datum, metrics={'loss:sum': 1.5})"
+    assert repr(t.ModelInput.from_ints([1, 2])) == "ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])])"
+    assert "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, … 20 in all]" in repr(
+        t.ModelInput.from_ints(list(range(20)))
+    )

@@ -49,6 +49,32 @@ def test_a_pass_without_gradients_has_its_own_path_on_json_servers():
     assert codec.decode_request(ops.FORWARD, body=sent.body).forward_only
 
 
+@pytest.mark.parametrize("length", [0, 1, 100, 1_000, 20_000])
+def test_a_datum_of_any_size_is_what_the_generated_classes_read(length):
+    """Whether its arrays are copied or sent from where they are; and from the second on by frames kept."""
+    tokens, ones = np.arange(length), np.ones((length, 2), np.float32)
+    model_input = t.ModelInput([t.EncodedTextChunk(tokens), t.EncodedTextChunk([7])])
+    inputs = {
+        "target_tokens": tokens,
+        "weights": ones,
+        "scale": np.array(2.0, np.float32),
+        "flat": t.TensorData([1]),
+    }
+    datum = t.Datum(model_input, inputs)
+    request = t.ForwardBackwardRequest(t.ForwardBackwardInput([datum] * 2, "cross_entropy"), "m", 1)
+    message = pb.ForwardBackwardRequest.FromString(codec.encode_request(ops.FORWARD_BACKWARD, request).body)
+    assert len(message.data) == 2
+    for read in message.data:
+        text = [np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist() for chunk in read.model_input]
+        assert text == [tokens.tolist(), [7]]
+        assert {key: list(tensor.shape) for key, tensor in read.loss_fn_inputs.items()} == {
+            "target_tokens": [length], "weights": [length, 2], "scale": [], "flat": [],
+        }  # fmt: skip
+        assert read.loss_fn_inputs["target_tokens"].dense == tokens.tobytes()
+        assert read.loss_fn_inputs["weights"].dense == ones.tobytes()
+        assert read.loss_fn_inputs["flat"].dense == np.int64(1).tobytes()
+
+
 def test_zstd_is_one_frame_that_names_its_size():
     sent = codec.encode_request(ops.FORWARD_BACKWARD, PASS, compress=True)
     plain = codec.encode_request(ops.FORWARD_BACKWARD, PASS)
@@ -354,6 +380,17 @@ def test_protobuf_for_whoever_accepts_it(accept, kind):
 def test_other_spellings_of_why_a_sequence_ended(said, meant):
     read = result({"sequences": [{"stop_reason": said, "tokens": [1]}]}, ops.SAMPLE)
     assert read.sequences[0].stop_reason == meant
+    assert read.sequences[0].stop_detail == (None if said == meant else said)
+
+
+def test_more_of_why_a_sequence_ended_is_not_in_the_official_field():
+    response = t.SampleResponse(
+        [t.SampledSequence("stop", tokens_np=np.array([1], np.int32), stop_detail="eos", stop_match=0)]
+    )
+    (sequence,) = json.loads(codec.encode_result(response, codec.JSON)[1])["sequences"]
+    assert (sequence["stop_reason"], sequence["stop_detail"], sequence["stop_match"]) == ("stop", "eos", 0)
+    message = pb.SampleResponse.FromString(codec.encode_result(response, codec.PROTO)[1])
+    assert message.sequences[0].stop_reason == pb.STOP_REASON_STOP
 
 
 def test_logprobs_that_are_no_number_are_null_in_json():
@@ -417,6 +454,11 @@ def test_a_reply_may_say_more_than_we_know_but_not_less():
     assert reply == t.CreateSessionResponse(session_id="s")
     with pytest.raises(InvalidInputError, match=r"CreateSessionResponse\.session_id is missing"):
         codec.decode_reply(ops.CREATE_SESSION, 200, {}, b"{}")
+
+
+def test_bytes_are_bytes_whatever_they_were_read_into():
+    body = codec.decode_reply(ops.GET_RUN_METRICS, 200, {}, bytearray(b"{}\n"))  # type: ignore[arg-type]
+    assert (type(body), body) == (bytes, b"{}\n")
 
 
 def test_void_answers_are_not_read():

@@ -282,6 +282,8 @@ def sampled(draw):
         tokens_np=draw(npst.arrays("int32", length, elements=count)),
         logprobs_np=draw(st.none() | floats(length)),
         topk_logprobs_np=draw(st.none() | topks(length)),
+        stop_detail=draw(st.sampled_from([None, "eos", "stop_sequence", "max_tokens", "context"])),
+        stop_match=draw(st.none() | count | st.text("aé\n", min_size=1)),
     )
 
 
@@ -302,7 +304,14 @@ def test_results(result, accept):
     op = ops.SAMPLE if isinstance(result, t.SampleResponse) else ops.FORWARD_BACKWARD
     kind, body = codec.encode_result(result, accept)
     assert kind == accept
-    assert view(codec.decode_result(op, 200, {"content-type": kind}, body)) == view(result)
+    read = codec.decode_result(op, 200, {"content-type": kind}, body)
+    assert view(read) == view(result)
+    assert ends(read) == ends(result)
+
+
+def ends(result):
+    """What the official views do not have."""
+    return [(s.stop_detail, s.stop_match) for s in getattr(result, "sequences", ())]
 
 
 @given(st.dictionaries(name, st.floats(), max_size=4))

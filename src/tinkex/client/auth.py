@@ -23,11 +23,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from tinkex.client.loop import off_loop
 from tinkex.config import Settings, is_loopback
 from tinkex.errors import CredentialError, InvalidInputError, TinkerError
+
+if TYPE_CHECKING:
+    from tinkex.types.base import AnyJson
 
 log = logging.getLogger("tinkex")
 
@@ -254,7 +257,7 @@ def decode_claims(token: str) -> dict[str, Any]:
     if len(parts) != 3:
         return {}
     try:
-        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        claims: AnyJson = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
     except ValueError:
         return {}
     return claims if isinstance(claims, dict) else {}
@@ -319,10 +322,11 @@ def resolve_from_source(source: str, settings: Settings) -> Credential:
             return KeyCredential(check_key(stored.key, "the stored default key"), "store")
         case "loopback":
             return KeyCredential(LOOPBACK_KEY, "loopback")
-    raise CredentialError(
-        "this client was made with api_key=…, and keys are never pickled: make it with TINKER_API_KEY set in "
-        f"both processes, {advice}"
-    )
+        case _:
+            raise CredentialError(
+                "this client was made with api_key=…, and keys are never pickled: make it with TINKER_API_KEY"
+                f" set in both processes, {advice}"
+            )
 
 
 # -- the stored file -------------------------------------------------------------------------------------
@@ -384,7 +388,7 @@ class CredentialStore:
             content["default"] = None
         self._save(content)
 
-    def _record(self, key_id: str, fields: Any) -> StoredKey:
+    def _record(self, key_id: str, fields: AnyJson) -> StoredKey:
         if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):
             raise self._broken(f"the entry {key_id!r} has no key")
         known = {name: fields[name] for name in ("key", "name", "type", "note", "details") if name in fields}
@@ -392,7 +396,7 @@ class CredentialStore:
 
     def _load(self) -> dict[str, Any]:
         try:
-            content = json.loads(self.path.read_bytes())
+            content: AnyJson = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return {"version": self.VERSION, "default": None, "keys": {}}
         except OSError as error:

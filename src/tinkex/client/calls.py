@@ -2,25 +2,39 @@
 
 Promises: a client made on its own sends nothing until its first call and opens no session; one that a
 ServiceClient made uses that one's connection and leaves it open. Also the checks of arguments that several
-clients take. Knows no operation in particular.
+clients take, and how they warn. Knows no operation in particular.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
+import warnings
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tinkex.client.connection import Connection, connect
 from tinkex.client.future import APIFuture, check_timeout, completed, start
 from tinkex.client.telemetry import Telemetry
+from tinkex.config import LOCAL
 from tinkex.errors import InvalidInputError
 from tinkex.wire.ops import Op
 
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
 C = TypeVar("C", bound=type)
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn at the line that called us, however many of our own frames are in between."""
+    level, frame = 2, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def checks_timeouts(cls: C) -> C:
@@ -89,7 +103,7 @@ class Calls:
         await self.close().result_async(self._connection.timeouts.close)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._connection.base_url!r})"
+        return f"{type(self).__name__}({self._connection.base_url or LOCAL!r})"
 
 
 def check_text(name: str, value: object) -> None:

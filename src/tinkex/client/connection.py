@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -160,7 +160,7 @@ class Connection:
 
 
 @contextmanager
-def _reporting(telemetry: Telemetry, what: str) -> Iterator[None]:
+def _reporting(telemetry: Telemetry, what: str) -> Generator[None]:
     try:
         yield
     except TinkerError as error:

@@ -49,6 +49,15 @@ class ArrayLoss(Protocol):
         ...
 
 
+@runtime_checkable
+class LossChecks(Protocol):
+    """A loss that can tell, before anything is sent, that it cannot be computed on some datums."""
+
+    def check(self, data: Sequence[Datum]) -> None:
+        """Raise InvalidInputError for such datums."""
+        ...
+
+
 @dataclass(frozen=True)
 class LossHandle:
     """A traced loss, from `ServiceClient.create_custom_loss`; give it to `forward_backward_custom`.
@@ -104,7 +113,8 @@ class LossHandle:
 
         from tinkex.client import loss_tracing
 
-        losses, totals = [], dict[str, float]()
+        losses: list[torch.Tensor] = []
+        totals: dict[str, float] = {}
         for datum, given in zip(data, logprobs, strict=True):
             inputs = [torch.tensor(datum.loss_fn_inputs[key].to_numpy()) for key in self.input_names]
             loss, metrics = loss_tracing.run(self.name, self.graph, [given, *inputs])
@@ -224,7 +234,7 @@ def _logprobs(index: int, datum: Datum, output: Mapping[str, TensorData]) -> np.
     return output["logprobs"].to_numpy()
 
 
-def _checked(torch: Any, returned: Any) -> tuple[Any, dict[str, float]]:
+def _checked(torch: Any, returned: tuple[Any, ...]) -> tuple[Any, dict[str, float]]:
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise InvalidInputError(
             f"a custom loss returns (loss, metrics); this one returned {type(returned).__name__}"
@@ -235,13 +245,13 @@ def _checked(torch: Any, returned: Any) -> tuple[Any, dict[str, float]]:
     return loss.reshape(()), metrics
 
 
-def _checked_metrics(metrics: Any) -> dict[str, float]:
+def _checked_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """A custom loss's metrics as numbers; None: it has none."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidInputError(
             f"a custom loss's metrics must be a dict of numbers, got {type(metrics).__name__}"
         )
-    checked = {}
+    checked: dict[str, float] = {}
     for key, value in (metrics or {}).items():
         try:
             checked[str(key)] = float(value.detach() if hasattr(value, "detach") else value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 
 from tinkex.client import custom_loss, passes
-from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossHandle
+from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossChecks, LossHandle
 from tinkex.client.future import APIFuture
 from tinkex.client.loop import in_own_thread, off_loop
 from tinkex.client.run_requests import RunRequests, after
@@ -36,6 +36,8 @@ def submit(
             raise InvalidInputError(
                 f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"
             )
+        if isinstance(loss_fn, ArrayLoss) and isinstance(loss_fn, LossChecks):
+            loss_fn.check(given)
     data = list(given)  # the caller may reuse theirs
     return requests.enqueue(
         "forward_backward_custom", lambda: requests.before_step(_send(requests, data, loss_fn))

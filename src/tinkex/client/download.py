@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -81,7 +81,7 @@ def _local(url: str) -> Path | None:
 
 
 @contextmanager
-def new_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_directory(target: Path, *, overwrite: bool) -> Generator[Path]:
     """A directory to fill, which takes the place `target` once that has succeeded."""
     if target.exists() and not overwrite:
         raise InvalidInputError(f"{target} exists; --force overwrites it, --output DIR puts it elsewhere")

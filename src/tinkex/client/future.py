@@ -143,6 +143,17 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         """Itself: it already is a concurrent future."""
         return self
 
+    def __repr__(self) -> str:
+        if not self.done():
+            state = "pending"
+        elif self.cancelled():
+            state = "cancelled"
+        elif (error := super().exception(0)) is not None:
+            state = f"failed: {type(error).__name__}"
+        else:
+            state = f"done: {type(super().result(0)).__name__}"
+        return f"<APIFuture of {self._what}, {state}>"
+
     def _check_fork(self) -> None:
         if self._pid != os.getpid() and not self.done():
             raise ForkedClientError(background.FORKED)

@@ -17,7 +17,8 @@ from tinkex.wire.codec import unpack
 
 Body = bytes | Sequence[bytes | memoryview]
 MAX_HEAD = 64 * 1024
-MAX_BODY = 1 << 30  # bytes that an answer may unpack to
+MAX_BODY = 1 << 30  # bytes that an answer may unpack to, or that are believed to come
+SCRATCH = 64 * 1024  # bytes that are read at once, unless they go where they will stay
 
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers by their names in lower case, body
@@ -37,6 +38,7 @@ class Http1:
         self._timeout, self._connect_timeout = timeout, connect_timeout
         self._keep = keep
         self._idle: list[_Connection] = []
+        self._scratch = memoryview(bytearray(SCRATCH))  # all connections are one loop's: none keeps it
         self._closed = False
 
     async def execute(self, method: str, url: str, headers: dict[str, str], content: Body | None) -> Answer:
@@ -67,7 +69,9 @@ class Http1:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(_Connection, self._host, self._port)
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._scratch), self._host, self._port
+                )
         except TimeoutError:
             raise ConnectionError(
                 f"no connection to {self._host}:{self._port} within {self._connect_timeout:g} s"
@@ -109,11 +113,14 @@ def read_head(raw: bytes) -> tuple[str, int, dict[str, str]]:
     return version, int(status), headers
 
 
-class _Connection(asyncio.Protocol):
-    """One socket, one exchange at a time."""
+class _Connection(asyncio.BufferedProtocol):
+    """One socket, one exchange at a time. A long body is read into its place, without being copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: memoryview) -> None:
+        self._scratch = scratch
         self._transport: asyncio.Transport | None = None
+        self._body: bytearray | None = None  # a long body, as far as it has come
+        self._place: memoryview | None = None  # what of it is still to come
         self._waiter: asyncio.Future[Answer] | None = None
         self._used = self._again = False
         self.reusable = False
@@ -132,6 +139,7 @@ class _Connection(asyncio.Protocol):
         self._pending = bytearray()
         self._left: int | None = None  # bytes of the body, or of a chunk, still to come; None: not known
         self._chunked = False
+        self._body = self._place = None
         self._bodiless = method == "HEAD"
         self.reusable = False
         timer = loop.call_later(timeout, self._fail, TimeoutError(f"no answer within {timeout:g} s"))
@@ -166,10 +174,17 @@ class _Connection(asyncio.Protocol):
         else:
             self._fail(ConnectionResetError(f"the connection broke off: {exc or 'closed by the server'}"))
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._place or self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._waiter is None or self._waiter.done():
             return self.close()  # nobody asked
-        self._guard(self._read, data)
+        if self._place is None:
+            return self._guard(self._read, bytes(self._scratch[:nbytes]))
+        self._place = self._place[nbytes:]
+        if not self._place:
+            self._guard(self._finish)
 
     def _guard(self, read: Callable[..., None], *args: bytes) -> None:
         try:
@@ -211,6 +226,11 @@ class _Connection(asyncio.Protocol):
     def _read_body(self, data: bytes) -> None:
         if self._chunked:
             return self._read_chunks(data)
+        if self._left is not None and SCRATCH < self._left - len(data) < MAX_BODY and not self._chunks:
+            self._body = bytearray(self._left)
+            self._body[: len(data)] = data
+            self._place = memoryview(self._body)[len(data) :]
+            return
         self._chunks.append(data)
         if self._left is not None:
             self._left -= len(data)
@@ -240,7 +260,9 @@ class _Connection(asyncio.Protocol):
     def _finish(self) -> None:
         assert self._head is not None
         status, headers = self._head
-        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        body: bytes = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        if self._body is not None:  # a bytearray: whoever reads bytes reads this
+            body, self._body, self._place = self._body, None, None  # type: ignore[assignment]
         if encoding := headers.pop("content-encoding", ""):
             body = unpack(body, encoding, MAX_BODY)
         if self._waiter is not None and not self._waiter.done():

@@ -1,12 +1,14 @@
 """One call, as HTTP says it: its headers, the bytes of its request, and what the bytes of its answer mean.
 
-Promises: bodies that take long to build or to read are built and read off the event loop; an answer that
+Promises: bodies that take long to build or to read are built and read off the event loop, and of those that
+are not so quick either it handles one at a time, with a look at everything else in between; an answer that
 cannot be read is an APIResponseValidationError. Decides nothing: when and how often a call is sent is
 transport.py's, on which socket http_pools.py's.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,19 +76,33 @@ def headers_of(call: Call, encoded: codec.Encoded, api_key: str, given: dict[str
     return headers
 
 
-async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool) -> codec.Encoded:
-    """A request's path, query, headers and body. `proto` and `compress` are for passes."""
+class Pace:
+    """Big bodies that are handled on the event loop: one each time it has looked at everything else."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def turn(self) -> None:
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
+async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: Pace) -> codec.Encoded:
+    """A request's path, query, headers and body, to be written at once. `proto`, `compress`: for passes."""
     compress = compress and op is ops.FORWARD_BACKWARD
-    if proto and not compress and isinstance(request, ForwardBackwardRequest):
-        quick = len(request.forward_backward_input.data) <= MANY_DATUMS
-    else:
-        quick = codec.request_size(request, BIG_BODY) < BIG_BODY
-    if quick:
-        return codec.encode_request(op, request, proto=proto, compress=compress)
-    return await off_loop(partial(codec.encode_request, op, request, proto=proto, compress=compress))
+    write = partial(codec.encode_request, op, request, proto=proto, compress=compress)
+    if codec.request_size(request, BIG_BODY) < BIG_BODY:
+        return write()
+    views = proto and not compress and isinstance(request, ForwardBackwardRequest)
+    if views and len(request.forward_backward_input.data) <= MANY_DATUMS:
+        await pace.turn()
+        return write()
+    encoded = await off_loop(write)
+    await pace.turn()
+    return encoded
 
 
-async def decode(call: Call, answer: Answer, base_url: str) -> Any:
+async def decode(call: Call, answer: Answer, base_url: str, pace: Pace) -> Any:
     """What the server said: an operation's reply, or the result that was awaited."""
     if call.awaiting is not None:
         read = partial(codec.decode_result, call.awaiting, answer.status, answer.headers, answer.body)
@@ -94,7 +110,11 @@ async def decode(call: Call, answer: Answer, base_url: str) -> Any:
         read = partial(codec.decode_reply, call.op, answer.status, answer.headers, answer.body)
     big = BIG_PROTO if codec.PROTO in answer.headers.get("content-type", "") else BIG_BODY
     try:
-        return read() if len(answer.body) < big else await off_loop(read)
+        if len(answer.body) >= big:
+            return await off_loop(read)
+        if len(answer.body) >= BIG_BODY:
+            await pace.turn()
+        return read()
     except InvalidInputError as error:
         url = base_url + call.op.path
         response = Response(answer.status, answer.headers, "", Request(call.op.method, url))

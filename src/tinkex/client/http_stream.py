@@ -8,7 +8,7 @@ nothing of events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -124,7 +124,7 @@ async def open_plain(
 
 
 @asynccontextmanager
-async def _in_time(seconds: float) -> AsyncIterator[None]:
+async def _in_time(seconds: float) -> AsyncGenerator[None]:
     """Whatever goes wrong in here is an OSError."""
     try:
         async with asyncio.timeout(seconds):

@@ -16,8 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import EllipsisType, FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ from torch.fx.node import _get_qualified_name
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.losses import CustomLossGraph, CustomLossInput, CustomLossNode
+
+if TYPE_CHECKING:
+    _Plain = str | float | tuple[Any, ...] | list[Any] | Mapping[Any, Any] | slice[Any, Any, Any] | None
+    _Torch = fx.Node | torch.dtype | torch.layout | torch.memory_format | torch.device
+    _Argument = _Plain | _Torch | EllipsisType
 
 MAX_INPUTS = 16
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -114,7 +119,8 @@ def _check_parameter(name: str, parameter: inspect.Parameter) -> None:
 
 
 def _check_output(name: str, graph: fx.Graph) -> None:
-    returned = next(node for node in graph.nodes if node.op == "output").args[0]
+    output: Any = next(node for node in graph.nodes if node.op == "output")
+    returned: tuple[Any, ...] | list[Any] | fx.Node = output.args[0]
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise InvalidInputError(
             f"create_custom_loss: {name} must return (loss, metrics), a tensor and a dict; got {returned!r}"
@@ -188,10 +194,11 @@ class _Tracer(fx.Tracer):
                 "it uses a tensor that is not one of its inputs; put it into loss_fn_inputs, write it as a "
                 "Python number, or make it from an input (torch.zeros_like(logprobs), logprobs.new_full(…))"
             )
+        kind = type(a).__name__
         try:
             return super().create_arg(a.item() if isinstance(a, np.generic) else a)
         except NotImplementedError:
-            raise Untraceable(f"an argument is a {type(a).__name__}, which a graph cannot hold") from None
+            raise Untraceable(f"an argument is a {kind}, which a graph cannot hold") from None
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if torch.is_grad_enabled() != self._grad:
@@ -246,7 +253,7 @@ def _line(file: str, number: int) -> str:
 
 def to_wire(name: str, graph: fx.GraphModule) -> CustomLossGraph:
     """The graph as a server reads it."""
-    nodes = []
+    nodes: list[CustomLossNode] = []
     for node in graph.graph.nodes:
         try:
             target = _function_name(node.target) if node.op == "call_function" else str(node.target)
@@ -258,7 +265,7 @@ def to_wire(name: str, graph: fx.GraphModule) -> CustomLossGraph:
     return CustomLossGraph(nodes=nodes)
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: _Argument) -> Any:
     match value:
         case fx.Node():
             return {"ref": value.name}
@@ -280,9 +287,11 @@ def _argument(value: Any) -> Any:
             return {type(value).__name__: str(value).removeprefix("torch.")}
         case torch.device():
             return {"device": str(value)}
-    if value is ...:
-        return {"ellipsis": True}
-    raise Untraceable(f"the argument {value!r} is a {type(value).__name__}, which has no form on the wire")
+        case _ if value is ...:
+            return {"ellipsis": True}
+        case _:
+            kind = type(value).__name__
+            raise Untraceable(f"the argument {value!r} is a {kind}, which has no form on the wire")
 
 
 # -- running it here -------------------------------------------------------------------------------------

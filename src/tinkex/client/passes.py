@@ -53,14 +53,13 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be a number or a string, got {value!r}")
         if not isinstance(value, str) and not abs(value) < math.inf:
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be finite, got {value!r}")
-    with np.errstate(over="ignore", invalid="ignore"):  # of the products in TensorData.sound
-        for index, datum in enumerate(data):
-            if not isinstance(datum, Datum):
-                raise InvalidInputError(f"data[{index}] must be a Datum, got {type(datum).__name__}")
-            try:
-                _check_datum(datum, loss_fn)
-            except InvalidInputError as error:
-                raise InvalidInputError(f"data[{index}]{error}") from None
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise InvalidInputError(f"data[{index}] must be a Datum, got {type(datum).__name__}")
+        try:
+            _check_datum(datum, loss_fn)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"data[{index}]{error}") from None
 
 
 @lru_cache(256)

@@ -48,7 +48,7 @@ class QueueWatch:
         self,
         what: str,
         *listeners: Listener,
-        changed: Callable[[str, str, float], None] = lambda *_: None,
+        changed: Callable[[str, str, float], None] = lambda old, new, seconds: None,
     ) -> None:
         self._what = what
         self._listeners = listeners

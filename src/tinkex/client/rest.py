@@ -11,14 +11,14 @@ import asyncio
 import json
 import logging
 import time
-import warnings
 from datetime import date, datetime
 
 from tinkex.client.admin import AdminClient
 from tinkex.client.auth import JwtCredential, decode_claims
-from tinkex.client.calls import check_id, checks_timeouts
+from tinkex.client.calls import check_id, checks_timeouts, warn_caller
 from tinkex.client.checkpoints import CheckpointCalls
 from tinkex.client.future import APIFuture, start
+from tinkex.client.history import History
 from tinkex.client.pages import Listing, check_page_size
 from tinkex.errors import (
     CredentialError,
@@ -147,23 +147,21 @@ class RestClient(CheckpointCalls):
             timeout=timeout,
         )
 
-    def get_run_metrics(self, training_run_id: str) -> APIFuture[list[dict[str, float]]]:
+    def get_run_metrics(self, training_run_id: str) -> APIFuture[History]:
         """What each step of a run said: `step`, `time`, `loss`, … Only servers of ours keep it.
 
         >>> [line["loss"] for line in rest.get_run_metrics(run_id).result()]  # doctest: +SKIP
         """
         request = GetTrainingRunRequest(training_run_id=check_id("training_run_id", training_run_id))
 
-        async def fetch() -> list[dict[str, float]]:
+        async def fetch() -> History:
             lines = await self._connection.call(ops.GET_RUN_METRICS, request, method="get_run_metrics")
             return _read_lines(lines)
 
         self._connection.check_open()
         return start(fetch, "get_run_metrics")
 
-    async def get_run_metrics_async(
-        self, training_run_id: str, *, timeout: float | None = None
-    ) -> list[dict[str, float]]:
+    async def get_run_metrics_async(self, training_run_id: str, *, timeout: float | None = None) -> History:
         return await self.get_run_metrics(training_run_id).result_async(timeout)
 
     # -- sessions and samplers ---------------------------------------------------------------------------
@@ -359,19 +357,16 @@ class RestClient(CheckpointCalls):
         return await admin.get_current_checkpoint_storage_usage_async(project_id, timeout=timeout)
 
 
-def _read_lines(text: bytes) -> list[dict[str, float]]:
+def _read_lines(text: bytes) -> History:
     """JSON lines; the last one may have been cut off by whoever ended the writer."""
     complete = text[: text.rfind(b"\n") + 1]
-    return [json.loads(line) for line in complete.splitlines() if line.strip()]
+    return History(json.loads(line) for line in complete.splitlines() if line.strip())
 
 
 def _warn_moved(name: str) -> None:
-    warnings.warn(
-        f"RestClient.{name} is deprecated: it moved to AdminClient.{name}", DeprecationWarning, stacklevel=3
-    )
+    moved = f"RestClient.{name} is deprecated: it moved to AdminClient.{name}"
+    warn_caller(moved, DeprecationWarning)
 
 
 def _warn_experimental(name: str) -> None:
-    warnings.warn(
-        f"RestClient.{name} is experimental and may change without notice", ExperimentalWarning, stacklevel=3
-    )
+    warn_caller(f"RestClient.{name} is experimental and may change without notice", ExperimentalWarning)

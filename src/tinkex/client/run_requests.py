@@ -17,7 +17,7 @@ from tinkex.client.poller import retrieve
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.session import Session
 from tinkex.client.turns import Send, Turns
-from tinkex.errors import CredentialError, InvalidInputError, PassIncompleteError, TinkerError
+from tinkex.errors import CredentialError, InvalidInputError, PassIncompleteError, RunLostError, TinkerError
 from tinkex.types.data import Datum, ForwardBackwardInput
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.training import ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
@@ -46,12 +46,15 @@ class RunRequests:
         self._failed: str | None = None  # why the pass before came to nothing, which bars steps called before
         self._failures = 0
         self._cause: Exception | None = None  # what either of them came from
+        self._lost: RunLostError | None = None
 
     # -- queueing ----------------------------------------------------------------------------------------
 
     def enqueue(self, what: str, send: Send[T]) -> APIFuture[T]:
         """Have `send` called when its turn comes."""
         self._connection.check_open()
+        if self._lost is not None:
+            raise RunLostError(self._lost.run_id, self._lost.reason)
         if custom_loss.running_for() is self:
             raise TinkerError(
                 f"{what} was called inside a custom loss of the same run, and could only be sent after it. "
@@ -82,6 +85,10 @@ class RunRequests:
     def submit_step(self, request: OptimStepRequest) -> APIFuture[OptimStepResponse]:
         failures = self._failures  # so far: a pass that fails from now on is news to the caller
         return self.enqueue("optim_step", lambda: self._send_step(request, failures))
+
+    def lose(self, error: RunLostError) -> None:
+        """The server has lost the run: every later call says so, and sends nothing."""
+        self._lost = error
 
     def queue_stats(self) -> QueueStats:
         return self._watch.stats()
@@ -116,7 +123,8 @@ class RunRequests:
             for n, chunk in enumerate(chunks)
         ]
         promises = await self._post_chunks(requests, parallel=limits.parallel_fwdbwd_chunks)
-        return self._collect_pass([promise.request_id for promise in promises])
+        op = ops.FORWARD if forward_only else ops.FORWARD_BACKWARD
+        return self._collect_pass(op, [promise.request_id for promise in promises])
 
     async def _post_chunks(self, requests: list[ForwardBackwardRequest], *, parallel: bool) -> list[Any]:
         """Post all chunks of a pass; if any is refused, say so and remember that the pass is incomplete."""
@@ -144,8 +152,8 @@ class RunRequests:
             )
         raise errors[0]
 
-    async def _collect_pass(self, request_ids: list[str]) -> ForwardBackwardOutput:
-        outputs = await asyncio.gather(*(self._result(ops.FORWARD_BACKWARD, r) for r in request_ids))
+    async def _collect_pass(self, op: Op[Any, Any], request_ids: list[str]) -> ForwardBackwardOutput:
+        outputs = await asyncio.gather(*(self._result(op, request_id) for request_id in request_ids))
         return passes.join(outputs)
 
     async def while_wanted(self, waiting: Coroutine[Any, Any, T]) -> T:

@@ -67,5 +67,6 @@ def to_handle(state: Mapping[str, Any], retry_config: RetryConfig) -> str:
 
 def from_handle(handle: str) -> tuple[dict[str, Any], RetryConfig]:
     """What `to_handle` was given; ValueError, TypeError, … if this is no handle."""
-    state = json.loads(base64.urlsafe_b64decode(handle))
-    return state, RetryConfig(**{**state.pop("retry_config"), "retryable_exceptions": ()})
+    state: dict[str, Any] = json.loads(base64.urlsafe_b64decode(handle))
+    config: dict[str, Any] = {**state.pop("retry_config"), "retryable_exceptions": ()}
+    return state, RetryConfig(**config)

@@ -173,12 +173,15 @@ class SamplingClient:
         def opening() -> AsyncGenerator[SampleEvent, None]:
             return transport.stream(request, retry=self._wishes, observe=self._watch.submitting)
 
-        policy = getattr(transport, "policy", RetryPolicy()).tuned(self.retry_config)
+        def drawing() -> Awaitable[SampleResponse]:
+            again = self.retry_config.enable_retry_logic and not self._connection.config.sample_no_retries
+            wishes = replace(self.retry_config, enable_retry_logic=again)
+            policy = getattr(transport, "policy", RetryPolicy()).tuned(wishes)
+            return draw(opening, feed, policy, wishes, observe)
+
         with self._connection.reporting(ops.STREAM_SAMPLE.name):
             try:
-                response = await self._admitted(
-                    lambda: draw(opening, feed, policy, self.retry_config, observe)
-                )
+                response = await self._admitted(drawing)
             except APIStatusError as error:
                 raise unsupported(error, request) from None
         return samples.checked(response, request)

@@ -7,14 +7,13 @@ Promises: made without any traffic; the session opens with the first run or samp
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.client.auth import looks_like_key
-from tinkex.client.calls import check_text, check_ttl, checks_timeouts
+from tinkex.client.calls import check_text, check_ttl, checks_timeouts, warn_caller
 from tinkex.client.connection import Connection, check_headers, connect
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, start
@@ -75,9 +74,7 @@ class ServiceClient:
         **unknown: Any,
     ) -> None:
         if unknown:
-            warnings.warn(
-                f"ServiceClient does not know {', '.join(unknown)}; ignored", FutureWarning, stacklevel=2
-            )
+            warn_caller(f"ServiceClient does not know {', '.join(unknown)}; ignored", FutureWarning)
         if timeouts is not None and not isinstance(timeouts, Timeouts):
             raise InvalidInputError(f"timeouts must be a Timeouts, got {type(timeouts).__name__}")
         if api_key is not None and not isinstance(api_key, str):
@@ -92,7 +89,7 @@ class ServiceClient:
         settings = Settings.read()
         here = base_url == LOCAL or (settings.embedded and not (base_url or api_key))
         if embedded is not None and here:
-            connection = embedded(settings)
+            connection = embedded(replace(settings, base_url=base_url or settings.base_url))
         else:
             connection = connect(
                 base_url, api_key, settings=settings, headers=headers, timeouts=timeouts, telemetry=telemetry
@@ -426,7 +423,7 @@ class ServiceClient:
             log.warning("the session could not be finished: %s", failure)
 
     def __repr__(self) -> str:
-        return f"ServiceClient({self._connection.base_url!r})"
+        return f"ServiceClient({self._connection.base_url or LOCAL!r})"
 
 
 def _status(kind: type[BaseException] | None) -> Literal["success", "errored", "interrupted"]:

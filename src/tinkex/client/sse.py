@@ -52,7 +52,7 @@ class SSEDecoder:
         if self._after_cr and data[0] == ord("\n"):
             data = data[1:]
         self._after_cr = data.endswith(b"\r")
-        events = []
+        events: list[ServerSentEvent] = []
         for piece in data.splitlines(keepends=True):
             self._line += piece
             self._bounded(len(self._line))

@@ -46,7 +46,7 @@ def _do(action: Action) -> Any:
         return None
     value = action()
     if isinstance(value, APIFuture):
-        return value.result()
+        return value.result()  # pyright: ignore[reportUnknownVariableType]  # of what, the story knows
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()

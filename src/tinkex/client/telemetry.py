@@ -26,6 +26,7 @@ from typing import Any
 from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError, is_user_error
+from tinkex.types.base import AnyJson
 from tinkex.types.telemetry import (
     GenericEvent,
     SessionEndEvent,
@@ -112,7 +113,7 @@ class Telemetry:
         )  # fmt: skip
         return self._on_loop(self._put, event, urgent)
 
-    def _scrubbed(self, name: str, value: Any) -> Any:
+    def _scrubbed(self, name: str, value: AnyJson | Mapping[str, Any]) -> Any:
         if isinstance(value, Mapping):
             return {
                 key if self._is_plain("", key) else REDACTED: self._scrubbed(str(key), item)
@@ -144,10 +145,9 @@ class Telemetry:
             await asyncio.sleep(0)  # what was told so far is put into the queue by callbacks of the loop
         self._closed = True
         self._wake()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=within)
-            if self._task is not None:
-                self._task.cancel()
+        if (task := self._task) is not None:
+            await asyncio.wait([task], timeout=within)
+            task.cancel()  # if it has not ended by itself
         self.dropped += len(self._queue)
         self._queue.clear()
 
@@ -231,7 +231,7 @@ def _described(error: BaseException, during: str) -> dict[str, Any]:
 
 def _our_lines(error: BaseException) -> str | None:
     """Where in this package it came from; lines of others, and the code on any line, are not told."""
-    lines = []
+    lines: list[str] = []
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
         if path.is_relative_to(_HERE):

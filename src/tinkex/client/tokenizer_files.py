@@ -54,6 +54,8 @@ async def _download(connection: Connection, base_model: str) -> dict[str, bytes]
             if name == TOKENIZER_FILES[0]:
                 return {}  # without tokenizer.json there is nothing to load
         except APIStatusError:
+            if not connection.base_url:
+                raise  # in this process: it says why there is none
             return {}  # a server that does not know the question
     return files
 

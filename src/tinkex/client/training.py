@@ -7,12 +7,11 @@ is numbered and sent is run_requests.py's. Knows nothing of how a call travels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client import custom_pass, passes, tokenizer_files
-from tinkex.client.calls import check_ttl, checks_timeouts
+from tinkex.client.calls import check_ttl, checks_timeouts, warn_caller
 from tinkex.client.custom_pass import CustomLoss
 from tinkex.client.future import APIFuture, start
 from tinkex.client.poller import retrieve
@@ -23,7 +22,7 @@ from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
 from tinkex.config import console_url
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.errors import InvalidInputError, RunLostError, TinkerError
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -359,6 +358,10 @@ class TrainingClient:
         """What tells the server of failures; None unless that was asked for."""
         return self._session.connection.telemetry
 
+    def _lose(self, error: RunLostError) -> None:
+        """The server has lost this run (tinkex.client.run_watch)."""
+        self._requests.lose(error)
+
     @property
     def queue_stats(self) -> QueueStats:
         """How often this run was paused, why, and for how long."""
@@ -397,4 +400,4 @@ def _checkpoint_name(name: str) -> str:
 
 
 def _deprecated(name: str, instead: str) -> None:
-    warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
+    warn_caller(f"{name} is deprecated; use {instead}", DeprecationWarning)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from tinkex._version import __version__
 from tinkex.client.auth import CommandCredential, Credential, JwtCredential
 from tinkex.client.event_stream import read_events
 from tinkex.client.failures import answer_error, connection_error, root_cause, with_history
-from tinkex.client.http_call import SAMPLES, AnyOp, Call, decode, encode, headers_of, owner_of
+from tinkex.client.http_call import SAMPLES, AnyOp, Call, Pace, decode, encode, headers_of, owner_of
 from tinkex.client.http_library import LIBRARY_ERRORS
 from tinkex.client.http_pools import Answer, HttpPools, capacities, is_answer
 from tinkex.client.limits import Gate, Hold, shared_host, shared_rate_limit
@@ -122,6 +122,7 @@ class HttpTransport:
         self._bodies[ops.STREAM_SAMPLE.name] = self._bodies[ops.SAMPLE.name]
         self._rate = shared_rate_limit(base_url, credential.identity)
         self._host = shared_host(base_url)
+        self._pace = Pace()
         self._headers = {"user-agent": f"tinkex/{__version__}", **(headers or {})}
         process = uuid.uuid4().hex  # a counter behind one uuid is cheaper than a uuid for each request
         self._ids = (f"{process}-{n}" for n in itertools.count())
@@ -183,7 +184,7 @@ class HttpTransport:
         owner = owner or owner_of(request) or key  # what is nobody's in particular takes a turn of its own
         call = Call(op, request, pool, key, owner, awaiting, method, retry, observe, place)
         with self._until_closed(), tracing.span(f"transport {op.name}", kind="client", within=True):
-            return await decode(call, await self._answered(call), self.base_url)
+            return await decode(call, await self._answered(call), self.base_url, self._pace)
 
     async def stream(
         self, request: SampleRequest, *, retry: RetryConfig | None = None, observe: Listener | None = None
@@ -203,7 +204,7 @@ class HttpTransport:
                     await streamed.aclose()
 
     @contextmanager
-    def _until_closed(self) -> Iterator[None]:
+    def _until_closed(self) -> Generator[None]:
         """A call, or a stream: ended by `aclose`, with the error that says so."""
         if self._closed:
             raise ClientClosedError(CLOSED)
@@ -266,7 +267,7 @@ class HttpTransport:
 
     def _policy(self, call: Call) -> RetryPolicy:
         policy = self.policy if call.retry is None else self.policy.tuned(call.retry)
-        return replace(policy, enabled=False) if self._no_retries and call.op is ops.SAMPLE else policy
+        return replace(policy, enabled=False) if self._no_retries and call.op in SAMPLES else policy
 
     async def _host_back(self, call: Call) -> None:
         """Wait, with everybody else, until the host can be reached; raise once this call's time is up."""
@@ -343,7 +344,9 @@ class HttpTransport:
             async with self._room(call), self._turn(call):
                 call.leave_place()
                 # Encoded only now: thousands may wait for their turn, and none shall hold its body meanwhile.
-                encoded = await encode(op, call.request, proto=proto, compress=self._compress)
+                encoded = await encode(
+                    op, call.request, proto=proto, compress=self._compress, pace=self._pace
+                )
                 url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
                 headers = headers_of(call, encoded, api_key, self._headers)
                 began = time.monotonic()

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinkex.errors import RequestErrorCategory  # noqa: F401
+    from tinkex.errors import RequestErrorCategory as RequestErrorCategory
     from tinkex.types.billing import *  # noqa: F403
     from tinkex.types.checkpoints import *  # noqa: F403
     from tinkex.types.config import *  # noqa: F403
@@ -37,7 +37,8 @@ _NAMES = {
         LossFnOutput ModelInput ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
     """,
     "tinkex.types.outputs": """
-        ForwardBackwardOutput NewTokens PromptAltTokens SampledSequence SampleResponse StopReason TopkLogprobs
+        ForwardBackwardOutput NewTokens PromptAltTokens SampledSequence SampleResponse StopDetail StopReason
+        TopkLogprobs
     """,
     "tinkex.types.optimizers": """
         AdamOptimizerConfig DimuonOptimizerConfig DimuonParams OptimizerConfig OptimParams

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import core_schema
 
 from tinkex.errors import InvalidInputError
-from tinkex.strict import unknown_field
+from tinkex.strict import Dumpable, unknown_field
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,6 +27,7 @@ T = TypeVar("T")
 WIRE = "wire"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # ids that count, sizes, offsets: never negative, 64 bits
+AnyJson = dict[str, Any] | list[Any] | str | int | float | bool | None  # what was read: look before use
 
 
 def explain(error: ValidationError, owner: str) -> str:
@@ -40,7 +41,7 @@ def explain(error: ValidationError, owner: str) -> str:
     ...     print(explain(error, "Point"))
     Point.x: Input should be a valid integer, unable to parse string as an integer, got 'one'
     """
-    lines = []
+    lines: list[str] = []
     for problem in error.errors(include_url=False):
         place = ".".join([owner, *map(str, problem["loc"])])
         cause = problem.get("ctx", {}).get("error")
@@ -81,7 +82,7 @@ class Model(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _tidy(cls, data: Any, info: ValidationInfo) -> Any:
+    def _tidy(cls, data: AnyJson | Mapping[Any, Any] | Model, info: ValidationInfo) -> Any:
         extra = cls.model_config.get("extra")
         if not isinstance(data, Mapping) or extra == "allow":
             return data
@@ -96,7 +97,7 @@ class Model(BaseModel):
         return fields
 
 
-def _check_sayable(place: str, value: Any) -> None:
+def _check_sayable(place: str, value: AnyJson | Mapping[Any, Any]) -> None:
     """Refuse what JSON in UTF-8 cannot say, at the call rather than when it is written."""
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -153,7 +154,7 @@ class ReplyModel(Model):
     model_config = ConfigDict(extra="ignore")
 
 
-def read_plain(cls: type[T], value: Any, *, lenient: bool) -> T:
+def read_plain(cls: type[T], value: AnyJson | Mapping[Any, Any] | Dumpable, *, lenient: bool) -> T:
     """`value` as the strict dataclass `cls`: itself, or built from a mapping by its own constructor."""
     if isinstance(value, cls):
         return value

@@ -11,13 +11,27 @@ from array import array as _array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from tinkex.errors import InvalidInputError
 from tinkex.strict import Dumpable, strict, strict_init
 from tinkex.types.tensor import MAX_TOKEN, TensorData, TensorDtype, as_array
+
+if TYPE_CHECKING:
+    import torch
+
+
+def shown(tokens: np.ndarray, most: int = 16) -> str:
+    """Tokens as a repr shows them: all of a few, the first of many.
+
+    >>> shown(np.arange(100), 3)
+    '[0, 1, 2, … 100 in all]'
+    """
+    if len(tokens) <= most:
+        return str(tokens.tolist())
+    return f"[{', '.join(map(str, tokens[:most].tolist()))}, … {len(tokens)} in all]"
 
 
 def _slow_array(tokens: Any) -> np.ndarray:
@@ -27,13 +41,17 @@ def _slow_array(tokens: Any) -> np.ndarray:
         raise InvalidInputError(f"tokens must be a flat list of token ids: {error}") from None
 
 
-def _listed(tokens: Any) -> list[Any]:
+def _from_torch(tensor: Any) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
+
+
+def _listed(tokens: Mapping[Any, Any] | Sequence[Any] | torch.Tensor) -> list[Any]:
     if isinstance(tokens, str | bytes | Mapping) or not hasattr(tokens, "__iter__"):
         raise InvalidInputError(f"tokens must be a list or array of token ids, got {type(tokens).__name__}")
     return list(tokens)
 
 
-def as_tokens(tokens: Any) -> np.ndarray:
+def as_tokens(tokens: list[int] | Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
     """`tokens` (ints, or any integer array) as a flat, read-only int32 array.
 
     >>> as_tokens([1, 2.5])
@@ -42,10 +60,12 @@ def as_tokens(tokens: Any) -> np.ndarray:
     """
     if isinstance(tokens, np.ndarray):
         array = tokens
-    elif type(tokens) is not list and hasattr(tokens, "detach"):  # a torch tensor, without importing torch
-        array = tokens.detach().cpu().numpy()
+    elif not isinstance(tokens, list) and hasattr(tokens, "detach"):  # a torch tensor; torch not imported
+        array = _from_torch(tokens)
     else:
-        if type(tokens) is not list and (not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes)):
+        if not isinstance(tokens, list) and (
+            not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes)
+        ):
             tokens = _listed(tokens)
         try:
             # Twice as fast as numpy, as strict, and without letting go of the interpreter for so little.
@@ -108,7 +128,7 @@ class EncodedTextChunk:
         return hash(self.tokens_np.tobytes())
 
     def __repr__(self) -> str:
-        return f"EncodedTextChunk(tokens={self.tokens})"
+        return f"EncodedTextChunk(tokens={shown(self.tokens_np)})"
 
 
 def _image_length(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
@@ -319,14 +339,18 @@ LIST_DTYPES: Mapping[str, TensorDtype] = {
 _SPARSE_KEYS = ("target_tokens", "weights")
 
 
-def as_tensor(key: str, value: Any) -> TensorData:
+def _tensor_of_torch(key: str, value: Any, *, as_float: bool) -> TensorData:
+    value = value.float() if as_float and not value.is_floating_point() else value
+    return TensorData.from_torch_sparse(value) if key in _SPARSE_KEYS else TensorData.from_torch(value)
+
+
+def as_tensor(key: str, value: TensorData | np.ndarray | Mapping[str, Any] | Sequence[Any]) -> TensorData:
     """`value` as the TensorData that `key` calls for."""
     if isinstance(value, TensorData):
         return value
     as_float = LIST_DTYPES.get(key) == "float32"  # a mask of whole numbers becomes what its key calls for
     if hasattr(value, "detach"):
-        value = value.float() if as_float and not value.is_floating_point() else value
-        return TensorData.from_torch_sparse(value) if key in _SPARSE_KEYS else TensorData.from_torch(value)
+        return _tensor_of_torch(key, value, as_float=as_float)
     if isinstance(value, np.ndarray):
         return TensorData.from_numpy(
             value.astype(np.float32) if as_float and value.dtype.kind in "iub" else value
@@ -344,7 +368,7 @@ def as_tensor(key: str, value: Any) -> TensorData:
     return TensorData(array, LIST_DTYPES[key], shape=array.shape)
 
 
-def _check_spans(name: str, spans: Any) -> None:
+def _check_spans(name: str, spans: Sequence[object]) -> None:
     fine = isinstance(spans, Sequence) and not isinstance(spans, str | bytes)
     _check(fine, f"Datum.{name} must be a list of spans", spans)
     for i, span in enumerate(spans):
@@ -363,7 +387,7 @@ class Datum:
     """
 
     model_input: ModelInput
-    loss_fn_inputs: LossFnInputs = field(default_factory=dict)
+    loss_fn_inputs: LossFnInputs = field(default_factory=LossFnInputs)
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
 
@@ -386,14 +410,16 @@ class Datum:
         object.__setattr__(self, "loss_fn_inputs", inputs)
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise InvalidInputError("a Datum has both model_input_spans and loss_fn_input_spans, or neither")
-        if self.model_input_spans is not None:
+        if self.model_input_spans is not None and self.loss_fn_input_spans is not None:
             _check_spans("model_input_spans", self.model_input_spans)
             _check_spans("loss_fn_input_spans", self.loss_fn_input_spans)
 
     @cached_property
     def nbytes(self) -> int:
         """About how much of a request's body it is."""
-        total = sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
+        total = 0
+        for tensor in self.loss_fn_inputs.values():
+            total += tensor.nbytes
         for chunk in self.model_input.chunks:
             if isinstance(chunk, EncodedTextChunk):
                 total += chunk.tokens_np.nbytes

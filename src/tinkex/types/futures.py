@@ -37,7 +37,8 @@ class UntypedAPIFuture:
 
     @classmethod
     def model_validate(cls, fields: Mapping[str, Any], context: Any = None) -> UntypedAPIFuture:
-        request_id, ids = fields.get("request_id"), fields.get("sample_sequence_ids")
+        request_id = fields.get("request_id")
+        ids: list[Any] | str | None = fields.get("sample_sequence_ids")
         if not isinstance(request_id, str) or not request_id:
             raise InvalidInputError(f"a promise needs a request_id, got {request_id!r}")
         if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from tinkex.types.base import Plain, RequestModel
+from tinkex.types.base import AnyJson, Plain, RequestModel
 from tinkex.types.params import AdamParams
 
 
@@ -51,7 +51,7 @@ class OtherOptimParams(RequestModel):
     type: str
 
 
-def _kind(value: Any) -> str | None:
+def _kind(value: AnyJson | Mapping[str, Any] | RequestModel) -> str | None:
     if not isinstance(value, Mapping | AdamOptimizerConfig | DimuonOptimizerConfig | OtherOptimizerConfig):
         return None
     kind = value.get("type") if isinstance(value, Mapping) else value.type
@@ -68,7 +68,7 @@ OptimizerConfig = Annotated[
 ]
 
 
-def _step_kind(value: Any) -> str | None:
+def _step_kind(value: AnyJson | Mapping[str, Any] | AdamParams | RequestModel) -> str | None:
     if isinstance(value, AdamParams):
         return "adam"
     if not isinstance(value, Mapping | DimuonParams | OtherOptimParams):

@@ -13,11 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from tinkex.types.data import LossFnOutput
+from tinkex.types.data import LossFnOutput, shown
 from tinkex.types.tensor import TensorData
 
 StopReason = Literal["length", "stop"]
+# More of why a sequence ended, where the server says it. Others may have other words.
+StopDetail = Literal["eos", "stop_sequence", "max_tokens", "context"]
 TOPK_PADDING = -99999.0  # a cell of TopkLogprobs that holds nothing
+_SHOWN = 4  # sequences that a repr has room for
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,12 @@ class ForwardBackwardOutput:
 
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    def __repr__(self) -> str:
+        """At a prompt: the metrics, and how many records there are."""
+        count = f"{len(self.loss_fn_outputs)} datum{'' if len(self.loss_fn_outputs) == 1 else 's'}"
+        return f"ForwardBackwardOutput({count}, metrics={self.metrics})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +71,19 @@ class PromptAltTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """One sampled continuation, the stop token or end-of-sequence token included."""
+    """One sampled continuation, the stop token or end-of-sequence token included.
+
+    `stop_detail` and `stop_match` (the token id or the string that it stopped at) are ours: None where a
+    server does not say them.
+    """
 
     stop_reason: StopReason
     sequence_id: str = ""
     tokens_np: np.ndarray | None = None
     logprobs_np: np.ndarray | None = None
     topk_logprobs_np: TopkLogprobs | None = None
+    stop_detail: StopDetail | str | None = None
+    stop_match: int | str | None = None
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -84,7 +98,8 @@ class SampledSequence:
         return None if self.topk_logprobs_np is None else self.topk_logprobs_np.rows()
 
     def __repr__(self) -> str:
-        return f"SampledSequence({self.stop_reason!r}, tokens={self.tokens})"
+        tokens = "[]" if self.tokens_np is None else shown(self.tokens_np)
+        return f"SampledSequence({self.stop_reason!r}, tokens={tokens})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +119,7 @@ class NewTokens:
         return self.logprobs_np.tolist()
 
     def __repr__(self) -> str:
-        return f"NewTokens({self.sequence}, {self.tokens})"
+        return f"NewTokens({self.sequence}, {shown(self.tokens_np)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,3 +142,17 @@ class SampleResponse:
     @cached_property
     def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
         return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.rows()
+
+    def __repr__(self) -> str:
+        """At a prompt: the first sequences, and the names of what else there is."""
+        first = ", ".join(map(repr, self.sequences[:_SHOWN]))
+        more = f", … {len(self.sequences)} in all" if len(self.sequences) > _SHOWN else ""
+        arrays = (
+            "prompt_logprobs_np",
+            "topk_prompt_logprobs_np",
+            "target_prompt_logprobs",
+            "prompt_alt_tokens",
+        )
+        there = [name.removesuffix("_np") for name in arrays if getattr(self, name) is not None]
+        also = "".join(f", {name}=…" for name in there)
+        return f"SampleResponse([{first}{more}]{also})"

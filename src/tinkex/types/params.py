@@ -75,7 +75,7 @@ class SamplingParams(Dumpable):
         if self.stop is not None:
             self._check_stop(self.stop)
 
-    def _check_stop(self, given: Any) -> None:
+    def _check_stop(self, given: str | Sequence[str] | Sequence[int]) -> None:
         if isinstance(given, bytes) or not (isinstance(given, str | Sequence) or hasattr(given, "tolist")):
             raise InvalidInputError(
                 f"SamplingParams.stop must be a string, strings, or token ids, got {given!r}"

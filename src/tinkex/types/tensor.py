@@ -7,6 +7,7 @@ cut. Knows neither torch (it is only met if the caller brings a tensor) nor the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from tinkex.strict import strict_init
 
 if TYPE_CHECKING:
     import torch
+
+    _Nested = list["_Nested"] | tuple["_Nested", ...] | float | np.number | np.bool_ | str | None
 
 TensorDtype = Literal["int64", "float32"]
 _NUMPY = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
@@ -66,7 +69,7 @@ def _is_immutable(array: np.ndarray) -> bool:
     return isinstance(base, bytes)
 
 
-def _kept(array: np.ndarray, given: object) -> np.ndarray:
+def _kept(array: np.ndarray, given: Sequence[Any] | np.ndarray) -> np.ndarray:
     """`array`, made of `given`, as it will stay: copied if whoever gave it could still write to it."""
     if not isinstance(given, list | tuple):
         source = given if isinstance(given, np.ndarray) else array
@@ -87,7 +90,7 @@ def as_array(data: Any) -> np.ndarray:
     return array.astype(np.float32) if array.size == 0 and array.dtype.kind == "f" else array
 
 
-def _misfit(data: Any, place: str = "") -> str:
+def _misfit(data: _Nested, place: str = "") -> str:
     """The first thing in nested lists that is no number, or not as long as its neighbour."""
     if not isinstance(data, list | tuple):
         fits = isinstance(data, int | float | np.number | np.bool_) and not abs(data) >= 2**64
@@ -119,6 +122,16 @@ def _as_index(indices: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
     return _kept(np.ascontiguousarray(array, dtype=np.int64), indices)
 
 
+def _is_sound(values: np.ndarray) -> bool:
+    if not values.size:
+        return True
+    if values.dtype.kind == "i":  # as unsigned numbers negative ones are the largest: one look finds both
+        unsigned = values.view(np.uint64)
+        return bool(unsigned[unsigned.argmax()] <= MAX_TOKEN)
+    # Where there is a NaN it is both the largest and the smallest; half the price of isfinite.
+    return math.isfinite(values[values.argmax()]) and math.isfinite(values[values.argmin()])
+
+
 class TensorData:
     """A dense or CSR array of float32 or int64.
 
@@ -127,6 +140,7 @@ class TensorData:
     """
 
     __slots__ = ("_sound", "dense_shape", "dtype", "shape", "sparse_col_np", "sparse_crow_np", "values_np")
+    _sound: bool | None
     values_np: np.ndarray  # flat: all cells of a dense tensor, the listed ones of a sparse one
 
     @strict_init
@@ -147,10 +161,12 @@ class TensorData:
         self.shape: list[int] | None = _as_shape(shape) if shape is not None else None
         if self.shape is None and values.ndim > 1:
             self.shape = list(values.shape)
-        self.values_np = _kept(values.reshape(-1), data)
+        flat = values.reshape(-1)
+        self.values_np = _kept(flat, data)
         self.dense_shape: tuple[int, ...] = (values.size,) if self.shape is None else tuple(self.shape)
         self.sparse_crow_np = self.sparse_col_np = None
-        self._sound: bool | None = None
+        # A copy is looked at while it is in the processor's cache: later that takes three times as long.
+        self._sound = None if self.values_np is flat else _is_sound(self.values_np)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
         if sparse_crow_indices is not None:
@@ -182,13 +198,23 @@ class TensorData:
     # -- from other things -------------------------------------------------------------------------------
 
     @classmethod
-    def over(cls, values: np.ndarray, shape: tuple[int, ...]) -> TensorData:
-        """A dense tensor over flat float32 or int64 values that nobody writes to, unchecked and uncopied."""
-        self = cls.__new__(cls)
-        self.values_np, self.dense_shape, self.shape = values, shape, list(shape)
-        self.dtype = "int64" if values.dtype.kind == "i" else "float32"
-        self.sparse_crow_np = self.sparse_col_np = self._sound = None
-        return self
+    def cut(cls, values: np.ndarray, bounds: list[int], trailing: list[int]) -> list[TensorData]:
+        """Dense tensors over stretches of flat values that nobody writes to, unchecked and uncopied.
+
+        The values are float32 or int64; `trailing` are the dimensions after the first. One loop without a
+        call in it: a pass has thousands of these.
+        """
+        new, row = cls.__new__, math.prod(trailing)
+        out: list[TensorData] = []
+        dtype: TensorDtype = "int64" if values.dtype.kind == "i" else "float32"
+        for start, end in itertools.pairwise(bounds):
+            self = new(cls)
+            self.values_np, self.dtype = values[start:end], dtype
+            self.shape = [(end - start) // row, *trailing] if row else [end - start]
+            self.dense_shape = tuple(self.shape)
+            self.sparse_crow_np = self.sparse_col_np = self._sound = None
+            out.append(self)
+        return out
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
@@ -236,19 +262,14 @@ class TensorData:
     def sound(self) -> bool:
         """Are floats all finite, and whole numbers all token ids? Looked at once, as they never change."""
         if self._sound is None:
-            values = self.values_np
-            if (
-                self.dtype == "int64"
-            ):  # as unsigned numbers negative ones are the largest: one look finds both
-                self._sound = not values.size or bool(values.view(np.uint64).max() <= MAX_TOKEN)
-            else:  # a product is finite unless something in it is not, or it overflows; cheaper than isfinite
-                self._sound = math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
+            self._sound = _is_sound(self.values_np)
         return self._sound
 
     @property
     def nbytes(self) -> int:
-        index = 0 if not self.is_sparse else self.sparse_crow_np.nbytes + self.sparse_col_np.nbytes  # type: ignore[union-attr]
-        return self.values_np.nbytes + index
+        if self.sparse_crow_np is None or self.sparse_col_np is None:
+            return self.values_np.nbytes
+        return self.values_np.nbytes + self.sparse_crow_np.nbytes + self.sparse_col_np.nbytes
 
     @property
     def data(self) -> list[Any]:
@@ -275,7 +296,7 @@ class TensorData:
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(self.to_numpy(pad_value).copy())
+        return torch.as_tensor(self.to_numpy(pad_value).copy())
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
         return self.to_numpy(pad_value).tolist()

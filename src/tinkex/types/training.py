@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from tinkex.types.base import Count, Plain, ReplyModel, RequestModel
+from tinkex.types.base import AnyJson, Count, Plain, ReplyModel, RequestModel
 from tinkex.types.checkpoints import Checkpoint, Cursor
 from tinkex.types.data import ForwardBackwardInput
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig, OptimParams
@@ -117,7 +117,7 @@ class OptimStepRequest(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_wire(cls, data: Any, info: ValidationInfo) -> Any:
+    def _from_wire(cls, data: AnyJson | RequestModel, info: ValidationInfo) -> Any:
         if not isinstance(data, dict) or "optim_params" in data:
             return data
         data = dict(data)

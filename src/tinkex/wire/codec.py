@@ -24,7 +24,7 @@ import orjson
 from pydantic import ValidationError
 
 from tinkex.errors import InvalidInputError, RequestErrorCategory
-from tinkex.types.base import WIRE, Model, explain
+from tinkex.types.base import WIRE, AnyJson, Model, explain
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
 from tinkex.types.data import EncodedTextChunk
 from tinkex.types.futures import MetadataOnly, Pending, RequestFailedResponse
@@ -54,7 +54,7 @@ class Encoded:
 
     path: str
     query: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict[str, str])
     content: bytes | list[bytes | memoryview] | None = None  # a big body comes in pieces, its arrays uncopied
 
     @property
@@ -194,7 +194,7 @@ def _refusal(op: Op[Any, Any], error: BaseException) -> InvalidInputError:
 def load_object(body: bytes | str) -> dict[str, Any]:
     """A JSON object, or a refusal."""
     try:
-        value = orjson.loads(body)
+        value: AnyJson = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidInputError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -265,7 +265,7 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
     if op.reply is NoneType:
         return None  # type: ignore[return-value]
     if op.reply is bytes:
-        return body  # type: ignore[return-value]
+        return bytes(body)  # type: ignore[return-value]
     if op is ops.GET_CHECKPOINT_ARCHIVE_URL and 300 <= status < 400:
         return _read_redirect(headers)  # type: ignore[return-value]
     return _read_model(op.reply, load_object(body))
@@ -359,14 +359,14 @@ def _read_redirect(headers: Headers) -> CheckpointArchiveUrlResponse:
 MAX_ERROR_TEXT = 2000
 
 
-def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, object | None]:
+def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, AnyJson]:
     """What a refusal says, for people, and its JSON if it has any.
 
     >>> decode_error(422, {}, b'{"detail": "rank must be positive"}')[0]
     'rank must be positive'
     """
     try:
-        parsed: object | None = orjson.loads(body)
+        parsed: AnyJson = orjson.loads(body)
     except orjson.JSONDecodeError:
         parsed = None
     text = _message_of(parsed) or body.decode(errors="replace").strip()
@@ -378,7 +378,7 @@ def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, objec
     return text, parsed
 
 
-def _message_of(parsed: object) -> str:
+def _message_of(parsed: AnyJson) -> str:
     """The words in the usual places: detail, message, error; or a list of complaints with their places."""
     if isinstance(parsed, str):
         return parsed
@@ -388,6 +388,6 @@ def _message_of(parsed: object) -> str:
         return ""
     for key in ("detail", "message", "error", "msg"):
         if words := _message_of(parsed.get(key)):
-            place = parsed.get("loc")
+            place: AnyJson = parsed.get("loc")
             return f"{'.'.join(map(str, place))}: {words}" if isinstance(place, list) else words
     return ""

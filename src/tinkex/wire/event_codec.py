@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from tinkex.errors import InvalidInputError
+from tinkex.types.base import AnyJson
 from tinkex.types.data import EncodedTextChunk
 from tinkex.types.futures import Pending
 from tinkex.types.outputs import NewTokens, SampleResponse
@@ -57,7 +58,9 @@ def read_event(name: str, data: str) -> SampleEvent | None:
 
 
 def _read_tokens(fields: dict[str, Any]) -> NewTokens:
-    sequence, tokens, logprobs = (fields.get(key) for key in ("sequence", "tokens", "logprobs"))
+    sequence = fields.get("sequence")
+    tokens: AnyJson = fields.get("tokens")
+    logprobs: AnyJson = fields.get("logprobs")
     if type(sequence) is not int or sequence < 0 or not isinstance(tokens, list):
         raise InvalidInputError(f"tokens of sequence {sequence!r}: {tokens!r}")
     if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
@@ -69,7 +72,7 @@ def _read_tokens(fields: dict[str, Any]) -> NewTokens:
     return NewTokens(sequence, EncodedTextChunk(tokens).tokens_np, values)
 
 
-def _with_ids(event: Any, ids: Any) -> Any:
+def _with_ids(event: Any, ids: AnyJson) -> Any:
     if not isinstance(event, SampleResponse) or not isinstance(ids, list) or len(ids) != len(event.sequences):
         return event
     named = [replace(one, sequence_id=str(id)) for one, id in zip(event.sequences, ids, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.base import read_plain
+from tinkex.types.base import AnyJson, read_plain
 from tinkex.types.data import (
     Datum,
     DmelChunk,
@@ -25,6 +25,7 @@ from tinkex.types.data import (
     ForwardBackwardInput,
     ImageAssetPointerChunk,
     ImageChunk,
+    LossFnOutput,
     ModelInput,
     ModelInputChunk,
     PromptProvenanceSpan,
@@ -52,7 +53,7 @@ T = TypeVar("T")
 # -- reading with a place to blame -----------------------------------------------------------------------
 
 
-def _get(obj: Any, key: str, kind: type[T] | tuple[type, ...], where: str, default: Any = ...) -> Any:
+def _get(obj: AnyJson, key: str, kind: type[T] | tuple[type, ...], where: str, default: Any = ...) -> Any:
     """`obj[key]`, of this kind; absent or null, it is `default`, or refused if there is none."""
     value = obj.get(key) if type(obj) is dict else _not_a_plain_object(obj, key, where)
     if type(value) is kind:  # nearly always
@@ -68,7 +69,7 @@ def _get(obj: Any, key: str, kind: type[T] | tuple[type, ...], where: str, defau
     return value
 
 
-def _not_a_plain_object(obj: Any, key: str, where: str) -> Any:
+def _not_a_plain_object(obj: AnyJson, key: str, where: str) -> Any:
     if not isinstance(obj, Mapping):
         raise InvalidInputError(f"{where} must be an object, got {type(obj).__name__}")
     return obj.get(key)
@@ -228,7 +229,7 @@ def write_pass(request: ForwardBackwardRequest) -> Json:
 def read_pass(obj: Any, *, forward_only: bool) -> ForwardBackwardRequest:
     name = "forward_input" if forward_only else "forward_backward_input"
     work = _get(obj, name, dict, "body")
-    config = _get(work, "loss_fn_config", dict, name, None)
+    config: Json | None = _get(work, "loss_fn_config", dict, name, None)
     for key, value in (config or {}).items():
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise InvalidInputError(
@@ -327,8 +328,9 @@ def write_output(value: ForwardBackwardOutput) -> Json:
 
 
 def read_output(obj: Any) -> ForwardBackwardOutput:
-    outputs = []
-    for i, record in enumerate(_get(obj, "loss_fn_outputs", list, "body")):
+    outputs: list[LossFnOutput] = []
+    records: list[AnyJson] = _get(obj, "loss_fn_outputs", list, "body")
+    for i, record in enumerate(records):
         if not isinstance(record, Mapping):
             raise InvalidInputError(f"loss_fn_outputs[{i}] must be an object, got {type(record).__name__}")
         outputs.append({k: _read_logprobs(v, f"loss_fn_outputs[{i}][{k!r}]") for k, v in record.items()})
@@ -337,8 +339,9 @@ def read_output(obj: Any) -> ForwardBackwardOutput:
     return ForwardBackwardOutput(_get(obj, "loss_fn_output_type", str, "body", ""), outputs, numbers)
 
 
-def _read_logprobs(obj: Any, where: str) -> TensorData:
+def _read_logprobs(obj: AnyJson, where: str) -> TensorData:
     """A tensor in which null stands for a number that JSON has not."""
+    data: AnyJson
     if isinstance(obj, Mapping) and isinstance(data := obj.get("data"), list) and None in data:
         obj = {**obj, "data": [math.nan if n is None else n for n in data]}
     return read_tensor(obj, where)
@@ -362,8 +365,11 @@ def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | No
     return TopkLogprobs(ids, logprobs)
 
 
+_MORE_OF_THE_END = ("stop_detail", "stop_match")  # ours: who does not know them skips them
+
+
 def write_samples(value: SampleResponse) -> Json:
-    sequences = []
+    sequences: list[Json] = []
     for sequence in value.sequences:
         item: Json = {
             "stop_reason": sequence.stop_reason,
@@ -372,6 +378,7 @@ def write_samples(value: SampleResponse) -> Json:
         }
         if sequence.topk_logprobs_np is not None:
             item["topk_logprobs"] = _write_topk(sequence.topk_logprobs_np)
+        item |= {key: said for key in _MORE_OF_THE_END if (said := getattr(sequence, key)) is not None}
         sequences.append(item)
     out: Json = {
         "type": "sample",
@@ -390,7 +397,7 @@ def write_samples(value: SampleResponse) -> Json:
     return out
 
 
-# Other spellings of why a sequence ended, which some servers and documents use.
+# Other spellings of why a sequence ended, which some servers and documents use, and which say more.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop", "length": "length", "max_tokens": "length", "stop_sequence": "stop", "eos": "stop",
 }  # fmt: skip
@@ -409,6 +416,8 @@ def _read_sequence(obj: Any, where: str) -> SampledSequence:
         tokens_np=_at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where)).tokens_np,
         logprobs_np=_at(f"{where}.logprobs", _read_floats, _get(obj, "logprobs", list, where, None)),
         topk_logprobs_np=_at(where, _read_topk, _get(obj, "topk_logprobs", list, where, None)),
+        stop_detail=_get(obj, "stop_detail", str, where, None if reason in ("stop", "length") else reason),
+        stop_match=_get(obj, "stop_match", (int, str), where, None),
     )
 
 

@@ -57,7 +57,7 @@ class Op(Generic[Req, Reply]):
     path: str
     request: type[Req]
     reply: type[Reply]
-    result: type | None = None  # what a promise resolves to
+    result: type[Any] | None = None  # what a promise resolves to
     request_type: str = ""  # X-Tinker-Request-Type when its promise is retrieved
     pool: Pool = Pool.REST
     retry: bool = True  # False: whoever calls it has a rhythm of their own, the transport must not repeat it
@@ -79,9 +79,9 @@ _SESSION = f"{_V1}/sessions/{{session_id}}"
 
 
 def _promise(
-    name: str, request: type[Req], result: type, request_type: str, **more: Any
+    name: str, request: type[Req], result: type[Any], request_type: str, **more: Any
 ) -> Op[Req, UntypedAPIFuture]:
-    settings = {"pool": Pool.TRAIN, "path": f"{_V1}/{name}", **more}
+    settings: dict[str, Any] = {"pool": Pool.TRAIN, "path": f"{_V1}/{name}", **more}
     return Op(
         name,
         "POST",

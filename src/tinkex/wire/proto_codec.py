@@ -6,7 +6,6 @@ parsed. Bad input raises InvalidInputError with its place. Knows neither HTTP no
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -45,6 +44,7 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 MAX_DATUMS = 1 << 20  # in one record of outputs: a number alone must not make us build a list without end
+FEW_BYTES = 4096  # of a datum, which are copied quicker than they are sent piece by piece
 _I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _ENDS: dict[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
@@ -193,28 +193,57 @@ def _write_spans(number: int, spans: ProvenanceSpans | None) -> Pieces:
     return pieces
 
 
+# The arrays of a datum, of text how many bytes, of a tensor what _dense_frame takes.
+Layout = tuple[int | tuple[str, str, int, tuple[int, ...]], ...]
+
+
+@lru_cache(4096)
+def _frames(layout: Layout) -> tuple[bytes, ...]:
+    """What stands before, between and after a datum's arrays, from its own tag on: the same for all alike."""
+    frames: list[bytes] = []
+    tail, nbytes = b"", 0
+    for array in layout:
+        head, next_tail = (_text_frame(array), b"") if isinstance(array, int) else _dense_frame(*array)
+        frames.append(tail + head)
+        tail = next_tail
+        nbytes += array if isinstance(array, int) else array[2]
+    frames.append(tail)
+    frames[0] = _TAGS[3] + _varint(nbytes + sum(map(len, frames))) + frames[0]
+    return tuple(frames)
+
+
 def _write_datum(datum: Datum) -> Pieces:
+    """A datum as a field of its pass; if it is but text and dense tensors, by the frames of its layout."""
+    if datum.model_input_spans is not None:
+        return _message(3, _write_any_datum(datum))
+    arrays: Pieces = []
+    layout: list[int | tuple[str, str, int, tuple[int, ...]]] = []
+    for chunk in datum.model_input.chunks:
+        if not isinstance(chunk, EncodedTextChunk):
+            return _message(3, _write_any_datum(datum))
+        arrays.append(tokens := _view(chunk.tokens_np, _I32))
+        layout.append(len(tokens))
+    for key, tensor in datum.loss_fn_inputs.items():
+        if tensor.sparse_crow_np is not None:
+            return _message(3, _write_any_datum(datum))
+        arrays.append(values := _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64))
+        layout.append((key, tensor.dtype, len(values), tensor.dense_shape if tensor.shape else ()))
+    pieces: Pieces = [b""] * (2 * len(arrays) + 1)
+    pieces[::2], pieces[1::2] = _frames(tuple(layout)), arrays
+    return pieces if datum.nbytes > FEW_BYTES else [b"".join(pieces)]
+
+
+def _write_any_datum(datum: Datum) -> Pieces:
+    """What a datum holds, whatever that is."""
     pieces: Pieces = []
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
-            tokens = _view(chunk.tokens_np, _I32)
-            pieces += (_text_frame(len(tokens)), tokens)
+            pieces += _message(1, _message(1, _array_field(1, chunk.tokens_np, _I32)))
         else:
             pieces += _message(1, _write_chunk(chunk))
-    tail = b""  # what still stands between the last values and the next: few pieces are quicker to send
     for key, tensor in datum.loss_fn_inputs.items():
-        if tensor.sparse_crow_np is not None:
-            pieces += (tail, *_entry(2, key, _message(2, _write_tensor(tensor))))
-            tail = b""
-        else:
-            values = _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
-            head, next_tail = _dense_frame(key, tensor.dtype, len(values), tuple(tensor.shape or ()))
-            pieces += (tail + head, values)
-            tail = next_tail
-    pieces.append(tail)
-    if datum.model_input_spans is not None:
-        pieces += _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
-    return pieces
+        pieces += _entry(2, key, _message(2, _write_tensor(tensor)))
+    return pieces + _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
 
 
 def write_pass(request: ForwardBackwardRequest) -> Pieces:
@@ -225,7 +254,7 @@ def write_pass(request: ForwardBackwardRequest) -> Pieces:
     pieces = [*_bytes(1, request.model_id.encode()), *_number(2, request.seq_id)]
     for i, datum in enumerate(work.data):
         try:
-            pieces += _message(3, _write_datum(datum))
+            pieces += _write_datum(datum)
         except ValueError as error:
             raise InvalidInputError(f"data[{i}]: {error}") from None
     pieces += _bytes(4, work.loss_fn.encode())
@@ -355,11 +384,7 @@ def _read_field(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     if any(n < 0 for n in trailing) or (np.diff(bounds) % max(row, 1)).any():
         raise InvalidInputError(f"{where}: trailing_shape {trailing} does not fit its values")
     flat.flags.writeable = False
-    cuts = bounds.tolist()
-    return [
-        TensorData.over(flat[a:b], ((b - a) // row, *trailing) if row else (b - a,))
-        for a, b in itertools.pairwise(cuts)
-    ]
+    return TensorData.cut(flat, bounds.tolist(), trailing)
 
 
 def read_output(body: bytes) -> ForwardBackwardOutput:
@@ -396,6 +421,12 @@ def write_samples(value: SampleResponse) -> bytes:
             out.logprobs = np.ascontiguousarray(sequence.logprobs_np, _F32).tobytes()
         if sequence.topk_logprobs_np is not None:
             _fill_topk(out.topk_sampled_logprobs, sequence.topk_logprobs_np)
+        if sequence.stop_detail is not None:
+            out.stop_detail = sequence.stop_detail
+        if isinstance(sequence.stop_match, str):
+            out.stop_string = sequence.stop_match
+        elif sequence.stop_match is not None:
+            out.stop_token = sequence.stop_match
     if value.prompt_logprobs_np is not None:
         message.prompt_logprobs = np.ascontiguousarray(value.prompt_logprobs_np, _F32).tobytes()
     if value.topk_prompt_logprobs_np is not None:
@@ -436,7 +467,15 @@ def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
         tokens_np=_array(sequence.tokens, _I32, f"{where}.tokens"),
         logprobs_np=_array(logprobs, _F32, f"{where}.logprobs") if logprobs else None,
         topk_logprobs_np=topk,
+        stop_detail=sequence.stop_detail or None,
+        stop_match=_stop_match(sequence),
     )
+
+
+def _stop_match(sequence: pb.SampledSequence) -> int | str | None:
+    if sequence.HasField("stop_token"):
+        return sequence.stop_token
+    return sequence.stop_string or None
 
 
 def read_samples(body: bytes) -> SampleResponse:
