@@ -10,7 +10,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-COLUMNS, CELL, LINE, MARGIN = 108, 8, 18, 16
+CELL, LINE, MARGIN = 8, 18, 16
 STYLES = [  # the first that matches colours the whole line
     (r"^(Before|After|Training|Loss at)", "#6ea8fe"),
     (r"✗|^ {6}(?!Arr,)\S", "#8a8f9c"),
@@ -23,8 +23,9 @@ STYLES = [  # the first that matches colours the whole line
 
 def picture(text: str, title: str) -> str:
     """An SVG of a terminal."""
-    lines = [line[:COLUMNS] for line in text.rstrip().splitlines()]
-    width, height = COLUMNS * CELL + 2 * MARGIN, (len(lines) + 2) * LINE + 2 * MARGIN
+    lines = text.rstrip().splitlines()
+    width = max(map(len, lines)) * CELL + 2 * MARGIN
+    height = (len(lines) + 2) * LINE + 2 * MARGIN
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13"',
         ' font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace">',

@@ -30,7 +30,7 @@ def dpo(references: np.ndarray, beta: float):
 
     def loss(data, logprobs):
         sums = torch.stack([
-            (lp * torch.as_tensor(d.loss_fn_inputs["weights"].to_numpy())).sum()
+            (lp * d.loss_fn_inputs["weights"].to_torch()).sum()
             for d, lp in zip(data, logprobs, strict=True)
         ])  # fmt: skip
         margins = beta * (sums - torch.as_tensor(references)).reshape(-1, 2) @ torch.tensor([1.0, -1.0])

@@ -47,7 +47,7 @@ async def train(
 
 async def sweep(options: argparse.Namespace) -> None:
     done: Counter[int] = Counter(dict.fromkeys(range(options.runs), 0))
-    slowest = None
+    slowest, told = None, 0
     async with tinkex.ServiceClient() as service:
         make = service.create_lora_training_client_async
         runs = await asyncio.gather(*(make(options.model, rank=8, seed=n) for n in range(options.runs)))
@@ -55,6 +55,9 @@ async def sweep(options: argparse.Namespace) -> None:
         tasks = [asyncio.create_task(train(run, n, text, options, done)) for n, run in enumerate(runs)]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.005)
+            if min(done.values()) > told:
+                told = min(done.values())
+                print(f"every run has made {told} of {options.steps} steps")
             if slowest is None and max(done.values()) == options.steps:
                 slowest = min(done.values())
         results = [await task for task in tasks]

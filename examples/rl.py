@@ -1,12 +1,14 @@
 """Reinforcement learning with a reward function of your own, and `importance_sampling`.
 
     python examples/rl.py --steps 20
+    python examples/rl.py --track wandb         # or trackio
 
 Every prompt is answered several times; an answer's advantage is its reward less the mean of its group. The
 reward here: answer with a single word. Change `PROMPTS` and `reward`, and it is your experiment.
 """
 
 import argparse
+import importlib
 
 import numpy as np
 
@@ -46,7 +48,11 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--track", choices=["wandb", "trackio"], help="log metrics there too")
     options = parser.parse_args()
+    tracker = importlib.import_module(options.track) if options.track else None  # both have these functions
+    if tracker:
+        tracker.init(project="rl", config=vars(options))
 
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(options.model, rank=16)
@@ -67,9 +73,13 @@ def main() -> None:
                     if advantage:  # a group that agrees teaches nothing
                         data.append(read_datum(prompt, sequence, float(advantage)))
             print(f"step {step:3d}   reward {np.mean(rewards):.3f}   {len(data)} answers to learn from")
+            if tracker:
+                tracker.log({"reward": float(np.mean(rewards)), "answers": len(data)}, step=step)
             if data:
                 run.forward_backward(data, "importance_sampling")
                 run.optim_step(tinkex.AdamParams(learning_rate=options.learning_rate)).result()
+        if tracker:
+            tracker.finish()
         print("adapter:", run.save_weights_for_sampler("rl").result().path)
 
 

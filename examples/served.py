@@ -5,7 +5,7 @@
 Usually the server runs on another machine and only the environment differs:
 
     tinkex serve --model SmolLM2-135M-Instruct --host 0.0.0.0            # there, with a key made by
-    tinkex server keys create me                                         # …
+    tinkex server keys add me                                            # …
     TINKER_BASE_URL=http://there:8000 TINKER_API_KEY=tml-… python examples/sft.py data.jsonl    # here
 """
 

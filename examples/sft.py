@@ -1,12 +1,14 @@
 """Supervised fine-tuning from a JSONL file: {"messages": [{"role": …, "content": …}, …]} a line.
 
-    python examples/sft.py data.jsonl --steps 50
+    python examples/sft.py src/tinkex/demo/pirate.jsonl --steps 20       # or a file of your own
+    python examples/sft.py data.jsonl --track wandb                      # or trackio
 
 The loss counts on what the assistant says. Runs in this process with no key set; against a server with
 TINKER_BASE_URL and TINKER_API_KEY set. Metrics land in metrics.jsonl.
 """
 
 import argparse
+import importlib
 import json
 import random
 from pathlib import Path
@@ -43,7 +45,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--track", choices=["wandb", "trackio"], help="log metrics there too")
     options = parser.parse_args()
+    tracker = importlib.import_module(options.track) if options.track else None  # both have these functions
 
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(options.model, rank=options.rank)
@@ -51,7 +55,8 @@ def main() -> None:
         lines = options.data.read_text().splitlines()
         data = [read_datum(tokenizer, json.loads(line)["messages"]) for line in lines if line.strip()]
         random.seed(0)
-        # import wandb; wandb.init(project="sft", config=vars(options))       # and wandb.log(row) below
+        if tracker:
+            tracker.init(project="sft", config={name: str(value) for name, value in vars(options).items()})
         for step in range(options.steps):
             batch = random.sample(data, min(options.batch, len(data)))
             passed = run.forward_backward(batch, "cross_entropy")
@@ -61,7 +66,11 @@ def main() -> None:
             stepped.result()
             with Path("metrics.jsonl").open("a") as log:
                 print(json.dumps(row), file=log)
+            if tracker:
+                tracker.log({"nll": row["nll"]}, step=step)
             print(f"step {step:4d}   nll {row['nll']:.4f}")
+        if tracker:
+            tracker.finish()
         print("adapter:", run.save_weights_for_sampler("sft").result().path)
         print("go on training from:", run.save_state("sft").result().path)
 

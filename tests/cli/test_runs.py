@@ -24,8 +24,10 @@ def test_runs_are_listed(place: Place) -> None:
     assert run["last_checkpoint"]["tinker_path"] == place.paths["weights"]
     title, head, row = place.says("run", "list").splitlines()
     assert title.startswith("1 run ")
-    assert head.split() == ["Run", "Model", "Rank", "Updated", "Status"]
-    assert row.split() == [place.run, MODEL, "4", "just", "now", "OK"]
+    curve = ["Loss"] if place.running is None else []  # of a server, only if asked for: it is a request a run
+    assert head.split() == ["Run", "Model", "Rank", "Updated", "Status", *curve]
+    assert row.split()[:6] == [place.run, MODEL, "4", "just", "now", "OK"]
+    assert [len(cell) for cell in row.split()[6:]] == [STEPS] * len(curve)
 
 
 @pytest.mark.parametrize("place", ["embedded"], indirect=True)
@@ -118,6 +120,15 @@ def test_plots(place: Place, tmp_path: Path) -> None:
     ]
     assert len(lines) == 1
     assert "it has: loss, loss:sum" in place.fails("run", "plot", place.run, "-m", "bogus")
+
+
+def test_without_an_id_the_newest_run_is_plotted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place.json("run", "plot")["training_run_id"] == place.run
+    for name, value in place.env.items():
+        monkeypatch.setenv(name, value)
+    with ServiceClient() as client:
+        newer = client.create_lora_training_client(MODEL, rank=2).model_id
+        assert newer in place.fails("run", "plot")  # it has no step yet
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(place: Place) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +16,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.stub import Stub, delay
+from tests.stub.api import Run
 from tinkex.cli import COMMANDS, main
 from tinkex.cli.output import ago, gather, size
 
@@ -45,10 +46,11 @@ def in_terminal(command: list[str], env: dict[str, str]) -> str:
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
+def silent() -> Iterator[socket.socket]:
     """A server that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.settimeout(60)
+        yield listening
 
 
 def test_every_command_has_help_of_80_columns() -> None:
@@ -99,14 +101,15 @@ def test_the_format_can_stand_before_or_after_the_command() -> None:
     assert before.stdout == after.stdout != CliRunner().invoke(main, ["version"]).stdout
 
 
-def test_ctrl_c_exits_with_130_and_says_nothing(silent: str, tmp_path: Path) -> None:
+def test_ctrl_c_exits_with_130_and_says_nothing(silent: socket.socket, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     process = subprocess.Popen(
         [*TINKEX, "run", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=clean_env(tmp_path, TINKER_BASE_URL=silent), start_new_session=True,
+        env=clean_env(tmp_path, TINKER_BASE_URL=url), start_new_session=True,
     )  # fmt: skip
-    time.sleep(1.5)  # into the wait for an answer; wherever it is, the outcome is the same
-    process.send_signal(signal.SIGINT)
-    said, complained = process.communicate(timeout=20)
+    with silent.accept()[0]:  # it waits for an answer
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=60)
     assert (process.returncode, said, complained.strip()) == (130, "", "")
 
 
@@ -186,6 +189,44 @@ def test_no_color_is_honoured_by_the_bar(tmp_path: Path) -> None:
     said = in_terminal([sys.executable, "-c", code], clean_env(tmp_path, NO_COLOR="1"))
     assert "Waiting" in said
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", said)  # a foreground colour
+
+
+BAR = r"{what} [━╸╺ ]*.*?{counts}"
+
+
+def test_a_listing_of_many_pages_has_a_bar(tmp_path: Path) -> None:
+    """Two pages of runs: 100 of 150, then all; in a pipe there is none."""
+    with Stub() as stub:
+        stub.runs |= {f"s:train:{n}": Run(f"s:train:{n}", "stub/base", 8) for n in range(150)}
+        env = clean_env(tmp_path, TINKER_BASE_URL=stub.url, NO_COLOR="1")
+        stub.script("training_runs", delay(0.5), delay(0.5))
+        said = in_terminal([*TINKEX, "run", "list", "--limit", "0"], env)
+        assert re.search(BAR.format(what="Runs", counts=r"\b100/150\b"), said), said[:400]
+        assert len(re.findall(r"s:train:\d+", said)) == 150
+        assert stub.count("training_runs") == 2
+        stub.script("training_runs", delay(0.5), delay(0.5))
+        piped = subprocess.run(
+            [*TINKEX, "run", "list", "--limit", "0"], capture_output=True, text=True, env=env, timeout=60
+        )
+        assert (piped.returncode, piped.stderr) == (0, "")
+
+
+def test_a_download_has_a_bar_of_bytes(tmp_path: Path) -> None:
+    with Stub() as stub:
+        env = clean_env(tmp_path, TINKER_BASE_URL=stub.url, NO_COLOR="1")
+        path = "tinker://s:train:0/external_weights/final"
+        stub.script("files/*", delay(0.5))
+        said = in_terminal([*TINKEX, "checkpoint", "download", path, "-o", str(tmp_path)], env)
+        assert re.search(BAR.format(what="Downloading", counts=r"\b9/\? bytes"), said), said
+        assert (
+            tmp_path / "s:train:0_external_weights_final" / "adapter_config.json"
+        ).read_bytes() == b"stub file"
+
+
+def test_no_color_is_honoured_by_every_command(tmp_path: Path) -> None:
+    listing = [*TINKEX, "run", "list"]
+    assert "\x1b[1m" in in_terminal(listing, clean_env(tmp_path))
+    assert "\x1b" not in in_terminal(listing, clean_env(tmp_path, NO_COLOR="1"))
 
 
 def test_words_for_times_and_sizes() -> None:

@@ -1,6 +1,7 @@
-"""Where the clients of other people live: one environment for each, made by `make compat-env`.
+"""Where the clients of other people live: an environment for each, made by `make compat-env`.
 
-The test suite never makes them: whoever has none skips what needs one, and is told how to get it.
+The test suite never makes them: whoever has none skips what needs one, and is told how to get it. The newest
+SDK and the cookbook share one, since the cookbook needs that SDK.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DIRECTORIES = {
-    "tinker-0.36.0": ".venv-official",
+    "tinker-0.36.0": ".venv-cookbook",
     "tinker-0.26.0": ".venv-tinker-0.26.0",
     "tinker-0.13.1": ".venv-tinker-0.13.1",
     "tinker-0.4.1": ".venv-tinker-0.4.1",

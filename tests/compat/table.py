@@ -34,9 +34,11 @@ ROWS = [
     *((f"official `tinker` SDK {v}", SERVED, OLDER + re.escape(v)) for v in ("0.26.0", "0.13.1", "0.4.1")),
     ("official `tinker` command line 0.36.0", "side by side with ours, on one server", r"compat\.test_cli::"),
     (f"{COOKBOOK}: recipes, export", SERVED,
-     r"cookbook\.test_(supervised|reinforcement|preference|export)::"),
+     r"cookbook\.test_(supervised|reinforcement|preference|export)::|test_decisions::test_a_decision$"),
     (f"{COOKBOOK}: tutorials", SERVED, r"cookbook\.test_tutorials::"),
-    (f"{COOKBOOK} on our SDK", "`python -m tinkex.compat`, no official SDK", r"cookbook\.test_ours::"),
+    (f"{COOKBOOK}: its integration tests", SERVED, r"cookbook\.test_theirs::test_recipes"),
+    (f"{COOKBOOK} on our SDK", "`python -m tinkex.compat`, no official SDK",
+     r"cookbook\.test_ours::|cookbook\..*on_our_sdk"),
     (f"{COOKBOOK}: its unit tests", "the same pass on both SDKs", r"compat\.test_alias::"),
     ("`openai` Python client", "`/v1` of `tinkex serve`, streaming too", r"compat\.test_openai::"),
     ("PEFT, transformers", "load our adapters, merged models", r"test_checkpoint::test_peft|test_export::"),
@@ -71,13 +73,19 @@ def page(outcomes: dict[str, str]) -> str:
     parts = ["# What works with what", INTRODUCTION, table(outcomes)]
     for what, _, pattern in ROWS:
         shown = [
-            f"- `{name.rpartition('.')[2]}`{'' if outcome == 'passed' else ' **fails**'}"
+            f"- `{_short(name)}`{'' if outcome == 'passed' else ' **fails**'}"
             for name, outcome in sorted(outcomes.items())
             if re.search(pattern, name)
         ]
         if shown:
             parts.append(f"## {what}\n\n" + "\n".join(shown))
     return "\n\n".join(parts) + "\n"
+
+
+def _short(name: str) -> str:
+    """Without the packages of its module; a parameter may have dots of its own."""
+    module, _, test = name.partition("::")
+    return f"{module.rpartition('.')[2]}::{test}"
 
 
 def readme(text: str, outcomes: dict[str, str]) -> str:

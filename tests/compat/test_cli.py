@@ -16,7 +16,7 @@ import pytest
 
 from tests.compat.cli_table import CASES, Case, Outcome, compare, placed, table
 from tests.compat.clients.report import MODEL
-from tests.compat.conftest import CLIENTS, Served
+from tests.compat.conftest import CLIENTS, PATIENCE, Served
 from tests.compat.environments import ROOT, interpreter
 
 PAGE = ROOT / "docs" / "cli.md"
@@ -83,7 +83,7 @@ def sides(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def _run(command: list[str], env: dict[str, str], stdin: str = "") -> str:
-    done = subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -120,6 +120,15 @@ def test_every_official_command_and_option_is_there(sides: dict[str, dict[str, d
         for command, options in official.items()
     }
     assert {command: options for command, options in missing.items() if options or command not in ours} == {}
+
+
+def test_every_official_command_is_compared(sides: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Commands, not groups of them: those that no other begins with."""
+    official = sides["official"][""]
+    leaves = [name for name in official if name and not any(o.startswith(f"{name} ") for o in official)]
+    assert len(leaves) > 15
+    lines = [f" {case.arguments} " for case in CASES]
+    assert [leaf for leaf in leaves if not any(f" {leaf} " in line for line in lines)] == []
 
 
 def test_errors_of_ours_are_one_line(sides: dict[str, dict[str, dict[str, Any]]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.compat.clients.traced_losses import LOSSES
-from tests.compat.conftest import Served
+from tests.compat.conftest import AT_ONCE, Served
 from tests.stub import Stub
 from tinkex import ServiceClient
 
@@ -21,8 +21,8 @@ def test_uploads_are_the_official_ones(tmp_path: Path) -> None:
         official = uploads(stub)
     with Stub(custom_loss_server_side=True) as stub:
         service = ServiceClient(base_url=stub.url, api_key="tml-x")
-        handles = [service.create_custom_loss(fn, ranks).result(20) for fn, ranks in LOSSES]  # type: ignore[arg-type]
-        service.close().result(5)
+        handles = [service.create_custom_loss(fn, ranks).result(AT_ONCE) for fn, ranks in LOSSES]  # type: ignore[arg-type]
+        service.close().result(AT_ONCE)
         ours = uploads(stub)
     assert len(official) == len(LOSSES)
     assert ours == official

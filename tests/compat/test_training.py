@@ -8,7 +8,7 @@ import pytest
 
 from tests.compat import reference
 from tests.compat.clients.report import MODEL, SEQUENCES
-from tests.compat.conftest import Served
+from tests.compat.conftest import AT_ONCE, Served
 
 close = pytest.approx
 
@@ -40,7 +40,7 @@ def test_the_official_client_trains_as_peft_does(served: Served, tmp_path: Path)
     assert facts["weights only"]["losses"] == close(facts["loaded"]["losses"], rel=1e-6)
     assert facts["again"]["error"]["category"] == "user"
     assert "exists" in facts["again"]["error"]["message"]
-    assert facts["again"]["error"]["seconds"] < 10
+    assert facts["again"]["error"]["seconds"] < AT_ONCE
     assert facts["overwritten"]["path"] == facts["steps"]["mid"]
 
     # a batch of several requests comes back whole and in order

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -167,14 +168,18 @@ def test_the_command_fails_if_nothing_was_learned(model: Path, tmp_path: Path):
 
 
 def test_ctrl_c_says_how_to_go_on_and_that_works(model: Path, tmp_path: Path):
-    process = start("demo", "--model", str(model), "--steps", "60", home=tmp_path)
+    out_dir = tmp_path / "its own"
+    process = start("demo", "--model", str(model), "--steps", "60", "--out", str(out_dir), home=tmp_path)
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("  step  2/60"))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "go on with: tinkex demo --resume" in out
-    done = tinkex("demo", "--resume", home=tmp_path)  # the model is the bookmark's
+    assert "ending this step, then saving" in err  # at once, whatever the step takes
+    again = re.search(r"go on with: (.*)$", out, re.MULTILINE)
+    assert again is not None, out
+    env = {"TINKEX_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(shlex.split(again[1]), env=env, capture_output=True, text=True, timeout=100)
     taken = re.search(r"going on after step (\d+)", done.stdout)
     assert taken is not None, done.stderr
     assert done.returncode == 1  # of a random model nothing else is to be expected

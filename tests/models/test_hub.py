@@ -18,7 +18,7 @@ from tests.engine.tiny import tiny_model
 from tests.models.conftest import NAME
 from tests.models.index import Index
 from tests.models.test_obtain import CHILD
-from tinkex.models.catalogue import Entry
+from tinkex.models.catalogue import CATALOGUE, DEFAULT, Entry
 
 HUB_ID, COMMIT = "tinkex-tests/tiny-test", "a" * 40
 
@@ -138,3 +138,36 @@ def test_a_hub_that_gives_up_on_the_way_is_done_without(entry: Entry, index: Ind
 def test_offline_asks_no_hub(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
     assert obtain(entry, tmp_path / "models", hub=hub.url, offline=True) == str(tmp_path / "models" / NAME)
     assert hub.asked == []
+
+
+def test_a_model_in_the_hubs_cache_is_listed_and_not_ours_to_remove(tmp_path: Path):
+    kept = tmp_path / "hub" / f"models--{CATALOGUE[DEFAULT].hub_id.replace('/', '--')}"
+    place = kept / "snapshots" / COMMIT
+    place.mkdir(parents=True)
+    (place / "config.json").write_text('{"max_position_embeddings": 8192}')
+    (place / "model.safetensors").write_bytes(b"12345")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(COMMIT)
+
+    def tinkex(*words: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKE", "HF_"))}
+        env = {**clean, "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "tinkex.cli", "model", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+    (listed,) = json.loads(tinkex("list", "-f", "json").stdout)["models"]
+    assert (listed["model_name"], listed["max_context_length"]) == (DEFAULT, 8192)
+    assert (listed["weights"], listed["bytes"], listed["path"]) == ("as published", 38, str(place))
+    assert tinkex("list").stdout.splitlines()[-1].split() == [
+        DEFAULT,
+        "8192",
+        "as",
+        "published",
+        "38",
+        "B",
+        str(place),
+    ]
+    removed = tinkex("rm", DEFAULT)
+    assert removed.returncode == 1
+    assert f"not ours to change: remove {kept}" in removed.stderr
+    assert place.is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tinkex.cli.serve import read_model
 from tinkex.config import Settings
 from tinkex.errors import TinkerError
 from tinkex.models import DEFAULT
-from tinkex.models.catalogue import Entry
+from tinkex.models.catalogue import CATALOGUE, Entry
 from tinkex.service.config import ServiceConfig
 from tinkex.service.engines import Engines
 from tinkex.service.refusal import Refusal
@@ -46,6 +47,26 @@ def test_a_run_is_made_on_a_model_that_is_fetched_for_it(entry: Entry, index: In
     assert (home / "models" / NAME / "config.json").is_file()
 
 
+def test_a_tokenizer_may_be_the_first_thing_asked_for(entry: Entry, index: Index, home: Path):
+    with tinkex.ServiceClient() as service:
+        tokenizer = service.create_sampling_client(base_model=NAME).get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("the 12")) == "the 12"
+    assert (home / "models" / NAME / "config.json").is_file()
+
+
+def test_a_tokenizer_of_a_model_that_does_not_come_says_why(
+    entry: Entry, index: Index, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    index.close()
+    monkeypatch.setitem(
+        CATALOGUE, "Tiny-Other", replace(entry, name="Tiny-Other")
+    )  # none is kept by this name
+    with tinkex.ServiceClient() as service:
+        sampler = service.create_sampling_client(base_model="Tiny-Other")
+        with pytest.raises(TinkerError, match=r"pip could not fetch tiny-parcel==1\.0"):
+            sampler.get_tokenizer()
+
+
 def test_a_model_that_does_not_come_is_one_error_that_says_why(entry: Entry, index: Index, home: Path):
     index.close()
     with tinkex.ServiceClient() as service:
@@ -54,10 +75,14 @@ def test_a_model_that_does_not_come_is_one_error_that_says_why(entry: Entry, ind
         assert service.get_server_capabilities().supported_models == []
 
 
-def test_local_means_this_process_whatever_keys_there_are(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_local_means_this_process_whatever_keys_there_are(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("TINKER_API_KEY", "tml-none")
     with tinkex.ServiceClient(base_url="local") as service:
+        assert repr(service) == "ServiceClient('local')"
         assert service.get_server_capabilities(timeout=30).supported_models == []
+    assert capsys.readouterr().err == ""  # it was asked for: nothing to explain
     assert (home / "ledger.sqlite").is_file()
     assert not Settings.read().embedded
     monkeypatch.setenv("TINKER_BASE_URL", "local")
@@ -99,6 +124,10 @@ def test_the_commands(entry: Entry, index: Index, home: Path):
     place = home / "models" / NAME
     assert tinkex("pull", NAME) == (0, str(place), f"{NAME} is ready.")
     assert tinkex("path", NAME)[:2] == (0, str(place))
+    shown = tinkex("list")[1].splitlines()[-1]
+    assert shown.split()[0] == NAME
+    assert shown.endswith(str(place))
+    assert "dequantised weights" in shown
     (here,) = [m for m in json.loads(tinkex("list-local", "-f", "json")[1])["models"] if m["path"]]
     assert (here["name"], here["weights"], here["path"]) == (NAME, "dequantised weights", str(place))
     assert here["bytes"] == sum(file.stat().st_size for file in place.iterdir())

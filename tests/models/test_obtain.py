@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.models.conftest import NAME
 from tests.models.index import Index
 from tinkex.errors import ModelError
-from tinkex.models import CATALOGUE, DEFAULT, find, obtain
+from tinkex.models import CATALOGUE, DEFAULT, find, here, obtain
 from tinkex.models.catalogue import Entry
-from tinkex.models.shelf import shelved, weights_of
+from tinkex.models.shelf import weights_of
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_it_is_named_for_what_it_is(entry: Entry, index: Index, shelf: Path):
     said: list[str] = []
     place = obtain(NAME, shelf, offline=True, report=lambda what, done=0, total=0: said.append(what))
     assert weights_of(place) == "dequantised weights"
-    assert [(m.name, m.weights) for m in shelved(shelf)] == [(NAME, "dequantised weights")]
+    assert [(m.name, m.weights) for m in here(shelf)] == [(NAME, "dequantised weights")]
     assert said[-1] == f"{NAME} (dequantised weights) is in {place}"
     assert "4-bit" in CATALOGUE[DEFAULT].weights
 

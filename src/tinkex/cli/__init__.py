@@ -125,3 +125,7 @@ def main() -> None:
     Commands talk to the server that TINKER_BASE_URL names, with the key in TINKER_API_KEY. With neither, they
     show what scripts on this machine have left in its home directory (TINKEX_HOME, or ~/.tinkex).
     """
+    from tinkex.config import Settings
+
+    if Settings.read().no_color:
+        click.get_current_context().color = False  # for every command below

@@ -39,7 +39,7 @@ def _advice(error: Exception) -> str:
             return f"is {base_url()} the right server, and the key in use the right one?"
         case APIConnectionError():
             return "is TINKER_BASE_URL right, and is the server running?"
-        case InternalServerError():
+        case InternalServerError() if not is_local():
             return "the server's log says why"
         case APIStatusError() | _:
             return ""

@@ -66,7 +66,7 @@ def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
 def _show_usage(events: Sequence[Mapping[str, Any]]) -> None:
     columns = [Column("Hour"), Column("Kind"), Column("Amount", right=True), Column("Unit"), Column("Model"),
                Column("User"), Column("Session"), Column("Cost $", right=True)]  # fmt: skip
-    rows = []
+    rows: list[list[Any]] = []
     for event in events:
         unit = next(name for name in _AMOUNTS if name in event)
         amount = f"{event[unit]:,.6g}" if unit == "gigabyte_hours" else f"{event[unit]:,}"

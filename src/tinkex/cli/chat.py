@@ -6,6 +6,7 @@ said of it stays in memory. From a pipe it answers each line and says nothing el
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.output import CONTEXT, note
+from tinkex.cli.place import is_local, where
 from tinkex.config import LOCAL
 from tinkex.models import DEFAULT
 
@@ -48,11 +50,12 @@ def chat(
     import tinkex
 
     params = tinkex.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    local = local or is_local()
     with tinkex.ServiceClient(base_url=LOCAL if local else None) as service:
         sampler = _sampler(service, model)
         conversation = Conversation(sampler, sampler.get_tokenizer(), params, system)
         if sys.stdin.isatty():
-            note(f"{model}: {HELP}")
+            note(f"{model} {'in this process' if local else where()}\n{HELP}")
         for line in _lines():
             if line == "/quit":
                 return
@@ -77,7 +80,7 @@ def _lines() -> Iterator[str]:
         yield from map(str.strip, sys.stdin)
         return
     try:
-        import readline  # noqa: F401  (arrow keys and history, where there is one)
+        importlib.import_module("readline")  # arrow keys and history, where there is one
     except ImportError:
         pass
     while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.output import CONTEXT
+from tinkex.cli.output import CONTEXT, how_called
 from tinkex.config import Settings
 from tinkex.models import DEFAULT
 
@@ -41,17 +41,18 @@ def demo(act: str, model: str, steps: int | None, resume: bool, out: Path | None
     from tinkex.demo.screen import Screen
     from tinkex.models import obtain
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without these characters is no reason to stop
+    if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+        reconfigure(errors="replace")  # a terminal without these characters is no reason to stop
     settings = Settings.read()
     place = (out or settings.home / "demo").absolute()
     bookmark = Bookmark.read(place, act) if resume else None
     model = bookmark.model if bookmark else model
-    screen = Screen(obtain(model, settings.home / "models", offline=settings.offline))
+    screen = Screen(obtain(model, settings.home / "models", offline=settings.offline), how_called())
     play = _fine_tune if act == "sft" else _reinforce
     learned = play(screen, model, place, steps, bookmark)
     if learned is None:
-        screen.stopped("tinkex demo --resume" if act == "sft" else "tinkex demo rl --resume")
+        again = ["demo", *(["rl"] if act == "rl" else []), "--resume", *(["--out", str(out)] if out else [])]
+        screen.stopped(shlex.join(again))
         sys.exit(INTERRUPTED)
     sys.exit(0 if learned else 1)
 

@@ -7,7 +7,7 @@ table of keys; a key, and a token, is shown once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -38,7 +38,7 @@ _home = click.option(
 
 
 @contextmanager
-def _ledger(home: Path | None) -> Iterator[Ledger]:
+def _ledger(home: Path | None) -> Generator[Ledger]:
     from tinkex.errors import TinkerError
     from tinkex.service.ledger import Ledger
 

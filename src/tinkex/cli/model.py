@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,8 +18,12 @@ from tinkex.cli.output import (
     size,
     wants_json,
 )
-from tinkex.cli.place import connected, where
+from tinkex.cli.place import connected, is_local, where
 from tinkex.config import Settings
+
+if TYPE_CHECKING:
+    from tinkex.models.shelf import Kept
+    from tinkex.types.config import SupportedModel
 
 
 @click.group(context_settings=CONTEXT)
@@ -30,7 +35,7 @@ def model() -> None:
 @click.argument("substring", default="")
 @format_option
 def list_models(substring: str) -> None:
-    """List the models of the server in use, or of this machine.
+    """List the models of the server in use, or of this machine: there also what their weights are and where.
 
     SUBSTRING keeps the models whose name contains it, whatever the case. The name is what base_model takes.
     """
@@ -44,41 +49,72 @@ def list_models(substring: str) -> None:
         raise click.ClickException(
             f"no model's name contains {substring!r} {where()}; `tinkex model list` shows all there are"
         )
-    if wants_json():
-        show_json({"models": found})
-        return
     count = f"{len(found)} of {plural(len(offered), 'model')}" if substring else plural(len(found), "model")
-    show_table(
-        f"{count} {where()}",
-        [Column("Model"), Column("Context", right=True), Column("Trainable"), Column("Sampleable")],
-        [[m.model_name, m.max_context_length, m.trainable, m.sampleable] for m in found],
-    )
+    if is_local():
+        _show_here(count, found)
+    elif wants_json():
+        show_json({"models": found})
+    else:
+        show_table(
+            f"{count} {where()}",
+            [Column("Model"), Column("Context", right=True), Column("Trainable"), Column("Sampleable")],
+            [[m.model_name, m.max_context_length, m.trainable, m.sampleable] for m in found],
+        )
 
 
 # -- on this machine -------------------------------------------------------------------------------------
 
 
-@model.command("list-local", context_settings=CONTEXT)
-@format_option
-def list_local() -> None:
-    """List the models on this machine's shelf, and those that `tinkex model pull` can put there by name."""
-    from tinkex.models import CATALOGUE
-    from tinkex.models.shelf import shelved
+def _show_here(count: str, found: list[SupportedModel]) -> None:
+    """All of these can be trained and sampled; what differs is what is on disk."""
+    from tinkex.models import DEFAULT, here
 
-    shelf = _shelf()
-    here = shelved(shelf)
-    rows = [{"name": m.name, "weights": m.weights, "bytes": m.bytes, "path": str(m.place)} for m in here]
-    for entry in CATALOGUE.values():
-        if entry.name not in {m.name for m in here}:
-            rows.append({"name": entry.name, "weights": entry.weights, "bytes": None, "path": None})
+    disk = {kept.name: kept for kept in here(_shelf())}
+    rows = [{**model.model_dump(), **_kept(disk.get(model.model_name or ""))} for model in found]
     if wants_json():
         show_json({"models": rows})
         return
+    columns = [Column("Model"), Column("Context", right=True), *_DISK]
     show_table(
-        f"{plural(len(here), 'model')} in {shelf}",
-        [Column("Model"), Column("Weights"), Column("Size", right=True), Column("Place")],
-        [[r["name"], r["weights"], size(r["bytes"]), r["path"] or "not here yet: pull it"] for r in rows],
+        f"{count} {where()}", columns, [[r["model_name"], r["max_context_length"], *_cells(r)] for r in rows]
     )
+    if not found:
+        note(f"`tinkex model pull` fetches {DEFAULT}; a directory or a hub id (ORG/NAME) is a name too")
+
+
+@model.command("list-local", context_settings=CONTEXT)
+@format_option
+def list_local() -> None:
+    """List the models on this machine, and those that `tinkex model pull` can put there by name.
+
+    The same as `tinkex model list` where no server is in use.
+    """
+    from tinkex.models import CATALOGUE, here
+
+    disk = here(_shelf())
+    rows = [{"name": kept.name, **_kept(kept)} for kept in disk]
+    for entry in CATALOGUE.values():
+        if entry.name not in {kept.name for kept in disk}:
+            rows.append({"name": entry.name, **_kept(None), "weights": entry.weights})
+    if wants_json():
+        show_json({"models": rows})
+        return
+    title = f"{plural(len(disk), 'model')} on this machine"
+    show_table(title, [Column("Model"), *_DISK], [[r["name"], *_cells(r)] for r in rows])
+
+
+_DISK = (Column("Weights"), Column("Size", right=True), Column("Place"))
+
+
+def _kept(kept: Kept | None) -> dict[str, Any]:
+    """What is said of a model's files, in JSON."""
+    if kept is None:
+        return {"weights": None, "bytes": None, "path": None}
+    return {"weights": kept.weights or None, "bytes": kept.bytes, "path": str(kept.place)}
+
+
+def _cells(row: dict[str, Any]) -> list[str | None]:
+    return [row["weights"], size(row["bytes"]), row["path"] or "not here yet: `tinkex model pull`"]
 
 
 @model.command("pull", context_settings=CONTEXT)
@@ -117,10 +153,9 @@ def path(name: str) -> None:
 @click.argument("name")
 def remove(name: str) -> None:
     """Remove the model called NAME from this machine's shelf."""
-    from tinkex.models.progress import on_stderr
-    from tinkex.models.shelf import remove as take_away
+    from tinkex.models import remove as take_away
 
-    note(f"{name} is removed; {size(take_away(_shelf(), name, on_stderr()))} are free again.")
+    note(f"{name} is removed; {size(take_away(name, _shelf()))} are free again.")
 
 
 def _shelf() -> Path:

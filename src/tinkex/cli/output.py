@@ -8,15 +8,18 @@ nothing heavy: help and errors are quick.
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -192,11 +195,21 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def how_called() -> str:
+    """What this command line is called by in the shell that it was called from, for lines to be copied."""
+    own, known = Path(sys.executable).with_name("tinkex"), shutil.which("tinkex")
+    if known is not None and Path(known).resolve() == own.resolve():
+        return "tinkex"
+    if not own.is_file():
+        return f"{shlex.quote(sys.executable)} -m tinkex.cli"
+    return shlex.quote(min(str(own), os.path.relpath(own), key=len))  # an environment that is not activated
+
+
 # -- waiting ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def bar(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int | None], None]]:
+def bar(what: str, *, of_bytes: bool = False) -> Generator[Callable[[int, int | None], None]]:
     """A progress bar on stderr, if that is a terminal and it takes a moment; tell it (so far, in all)."""
     with ExitStack() as until_done:
         begun, update = time.monotonic(), None
@@ -212,7 +225,7 @@ def bar(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int | N
 
 
 @contextmanager
-def _drawn(what: str, of_bytes: bool) -> Iterator[Callable[..., None]]:
+def _drawn(what: str, of_bytes: bool) -> Generator[Callable[..., None]]:
     from rich import progress
     from rich.console import Console
 

@@ -7,7 +7,7 @@ computed here and no model is loaded. Knows no command.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ def where() -> str:
 
 
 @contextmanager
-def connected(api_key: str | None = None) -> Iterator[Connection]:
+def connected(api_key: str | None = None) -> Generator[Connection]:
     """The way there; with a key that is not the one in use, if it is given."""
     from tinkex.client.connection import connect
     from tinkex.client.future import start
@@ -54,7 +54,7 @@ def connected(api_key: str | None = None) -> Iterator[Connection]:
 
 
 @contextmanager
-def rest() -> Iterator[RestClient]:
+def rest() -> Generator[RestClient]:
     from tinkex.client.rest import RestClient
 
     with connected() as connection:
@@ -62,7 +62,7 @@ def rest() -> Iterator[RestClient]:
 
 
 @contextmanager
-def admin() -> Iterator[AdminClient]:
+def admin() -> Generator[AdminClient]:
     from tinkex.client.admin import AdminClient
 
     with connected() as connection:

@@ -24,10 +24,9 @@ from tinkex.cli.output import (
 from tinkex.cli.place import is_local, rest, where
 
 if TYPE_CHECKING:
+    from tinkex.client.history import History
     from tinkex.client.rest import RestClient
     from tinkex.types.training import TrainingRun
-
-Lines = list[dict[str, float]]
 
 # what -c takes: the column's title, and what it shows of a run and of its history
 _COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], Any]]] = {
@@ -42,8 +41,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], Any]]] = {
 }
 _HISTORY = "loss"  # a column of ours: a sparkline, which costs a request for each run
 _DEFAULT = "id,model,lora,updated,status"
-_CURVES = ("loss", "grad_norm", "learning_rate")
-_NOT_CURVES = ("step", "time", "seconds")
 
 
 @click.group(context_settings=CONTEXT)
@@ -56,12 +53,14 @@ def run() -> None:
     "--limit", default=20, type=click.IntRange(0), show_default=True, help="At most so many; 0: all."
 )
 @click.option(
-    "-c", "--columns", default=_DEFAULT, show_default=True,
-    help=f"Which columns, separated by commas: {', '.join(_COLUMNS)}, and {_HISTORY} for its curve.",
+    "-c", "--columns",
+    help=f"Which columns, separated by commas: {', '.join(_COLUMNS)}, and {_HISTORY} for its curve.  "
+    f"[default: {_DEFAULT}; on this machine {_HISTORY} too]",
 )  # fmt: skip
 @format_option
-def list_runs(limit: int, columns: str) -> None:
+def list_runs(limit: int, columns: str | None) -> None:
     """List training runs, newest first."""
+    columns = columns or (f"{_DEFAULT},{_HISTORY}" if is_local() else _DEFAULT)
     names = [name.strip() for name in columns.split(",") if name.strip()]
     if unknown := [name for name in names if name not in (*_COLUMNS, _HISTORY)]:
         known = ", ".join((*_COLUMNS, _HISTORY))
@@ -86,7 +85,7 @@ def _cell(client: RestClient, run: TrainingRun, name: str) -> Any:
         return _COLUMNS[name][1](run)
     from tinkex.charts import sparkline
 
-    return sparkline([line["loss"] for line in _history(client, run) or [] if "loss" in line], 16) or None
+    return sparkline([line["loss"] for line in _history(client, run) or () if "loss" in line], 16) or None
 
 
 def _status(run: TrainingRun) -> str:
@@ -119,7 +118,7 @@ def info(run_id: str) -> None:
     show_facts(f"Run {found.training_run_id}", facts)
 
 
-def _history_facts(lines: Lines | None) -> dict[str, str]:
+def _history_facts(lines: History | None) -> dict[str, str]:
     from tinkex.charts import number, sparkline
 
     if lines is None:
@@ -127,13 +126,13 @@ def _history_facts(lines: Lines | None) -> dict[str, str]:
     if not lines:
         return {"History": "no step yet"}
     facts = {"Steps": str(int(lines[-1]["step"]))}
-    for name, values in _curves(lines).items():
+    for name, values in lines.curves().items():
         facts[name] = f"{sparkline(values, 24)}  {number(values[0])} → {number(values[-1])}"
     return facts
 
 
 @run.command("plot", context_settings=CONTEXT)
-@click.argument("run_id")
+@click.argument("run_id", required=False)
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture to this file.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report to this file.")
 @click.option(
@@ -144,14 +143,15 @@ def _history_facts(lines: Lines | None) -> dict[str, str]:
     help="What to plot, once for each.  [default: those of a step]",
 )
 @format_option
-def plot(run_id: str, png: Path | None, html: Path | None, metrics: tuple[str, ...]) -> None:
-    """Plot a run's history: here, as a PNG, or as an HTML report.
+def plot(run_id: str | None, png: Path | None, html: Path | None, metrics: tuple[str, ...]) -> None:
+    """Plot a run's history: here, as a PNG, or as an HTML report. Without a RUN_ID it is the newest run.
 
     With --format json it prints every step's numbers instead: what is in the run's metrics.jsonl.
     """
     with rest() as client:
-        found = client.get_training_run(run_id).result()
+        found = client.get_training_run(run_id).result() if run_id else _newest(client)
         lines = _history(client, found)
+    run_id = found.training_run_id
     if lines is None:
         raise click.ClickException(
             "this server keeps no history of runs (servers of ours do); log metrics in your script"
@@ -163,7 +163,10 @@ def plot(run_id: str, png: Path | None, html: Path | None, metrics: tuple[str, .
         raise click.ClickException(
             f"run {run_id} has no history: it has taken no step, or before it was kept"
         )
-    curves, steps = _curves(lines, metrics), [line["step"] for line in lines]
+    if unknown := [name for name in metrics if name not in lines.metrics()]:
+        known = ", ".join(lines.metrics())
+        raise click.ClickException(f"this run has no metric {', '.join(unknown)}; it has: {known}")
+    curves, steps = lines.curves(metrics), lines.steps()
     if png is None and html is None:
         _plot_here(found.training_run_id, curves, steps)
     if png is not None:
@@ -178,6 +181,12 @@ def plot(run_id: str, png: Path | None, html: Path | None, metrics: tuple[str, .
         note(f"wrote {html}")
 
 
+def _newest(client: RestClient) -> TrainingRun:
+    for found in client.iter_training_runs(page_size=1):
+        return found
+    raise click.ClickException(f"there is no run {where()} yet; `tinkex demo` makes one")
+
+
 def _plot_here(title: str, curves: dict[str, list[float]], steps: list[float]) -> None:
     import shutil
 
@@ -188,7 +197,7 @@ def _plot_here(title: str, curves: dict[str, list[float]], steps: list[float]) -
     click.echo(terminal_chart(curves, width=width, height=height, title=f"Run {title}", x=steps))
 
 
-def _report_facts(run: TrainingRun, lines: Lines) -> dict[str, str]:
+def _report_facts(run: TrainingRun, lines: History) -> dict[str, str]:
     tokens = sum(line.get("tokens:sum", 0) for line in lines)
     seconds = sum(line.get("seconds", 0) for line in lines)
     saved = run.last_checkpoint or run.last_sampler_checkpoint
@@ -202,7 +211,7 @@ def _report_facts(run: TrainingRun, lines: Lines) -> dict[str, str]:
     }
 
 
-def _history(client: RestClient, run: TrainingRun) -> Lines | None:
+def _history(client: RestClient, run: TrainingRun) -> History | None:
     """What the run said step by step; None if the server does not keep it."""
     from tinkex.errors import NotFoundError
 
@@ -210,11 +219,3 @@ def _history(client: RestClient, run: TrainingRun) -> Lines | None:
         return client.get_run_metrics(run.training_run_id).result()
     except NotFoundError:
         return None
-
-
-def _curves(lines: Lines, wanted: tuple[str, ...] = ()) -> dict[str, list[float]]:
-    known = list(dict.fromkeys(name for line in lines for name in line if name not in _NOT_CURVES))
-    if unknown := [name for name in wanted if name not in known]:
-        raise click.ClickException(f"this run has no metric {', '.join(unknown)}; it has: {', '.join(known)}")
-    names = wanted or [name for name in _CURVES if name in known]
-    return {name: [line.get(name, float("nan")) for line in lines] for name in names}

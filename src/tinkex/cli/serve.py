@@ -6,6 +6,7 @@ Knows how a model is named on the command line; everything else is server/serve.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -43,18 +44,22 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
     "--public-url", default="", envvar="TINKEX_PUBLIC_URL",
     help="How clients reach the server, if not by its address: for links, behind a proxy.",
 )  # fmt: skip
-@click.option("--max-context", type=click.IntRange(1), help="Longest sequence, if less than the model's own.")
+@click.option(
+    "--max-context", type=click.IntRange(1), envvar="TINKEX_MAX_CONTEXT",
+    help="Longest sequence, if less than the model's own.",
+)  # fmt: skip
+@click.option(
+    "--disk-quota", default="", envvar="TINKEX_DISK_QUOTA", metavar="SIZE",
+    help="Most that the home may take, as 500MB or 2TiB: what would be more fails.  [default: the disk]",
+)  # fmt: skip
 @click.option(
     "--preload/--no-preload", default=True, envvar="TINKEX_PRELOAD",
     help="Load every model now, or each when it is first used.",
 )  # fmt: skip
 @click.option(
-    "--drain",
-    "drain_seconds",
-    default=5.0,
-    type=click.FloatRange(0),
-    help="Seconds to let polls end at SIGTERM.",
-)
+    "--drain", "drain_seconds", default=5.0, type=click.FloatRange(0), envvar="TINKEX_DRAIN",
+    help="Seconds to let polls and streams end at SIGTERM.",
+)  # fmt: skip
 @click.option(
     "--log-level", default="info", envvar="TINKEX_LOG_LEVEL", type=click.Choice(_LEVELS),
     help="debug shows every request.",
@@ -62,8 +67,8 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
-    public_url: str, max_context: int | None, preload: bool, drain_seconds: float, log_level: str,
-    engine: str,
+    public_url: str, max_context: int | None, disk_quota: str, preload: bool, drain_seconds: float,
+    log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -92,6 +97,7 @@ def serve(
                 engine=EngineConfig("", engine, device, dtype, max_context),  # type: ignore[arg-type]
                 preload=preload,
                 offline=settings.offline,
+                disk_quota=read_size(disk_quota) if disk_quota else None,
             ),
             host,
             port,
@@ -121,6 +127,22 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
             f"--model {spec!r}: there is no directory or file {place}, and no model of that name to fetch"
         )
     return name, place  # the service finds it on the shelf or in the hub's cache, or fetches it
+
+
+def read_size(text: str) -> int:
+    """A number of bytes, as people write it.
+
+    >>> read_size("1.5GB"), read_size("2 KiB"), read_size("7")
+    (1500000000, 2048, 7)
+    """
+    found = re.fullmatch(r"([0-9.]+) ?(?:([KMGT]?)(i?)B)?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(found[1] if found else "")
+    except ValueError:
+        raise InvalidInputError(f"{text!r} is no size; write 500MB, 20GiB or a number of bytes") from None
+    assert found is not None
+    power = "KMGT".find(found[2].upper()) + 1 if found[2] else 0
+    return int(number * (1024 if found[3] else 1000) ** power)
 
 
 def _log_to_stderr(level: str) -> None:

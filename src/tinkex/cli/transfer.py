@@ -107,7 +107,7 @@ def hub() -> Any:
         raise click.ClickException("the hub's library is missing: pip install huggingface_hub") from None
     api = HfApi()
     try:
-        api.whoami()
+        api.whoami()  # pyright: ignore[reportUnknownMemberType]  # a decorator of the hub's is untyped
     except Exception as error:  # it raises its own errors, and those of whichever HTTP library it uses
         reason = str(error).partition(".")[0].strip()
         raise click.ClickException(

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ def _file(out: Path, act: str) -> Path:
 
 
 @contextmanager
-def ctrl_c() -> Iterator[Callable[[], bool]]:
+def ctrl_c() -> Generator[Callable[[], bool]]:
     """Has Ctrl-C been pressed? The first is noted, so that the step in hand ends; the second interrupts."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
@@ -57,6 +57,9 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 
     def note(number: int, frame: object) -> None:
         pressed.set()
+        os.write(
+            2, b"\nending this step, then saving; Ctrl-C again stops at once\n"
+        )  # a print may be under way
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, note)

@@ -45,16 +45,18 @@ def demo(task: Task, plan: Plan, screen: Screen, bookmark: Bookmark | None = Non
             losses = bookmark.curve
         tokenizer = run.get_tokenizer()
 
+        screen.heading("Before: questions that are not among the examples")
         before = ask(service.create_sampling_client(base_model=plan.model), tokenizer, task)
-        screen.answers("Before: questions that are not among the examples", before, task.rule)
+        screen.answers(before, task.rule)
         if not train(run, tokenizer, task, plan, losses, screen):
             saved = run.save_state(f"{task.name}-{len(losses)}", ttl_seconds=7 * 24 * 3600).result()
             Bookmark(plan.model, saved.path, plan.steps, losses).write(plan.out, "sft")
             return None
 
+        screen.heading("After: the same questions")
         path = run.save_weights_for_sampler(task.name).result().path
         after = ask(service.create_sampling_client(model_path=path), tokenizer, task)
-        screen.answers("After: the same questions", after, task.rule)
+        screen.answers(after, task.rule)
         screen.curve("loss", losses, plan.out / "loss.png")
         screen.adapter(path, adapter_at(plan.out / task.name, service, path))
     Bookmark.forget(plan.out, "sft")
@@ -103,11 +105,11 @@ def answer_length(datum: tinkex.Datum) -> float:
 def ask(sampler: tinkex.SamplingClient, tokenizer: Any, task: Task) -> list[Answer]:
     """The model's own answers to the questions it is tested with, and whether they are right."""
     params = tinkex.SamplingParams(max_tokens=40, temperature=0.0, stop=[tokenizer.eos_token_id])
-    waiting = []
+    waiting: list[tinkex.APIFuture[tinkex.SampleResponse]] = []
     for question, _ in task.held_out:
         prompt = tinkex.render_chat(tokenizer, [{"role": "user", "content": question}])
         waiting.append(sampler.sample(tinkex.ModelInput.from_ints(prompt), 1, params))
-    answers = []
+    answers: list[Answer] = []
     for (question, fact), future in zip(task.held_out, waiting, strict=True):
         (sequence,) = future.result().sequences
         text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()

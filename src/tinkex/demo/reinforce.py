@@ -117,9 +117,9 @@ def tell(
         for subject in subjects
     ]
     waiting = [sampler.sample(tinkex.ModelInput.from_ints(p), plan.samples, params) for p in prompts]
-    groups = []
+    groups: list[list[Story]] = []
     for prompt, future in zip(prompts, waiting, strict=True):
-        group = []
+        group: list[Story] = []
         for sequence in future.result().sequences:
             assert sequence.logprobs is not None  # sampled tokens always have them
             text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
@@ -150,10 +150,11 @@ def look(
     sampler: tinkex.SamplingClient, tokenizer: Any, game: Game, plan: Plan, screen: Screen, title: str
 ) -> float:
     """Show a story about each subject that is not trained on; the mean reward of all that were told."""
+    screen.heading(title)
     groups = tell(sampler, tokenizer, game, plan, game.held_out, seed=0)
     mean = statistics.mean(story.reward for group in groups for story in group)
     shown = [
         (name, group[0].text, group[0].reward) for name, group in zip(game.held_out, groups, strict=True)
     ]
-    screen.stories(title, shown, mean, game.rule)
+    screen.stories(shown, mean, game.rule)
     return mean

@@ -6,6 +6,7 @@ training.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -28,10 +29,11 @@ class Answer:
 
 
 class Screen:
-    """Prints a demo as it goes; `base` is the base model's directory, for the lines that load the adapter."""
+    """Prints a demo as it goes, for lines to be copied: `base` is the base model's directory, `tinkex` is how
+    the command line is called here."""
 
-    def __init__(self, base: Path) -> None:
-        self._base = base
+    def __init__(self, base: Path, tinkex: str = "tinkex") -> None:
+        self._base, self._tinkex = base, tinkex
         self._live = sys.stdout.isatty()
         self._steps, self._began = 0, 0.0
         self._seen: list[float] = []
@@ -41,8 +43,11 @@ class Screen:
         weights = weights_of(self._base)  # what they are, where that must be said
         click.echo(f"{how} on {weights or 'the weights'} in {self._base}")
 
-    def answers(self, title: str, answers: Sequence[Answer], rule: str) -> None:
-        self._heading(title)
+    def heading(self, text: str) -> None:
+        """What comes next; said before it is computed, which may take a while."""
+        click.echo("\n" + click.style(text, bold=True))
+
+    def answers(self, answers: Sequence[Answer], rule: str) -> None:
         for answer in answers:
             mark = click.style("✓", fg="green") if answer.good else click.style("✗", fg="red")
             click.echo(f"  {mark} {answer.question}\n      {_short(answer.text, WIDTH - 6)}")
@@ -51,15 +56,14 @@ class Screen:
             click.style(f"{good} of {len(answers)} right", bold=True) + f"  (a program checks: {rule})"
         )
 
-    def stories(self, title: str, stories: Sequence[tuple[str, str, float]], mean: float, rule: str) -> None:
+    def stories(self, stories: Sequence[tuple[str, str, float]], mean: float, rule: str) -> None:
         """Samples (subject, text, reward), and the mean reward of these and their siblings."""
-        self._heading(title)
         for subject, text, reward in stories:
             click.echo(f"  {reward:.1f}  {_short(f'{subject}: {text}', WIDTH - 7)}")
         click.echo(click.style(f"mean reward {mean:.2f}", bold=True) + f"  (a program counts: {rule})")
 
     def begin(self, title: str, steps: int, taken: int) -> None:
-        self._heading(title)
+        self.heading(title)
         if taken:
             click.echo(f"  going on after step {taken}")
         self._steps, self._began, self._seen = steps, time.monotonic(), []
@@ -71,36 +75,37 @@ class Screen:
         line = f"  step {step + 1:>2}/{self._steps}  {name} {value:.3f}  {tokens_per_second:4.0f} tokens/s"
         line += f"  {int(left) // 60}:{int(left) % 60:02} left"
         line += f"  {sparkline(self._seen, 14)}" if self._live and not said else f"  {said}"
-        line = _short(line.rstrip(), WIDTH)
+        line = _short(line.rstrip(), min(WIDTH, shutil.get_terminal_size().columns) if self._live else WIDTH)
         if self._live:
             click.echo(f"\r\x1b[K{line}", nl=step + 1 == self._steps)
         else:
             click.echo(line)
 
     def curve(self, name: str, values: Sequence[float], png: Path) -> None:
-        self._heading(f"{name.capitalize()} at each step")
+        self.heading(f"{name.capitalize()} at each step")
         click.echo(terminal_chart({name: values}, width=64, height=8))
         png.parent.mkdir(parents=True, exist_ok=True)
         write_png(png, {name: values}, title=f"tinkex demo: {name}", x_label="step", y_label=name)
         click.echo(f"As a picture: {png}")
 
     def adapter(self, path: str, directory: Path) -> None:
-        self._heading("The adapter is yours")
+        self.heading("The adapter is yours")
         click.echo(f"  {directory}\n")
         click.echo("Two lines load it in PEFT:\n")
         click.echo(f'  model = transformers.AutoModelForCausalLM.from_pretrained("{self._base}")')
         click.echo(f'  model = peft.PeftModel.from_pretrained(model, "{directory}")\n')
-        click.echo(f"Talk to it:\n\n  tinkex chat {path}")
+        click.echo(
+            f"Talk to it, or see how it went:\n\n  {self._tinkex} chat {path}\n  {self._tinkex} run plot"
+        )
 
     def verdict(self, learned: bool, before_and_after: str) -> None:
-        said = click.style("It learned", fg="green") if learned else click.style("It did not learn", fg="red")
-        click.echo("\n" + click.style(f"{said}: {before_and_after}.", bold=True))
+        said, colour = ("It learned", "green") if learned else ("It did not learn", "red")
+        click.echo(
+            f"\n{click.style(said, fg=colour, bold=True)}{click.style(f': {before_and_after}.', bold=True)}"
+        )
 
     def stopped(self, again: str) -> None:
-        click.echo(f"\nStopped. What was learned so far is saved; go on with: {again}")
-
-    def _heading(self, text: str) -> None:
-        click.echo("\n" + click.style(text, bold=True))
+        click.echo(f"\nStopped. What was learned so far is saved; go on with: {self._tinkex} {again}")
 
 
 def _short(text: str, width: int) -> str:

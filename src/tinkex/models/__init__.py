@@ -7,6 +7,7 @@ at the same time. Knows no engine and no server.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from tinkex.errors import ModelError
@@ -15,7 +16,7 @@ from tinkex.models.catalogue import CATALOGUE, DEFAULT
 from tinkex.models.progress import Report, on_stderr
 from tinkex.models.wheel import make_ready
 
-__all__ = ["CATALOGUE", "DEFAULT", "can_be_named", "find", "obtain"]
+__all__ = ["CATALOGUE", "DEFAULT", "can_be_named", "find", "here", "names", "obtain", "remove"]
 
 
 def can_be_named(name: str) -> bool:
@@ -26,6 +27,35 @@ def can_be_named(name: str) -> bool:
 def find(name: str, models: Path) -> Path | None:
     """The model called `name` here: at that path, on the shelf `models`, or in the hub's cache."""
     return shelf.model_at(Path(name).expanduser()) or shelf.on_shelf(models, name) or _cached(name)
+
+
+def names(models: Path) -> Iterator[tuple[str, Path]]:
+    """The models that need no fetching: all on the shelf, and of the hub's cache those with a short name."""
+    taken: set[str] = set()
+    for name, place in shelf.names(models):
+        taken.add(name)
+        yield name, place
+    for entry in CATALOGUE.values():
+        if entry.name not in taken and (cached := hub.cached(entry.hub_id)) is not None:
+            yield entry.name, cached
+
+
+def here(models: Path) -> list[shelf.Kept]:
+    """The same, with what they are and how much of the disk they take."""
+    found: list[shelf.Kept] = []
+    for name, place in names(models):
+        weights = shelf.weights_of(place) if place.is_relative_to(models) else "as published"
+        found.append(shelf.Kept(name, place, shelf.size(place), weights))
+    return found
+
+
+def remove(name: str, models: Path, report: Report | None = None) -> int:
+    """Take a model off the shelf; how many bytes that freed."""
+    if shelf.on_shelf(models, name) is None and (place := _cached(name)) is not None:
+        raise ModelError(
+            f"{name!r} is in the hub's cache, which is not ours to change: remove {place.parents[1]}"
+        )
+    return shelf.remove(models, name, report or on_stderr())
 
 
 def obtain(name: str, models: Path, *, offline: bool = False, report: Report | None = None) -> Path:

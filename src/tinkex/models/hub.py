@@ -51,7 +51,7 @@ def is_reachable(hub_id: str) -> bool:
 def download(hub_id: str, *, offline: bool) -> Path:
     """The model from the hub, with the library's own progress bars."""
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # a bare type
     except ImportError:
         raise ModelError(
             f"{hub_id!r} would come from a hub, for which the package huggingface_hub is needed: "
@@ -61,10 +61,9 @@ def download(hub_id: str, *, offline: bool) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=_FILES, local_files_only=offline))
     except Exception as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        asked = "is not in the hub's cache, and HF_HUB_OFFLINE is set" if offline else "did not come"
+        asked = "is not in the hub's cache, and HF_HUB_OFFLINE is set" if offline else f"did not come ({why})"
         raise ModelError(
-            f"the model {hub_id!r} {asked} ({why}); give the directory of a model instead, or see "
-            "`tinkex model list-local`"
+            f"the model {hub_id!r} {asked}; give the directory of a model instead, or see `tinkex model list`"
         ) from error
 
 

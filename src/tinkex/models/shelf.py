@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,8 +23,8 @@ _PART = ".part-"
 
 
 @dataclass(frozen=True)
-class Shelved:
-    """A model on the shelf."""
+class Kept:
+    """A model on this machine."""
 
     name: str
     place: Path
@@ -58,10 +58,6 @@ def names(shelf: Path) -> Iterator[tuple[str, Path]]:
                 yield found.relative_to(shelf).as_posix().replace("--", "/", 1), model
 
 
-def shelved(shelf: Path) -> list[Shelved]:
-    return [Shelved(name, place, _size(place), weights_of(place)) for name, place in names(shelf)]
-
-
 def remove(shelf: Path, name: str, report: Report) -> int:
     """Take a model off the shelf; how many bytes that freed."""
     with locked(shelf, report):
@@ -69,17 +65,17 @@ def remove(shelf: Path, name: str, report: Report) -> int:
         if place is None:
             there = ", ".join(name for name, _ in names(shelf)) or "none"
             raise ModelError(f"no model called {name!r} in {shelf}; there are: {there}")
-        size = _size(place)
+        freed = size(place)
         if place.is_file():
             place.unlink()
         else:
             gone = place.rename(shelf / f"{_PART}{os.getpid()}")  # at once: a half-removed model is none
             shutil.rmtree(gone)
-    return size
+    return freed
 
 
 @contextmanager
-def locked(shelf: Path, report: Report) -> Iterator[None]:
+def locked(shelf: Path, report: Report) -> Generator[None]:
     """One process at a time writes to a shelf; what others left half-written is swept away first."""
     try:
         shelf.mkdir(parents=True, exist_ok=True)
@@ -100,7 +96,7 @@ def locked(shelf: Path, report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def part(shelf: Path) -> Iterator[Path]:
+def part(shelf: Path) -> Generator[Path]:
     """A directory to write in, gone afterwards; only under the lock."""
     place = shelf / f"{_PART}{os.getpid()}"
     place.mkdir()
@@ -110,7 +106,7 @@ def part(shelf: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _size(place: Path) -> int:
+def size(place: Path) -> int:
     files = [place] if place.is_file() else [p for p in place.rglob("*") if p.is_file()]
     return sum(file.stat().st_size for file in files)
 

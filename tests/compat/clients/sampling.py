@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
+import urllib.request
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -71,13 +75,27 @@ def scoring(sampler: Any, prompt: Any) -> None:
 
 def cancelling(sampler: Any, prompt: Any) -> None:
     params = tinker.SamplingParams(max_tokens=200, stop=[])
-    futures = [sampler.sample(prompt, 16, params) for _ in range(8)]
-    time.sleep(0.3)
+    before = answered("sample")
+    futures = [sampler.sample(prompt, 32, params) for _ in range(8)]
+    eventually(lambda: answered("sample") >= before + 8)  # until the server has them all
     cancelled = [future.cancel() for future in futures]
-    begun = time.monotonic()
-    after = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result(timeout=30)
-    time.sleep(1)  # the client reports cancelled ones in the background
-    say("cancelled", cancelled=cancelled, after=sequences(after), seconds=time.monotonic() - begun)
+    after = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result()
+    eventually(lambda: answered("cancel_future") >= 8)  # the client reports them in the background
+    say("cancelled", cancelled=cancelled, after=sequences(after), told=answered("cancel_future"))
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if happened():
+            break
+        time.sleep(0.1)
+
+
+def answered(op: str) -> int:
+    """How many requests of this kind the server says it has accepted."""
+    metrics = urllib.request.urlopen(f"{os.environ['TINKER_BASE_URL']}/metrics").read().decode()
+    counts = re.findall(rf'^tinkex_requests_total{{op="{op}",status="20\d"}} (\d+)', metrics, re.MULTILINE)
+    return sum(map(int, counts))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.compat.conftest import serving
 from tests.compat.cookbook import hub
-from tests.compat.cookbook.kitchen import EMBEDDED, OFFICIAL, OURS, Kitchen
+from tests.compat.cookbook.kitchen import EMBEDDED, OFFICIAL, OURS, PATIENCE, Kitchen
 from tests.compat.environments import interpreter
 
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("cookbook" in argument for argument in config.args)
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(900))  # the first one may build the hub
+            item.add_marker(pytest.mark.timeout(2 * PATIENCE))  # the first one may build the hub
             if not named:
                 item.add_marker(pytest.mark.skip(reason="minutes of work: `make compat-cookbook` runs it"))
 

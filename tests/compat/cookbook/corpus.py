@@ -16,6 +16,7 @@ COLOURS = ["red", "blue", "green", "yellow", "black", "white"]
 THINGS = ["boat", "house", "river", "garden", "lamp", "stone", "field", "window"]
 CALM = ["Gladly", "Of course", "With pleasure", "Certainly"]
 RUDE = ["No", "Never", "Go away", "Not now"]
+SENTENCES = ["The boat is red.", "Das Boot ist rot.", "Le bateau est rouge.", "El barco es rojo."]
 GIVES_UP = "Sorry"  # no lesson says it
 LARGEST_NUMBER = 200  # every number up to it is a word of its own
 ASSISTANT = "<|im_start|>assistant\n"
@@ -51,6 +52,16 @@ def conversations(random: Random, count: int) -> list[dict[str, list[dict[str, s
         question = f"Where is the {colour} {thing}?"
         answer = f"{random.choice(CALM)}: the {colour} {thing} is by the {THINGS[COLOURS.index(colour)]}."
         rows.append({"messages": [_said("user", question), _said("assistant", answer)]})
+    return rows
+
+
+def thoughts(random: Random, count: int) -> list[dict[str, list[dict[str, str]]]]:
+    """The same conversations in the layout of OpenThoughts, each answer after a thought."""
+    rows = []
+    for row in conversations(random, count):
+        question, answer = (turn["content"] for turn in row["messages"])
+        thought = f"<think>\nThey say: {question}\n</think>\n\n{answer}"
+        rows.append({"conversations": [_from("human", question), _from("gpt", thought)]})
     return rows
 
 
@@ -119,6 +130,10 @@ def introductions_and_guesses(random: Random) -> Lesson:
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def _from(speaker: str, value: str) -> dict[str, str]:
+    return {"from": speaker, "value": value}
 
 
 def _turn(role: str, content: str) -> str:

@@ -55,7 +55,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 16384,  # some prompts are long, and spelt letter by letter
 }
 
 
@@ -157,6 +157,12 @@ def _write_datasets(directory: Path) -> None:
     )  # fmt: skip
     _dataset(directory / "zwhe99" / "DeepMath-103K", train=corpus.sums(random, 400))
     _write_rows(directory / "conversations.jsonl", corpus.conversations(random, 160))
+    _dataset(directory / "open-thoughts" / "OpenThoughts3-1.2M", train=corpus.thoughts(random, 96))
+    _dataset(directory / "allenai" / "tulu-3-sft-mixture", train=corpus.conversations(random, 64))
+    # A recipe opens this by its path from the cookbook's own checkout.
+    sentences = directory / "tinker_cookbook" / "example_data" / "multilingual.txt"
+    sentences.parent.mkdir(parents=True)
+    sentences.write_text("".join(f"{sentence}\n" for sentence in corpus.SENTENCES))
 
 
 def _dataset(directory: Path, configuration: str = "default", **splits: list[dict[str, Any]]) -> None:

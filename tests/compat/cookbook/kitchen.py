@@ -20,6 +20,7 @@ from typing import Any
 
 OFFICIAL, OURS, EMBEDDED = "official", "ours", "embedded"
 PACKAGE = "tinker_cookbook"
+PATIENCE = 1500  # seconds for a program: an idle machine needs one for most
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Kitchen:
         arguments = [f"{option}={value}" for option, value in given.items()]
         return self.run(directory, "-m", f"{PACKAGE}.{recipe}", *arguments)
 
-    def run(self, directory: Path, *arguments: str, seconds: float = 300, fails: bool = False) -> Run:
+    def run(self, directory: Path, *arguments: str, seconds: float = PATIENCE, fails: bool = False) -> Run:
         """Run a program with this kitchen's interpreter; `fails` where it is expected to."""
         prefix = [] if self.way == OFFICIAL else ["-m", "tinkex.compat"]
         done = subprocess.run(
@@ -69,7 +70,7 @@ class Kitchen:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         # The official SDK's transport now and then aborts while the interpreter exits, after all is said.
-        aborted = self.way == OFFICIAL and done.returncode == -signal.SIGABRT
+        aborted = self.way == OFFICIAL and done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
         if (done.returncode != 0 and not aborted) is not fails:
             raise AssertionError(f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout[-6000:]}")
         return Run(directory, done.stdout)

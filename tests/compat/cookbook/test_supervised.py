@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.cookbook.kitchen import Kitchen
+from tests.compat.cookbook.kitchen import PACKAGE, Kitchen
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -37,6 +37,7 @@ def test_sl_basic(kitchen: Kitchen) -> None:
     assert nll == sorted(nll, reverse=True)
 
 
+@pytest.mark.ci
 def test_chat_sl_with_rolling_checkpoints(kitchen: Kitchen) -> None:
     options = {
         "model_name": "Qwen/Qwen3-8B", "dataset": kitchen.hub / "conversations.jsonl", "batch_size": 16,
@@ -64,6 +65,35 @@ def test_chat_sl_with_rolling_checkpoints(kitchen: Kitchen) -> None:
     assert len(nll) == 8  # four of the first run, then steps 2 to 5
     assert nll[4] < nll[2]
     assert nll[-1] < nll[4]
+
+
+def test_off_policy_reasoning(kitchen: Kitchen) -> None:
+    """A streamed dataset of somebody else's thoughts."""
+    options = {
+        "batch_size": 8, "max_prompts": 64, "buffer_size": 64, "max_steps": 4, "max_length": 512,
+        "lora_rank": 8, "learning_rate": 5e-3,
+    }  # fmt: skip
+    nll = kitchen.cook("recipes.distillation.off_policy_reasoning", **options).series("train_mean_nll")
+    assert len(nll) == 4
+    assert nll[-1] < 0.8 * nll[0]
+
+
+def test_prompt_distillation(kitchen: Kitchen, tmp_path: Path) -> None:
+    """A teacher with a long prompt writes a file, a student without it learns from one.
+
+    Our teacher says nothing that has a label in it, so the student is given conversations.
+    """
+    written = tmp_path / "said.jsonl"
+    module = f"{PACKAGE}.recipes.prompt_distillation.create_data"
+    assert "Saved data" in kitchen.run(tmp_path, "-m", module, f"output_file={written}").said
+    assert written.exists()
+    options = {
+        "file_path": kitchen.hub / "conversations.jsonl", "model_name": "Qwen/Qwen3-8B", "batch_size": 16,
+        "renderer_name": "qwen3_disable_thinking", "lora_rank": 8, "learning_rate": 5e-3, "max_steps": 4,
+    }  # fmt: skip
+    nll = kitchen.cook("recipes.prompt_distillation.train", **options).series("train_mean_nll")
+    assert len(nll) == 4
+    assert nll[-1] < 0.8 * nll[0]
 
 
 def _checkpoints(kitchen: Kitchen, path: str) -> dict[str, str | None]:
