@@ -129,8 +129,11 @@ SNIPPETS = {"import": IMPORT, "start": START}
 
 @contextlib.contextmanager
 def stub_server(python: Path) -> Iterator[str]:
-    """The stub in a process of its own; yields its URL."""
-    command = [str(python), "-m", "tests.stub"]
+    """The stub in a process of its own; yields its URL.
+
+    At a low priority: on few cores it would else push aside the threads whose stalls are measured.
+    """
+    command = ["nice", "-n", "10", str(python), "-m", "tests.stub"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import tiny_model
+from tinkex.config import child_environment
 from tinkex.engine.protocol import (
     CreateAdapter,
     EngineConfig,
@@ -328,6 +331,36 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path):
 )
 def test_threads_leave_to_others_the_cores_they_use(load: float, cores: int, count: int):
     assert threads_beside(load, cores) == count
+
+
+TEAMS = """
+import os, torch
+from tinkex.engine.torch.threads import apart
+torch.set_num_threads(2)
+x = torch.randn(1200, 1200)
+
+def kept_by(compute):
+    before = len(os.listdir("/proc/self/task"))
+    compute()
+    return len(os.listdir("/proc/self/task")) - before
+
+print(kept_by(lambda: apart(lambda: (x @ x).exp())), kept_by(lambda: (x @ x).exp()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_what_is_computed_apart_keeps_no_threads():
+    """And computed on a thread that goes on, it does: more of them than cores slow every pass down."""
+    told = subprocess.check_output(
+        [sys.executable, "-c", TEAMS], text=True, env=child_environment(OMP_NUM_THREADS="2")
+    )
+    apart, here = map(int, told.split())
+    assert (apart, here > 0) == (0, True)
+
+
+def test_an_engine_that_cannot_be_loaded_says_why(tmp_path: Path):
+    with pytest.raises((ValueError, OSError), match="nothing-here"):
+        build_engine(EngineConfig(str(tmp_path / "nothing-here"), device="cpu"))
 
 
 def test_threads_follow_what_others_use(monkeypatch: pytest.MonkeyPatch):

@@ -34,7 +34,7 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.engine.torch.sequences import Published, Request
-from tinkex.engine.torch.threads import ComputeThreads, usable_cores
+from tinkex.engine.torch.threads import ComputeThreads, apart, usable_cores
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.engine.torch.worker import Worker
 from tinkex.types.outputs import SampleResponse
@@ -55,6 +55,9 @@ class TorchEngine:
 
     def __init__(self, config: EngineConfig, decoder: Decoder | None = None) -> None:
         """`decoder` stands for the model that `config` names, if it is there already."""
+        apart(lambda: self._load(config, decoder))
+
+    def _load(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
         decoder = decoder or load_decoder(config.model, device, dtype)
         room = memory.free_bytes(device) * _PACKED_SHARE

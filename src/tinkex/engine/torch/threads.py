@@ -5,15 +5,26 @@ many times over (two threads on a busy two-core machine: 19 times). The choice i
 load average, which still counts our own start and what has ended since; so it is looked at again soon, and
 then every few seconds, from what other processes used meanwhile. A number given by the user
 (`EngineConfig.threads`) is final. Made on the thread that computes: OpenMP counts per thread.
+
+OpenMP also keeps a team for every thread that ever computed, as long as that lives, and once all teams
+together have more threads than there are cores, none waits by spinning any more: every operation has to wake
+its helpers, and a small pass takes three times as long. So nothing but the engine's own thread may keep a
+team: what others must compute, they do `apart`.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _SECONDS = 3.0  # between two looks
 _FIRST = 0.5  # before the first one: 50 ticks of the system's clock for each core
@@ -44,6 +55,23 @@ class ComputeThreads:
         """Now, and the CPU seconds used so far on our cores by everyone and by this process."""
         own = time.process_time()
         return time.monotonic(), _cpu_seconds() or own, own
+
+
+def apart(function: Callable[[], T]) -> T:
+    """Run `function` on a thread that ends with it, and its team with that."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="tinkex-apart", daemon=True)  # Ctrl-C does not wait for it
+    thread.start()
+    result = done.result()
+    thread.join()
+    return result
 
 
 def threads_beside(load: float, cores: int) -> int:

@@ -24,7 +24,7 @@ from tinkex.engine.torch.compiled.build import library
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder, Layer, Mlp, Projection
 
-_SHARED_WORK = 1 << 22  # multiplications of the average product from which on threads are worth waking
+_SHARED_WORK = 1 << 20  # multiplications of the average product from which on threads are worth waking
 
 
 class Row(NamedTuple):
