@@ -360,6 +360,17 @@ def test_what_is_computed_apart_keeps_no_threads():
     assert (apart, here > 0) == (0, True)
 
 
+@pytest.mark.parametrize(("work", "inside"), [(99, 1), (100, 2)])
+def test_small_work_is_not_shared(monkeypatch: pytest.MonkeyPatch, work: int, inside: int):
+    """And the number of threads is what it was afterwards."""
+    count = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: count.__setitem__(0, n))
+    with threads.shared(work, 100):
+        assert count == [inside]
+    assert count == [2]
+
+
 def test_an_engine_that_cannot_be_loaded_says_why(tmp_path: Path):
     with pytest.raises((ValueError, OSError), match="nothing-here"):
         build_engine(EngineConfig(str(tmp_path / "nothing-here"), device="cpu"))

@@ -77,6 +77,8 @@ class TorchEngine:
         )
         # Sums depend on how many threads share them: a deterministic engine does not change that under way.
         threads = config.threads or (usable_cores() if config.deterministic else None)
+        if config.deterministic:
+            self._trainer.share_from = 0
         self._worker = Worker(self._batch, lambda: ComputeThreads(threads).adjust)
         self._trainer.between = self._worker.between
         self.trainer = _Trainer(self._worker, self._trainer)

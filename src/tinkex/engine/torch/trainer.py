@@ -28,6 +28,7 @@ from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.optim import adamw_step
+from tinkex.engine.torch.threads import SHARED, shared
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import LoraConfig
 from tinkex.types.tensor import TensorData
@@ -65,6 +66,7 @@ class TorchTrainer:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self.decoder, self.between = decoder, between
+        self.share_from = SHARED  # work from which on threads share it
         self.base = checkpoint.BaseModel.of(decoder, base_model)
         config = decoder.config
         self._limits = Limits(config.vocab_size, min(max_context or config.max_context, config.max_context))
@@ -88,7 +90,9 @@ class TorchTrainer:
             case p.ForwardBackward(passes):
                 return self._forward_backward(passes, progress)
             case p.OptimStep(run, params):
-                return adamw_step(self.adapter(run), params)
+                adapter = self.adapter(run)
+                with shared(adapter.flat.numel(), self.share_from):
+                    return adamw_step(adapter, params)
             case p.ClearGradients(run):
                 self.adapter(run).take_grad()
                 return None
@@ -177,7 +181,8 @@ class TorchTrainer:
         for done, batch in enumerate(batches):
             if done:
                 self.between()
-            self._micro_batch(batch, states)
+            with shared(len(batch.tokens_T) * self.decoder.config.width**2, self.share_from):
+                self._micro_batch(batch, states)
             progress((done + 1) / len(batches))
 
     def _pass_tokens(self) -> int:
