@@ -94,7 +94,7 @@ SAME = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # pytest comes back to this file when it goes from one way to the other
 def official(kitchen: Kitchen) -> Callable[[str], Run]:
     """What the official SDK comes to, cooked once for both ways of ours."""
     return functools.cache(lambda name: SAME[name].cook(kitchen))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.cookbook.kitchen import OFFICIAL, PATIENCE, Kitchen
+from tests.compat.cookbook.kitchen import EMBEDDED, OFFICIAL, PATIENCE, Kitchen
 from tests.compat.environments import DIRECTORIES, ROOT
 
 # 134: the official SDK's transport now and then aborts while the interpreter exits, after all is said.
@@ -44,6 +44,8 @@ def test_recipes(kitchen: Kitchen, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*RECIPES, *WEIGHTS])
 def test_on_our_sdk(ours: Kitchen, tmp_path: Path, name: str) -> None:
+    if ours.way == EMBEDDED and name in WEIGHTS:
+        pytest.skip("embedded, a checkpoint's address is that of its directory, and these read an archive")
     assert passed(ours, tmp_path, name) == {**RECIPES, **WEIGHTS}[name]
 
 
