@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass, SampleWork
 from tinkex.engine.torch import kernels
@@ -80,16 +81,6 @@ def submit(
     future: Future[SampleResponse] = Future()
     request = SampleWork(ids, asked, **(work or {}))
     return future, batch.submit(request, batch.check_work(request), adapter, future)
-
-
-def finish(batch: Batch) -> None:
-    for _ in range(5000):
-        if not batch.busy:
-            break
-        batch.step()
-        batch.check()
-    assert not batch.busy
-    assert batch.cache.pages.available == batch.cache.pages.count
 
 
 def trained_logprobs(

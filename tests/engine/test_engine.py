@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,21 +97,24 @@ async def test_decoding_goes_on_between_the_micro_batches_of_a_pass(engine: Torc
 
 @pytest.mark.anyio
 async def test_many_commands_do_not_starve_sampling(engine: TorchEngine):
+    """Nor it them: forty that were there first and fifty steps take turns."""
     engine.trainer.run(CreateAdapter("run", LoraConfig(rank=2)))
-    stop = threading.Event()
-
-    def keep_training() -> int:
-        count = 0
-        while not stop.is_set():
-            engine.trainer.run(ForwardBackward((Pass("run", data(1), "cross_entropy"),)))
-            count += 1
-        return count
-
-    training = [asyncio.create_task(asyncio.to_thread(keep_training)) for _ in range(3)]
-    response = await engine.sampler.sample(work(max_tokens=50))
-    stop.set()
-    assert len(response.sequences[0].tokens) == 50
-    assert sum(await asyncio.gather(*training)) >= 3  # those went on too, as fast as their threads asked
+    one, release = ForwardBackward((Pass("run", data(1), "cross_entropy"),)), threading.Event()
+    engine._worker.job(release.wait)
+    with ThreadPoolExecutor(40) as pool:
+        commands = [pool.submit(engine.trainer.run, one) for _ in range(40)]
+        while len(engine._worker._jobs) < 40:
+            await asyncio.sleep(0.001)
+        sampling = asyncio.create_task(engine.sampler.sample(work(max_tokens=50)))
+        while not engine._worker._errands:
+            await asyncio.sleep(0.001)
+        order: list[str] = []
+        engine._worker.job(lambda: order.append("commands are done"))
+        release.set()
+        response = await sampling
+        assert len(response.sequences[0].tokens) == 50
+        assert order == ["commands are done"]  # so each had its turn before the fiftieth step
+        assert all(command.result(30) for command in commands)
 
 
 @pytest.mark.anyio

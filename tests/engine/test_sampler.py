@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.stepping import finish
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
 from tinkex.engine.torch.adapters import Adapter
@@ -89,17 +90,6 @@ def submit(
     request = SampleWork(ids, asked, **(work or {}))
     batch.submit(request, batch.check_work(request), published, future)
     return future
-
-
-def finish(batch: Batch) -> None:
-    """Step to the end, looking for leaks after each."""
-    for _ in range(5000):
-        if not batch.busy:
-            break
-        batch.step()
-        batch.check()
-    assert not batch.busy
-    assert batch.cache.pages.available == batch.cache.pages.count
 
 
 def run(batch: Batch, ids: np.ndarray, **more: Any) -> SampleResponse:

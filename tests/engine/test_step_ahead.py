@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.streams import stream_keys
@@ -95,16 +96,6 @@ def submit(
     asked = SamplingParams(**{"max_tokens": 30, "stop": [], "seed": seed, **params})
     request, future = SampleWork(ids, asked, **(work or {})), Future()
     return future, batch.submit(request, batch.check_work(request), None, future)
-
-
-def finish(batch: Batch) -> None:
-    for _ in range(3000):
-        if not batch.busy:
-            break
-        batch.step()
-        batch.check()
-    assert not batch.busy
-    assert batch.cache.pages.available == batch.cache.pages.count
 
 
 @pytest.mark.parametrize("pages", [100, 7], ids=["enough pages", "few pages"])

@@ -134,8 +134,11 @@ class Batch:
         if not plan:
             return
         # what decodes is one call of compiled code where there is any, whatever is prefilled beside it
-        decoding = [item for item in plan if self._compiled and item[1] == 1 and item[0].out]
-        rest = [item for item in plan if item not in decoding] if decoding else plan
+        decoding: Plan = []
+        rest: Plan = []
+        for sequence, count in plan:
+            steps = self._compiled is not None and count == 1 and bool(sequence.out)
+            (decoding if steps else rest).append((sequence, count))
         for part, advance in ((decoding, self._advance_compiled), (rest, self._advance)):
             try:
                 if part:
@@ -162,8 +165,12 @@ class Batch:
 
     def _bounded(self, rows: list[T]) -> Iterator[list[T]]:
         """`rows` in parts whose logits may be held at once."""
-        at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
-        return (rows[i : i + at_once] for i in range(0, len(rows), at_once))
+        return (rows[i : i + self._at_once] for i in range(0, len(rows), self._at_once))
+
+    @property
+    def _at_once(self) -> int:
+        """How many rows of logits may be held."""
+        return max(1, self.limits.logits // self.decoder.config.padded_vocab)
 
     def _fail_step(self, sequences: Iterable[Sequence], error: Exception) -> None:
         failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
@@ -310,7 +317,6 @@ class Batch:
     def _score(self, plan: Plan, h_TD: Tensor) -> None:
         """Feed the prompts' logprobs to those who asked for them, a bounded number of rows at a time."""
         end = 0
-        at_once = max(1, self.limits.logits // self.decoder.config.padded_vocab)
         for sequence, count in plan:
             start, end = end, end + count
             scores, prompt = sequence.request.scores, len(sequence.request.work.prompt)
@@ -319,7 +325,7 @@ class Batch:
             offset = sequence.computed - count  # row `start` has this position and scores the next one
             stop = min(prompt, sequence.computed + 1)
             while scores.next < stop:
-                rows = min(at_once, stop - scores.next)
+                rows = min(self._at_once, stop - scores.next)
                 first = start + scores.next - 1 - offset
                 h_ND = h_TD[first : first + rows]
                 logits_NV = self.decoder.logits(h_ND, lora_of([sequence], [rows]))

@@ -8,6 +8,7 @@ ever loaded. Knows nothing of models.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -22,6 +23,7 @@ _SOURCE = Path(__file__).with_name("step.c")
 _OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _OPENMP = "-fopenmp"  # its calls go to the OpenMP that torch has loaded, and its threads
 _SECONDS = 120.0
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)  # an installation that others may only read
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,9 @@ def build(compiler: str | None) -> ctypes.CDLL | None:
     for directory in (_SOURCE.parent / "__pycache__", Path.home() / ".cache" / "tinkex"):
         try:
             return _signatures(ctypes.CDLL(str(_made(compiler, directory))))
-        except PermissionError:  # an installation that only its owner may write to
-            continue
         except (OSError, subprocess.SubprocessError) as error:
+            if isinstance(error, OSError) and error.errno in _NOT_OURS:
+                continue
             log.warning("decoding steps on the CPU are made of torch's operations: %s", error)
             return None
     return None
