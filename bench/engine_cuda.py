@@ -61,13 +61,13 @@ GOALS = {
         "decode 256": 80_000, "end to end 256": 55_000, "publish": 50,
     },
 }  # fmt: skip
-AGREEMENT = {"mean |Δlogprob|": 5e-3, "KL": 1e-3}  # of the sampler with the trainer
+AGREEMENT = {"mean |Δlogprob|": 5e-3, "KL": 1e-3, "|Δlogprob|, deterministic": 0}  # of sampler and trainer
 SHARES = {
     "train, 16 runs": ("train", {"qwen3-8b": 0.85, "qwen3-0.6b": 0.80}),
     "decode 256, 16 adapters": ("decode 256", {"qwen3-8b": 0.75, "qwen3-0.6b": 0.75}),
 }
-AT_MOST = ("memory", "publish", "mean |Δlogprob|", "KL")
-UNITS = {"memory": "GiB", "publish": "ms", "mean |Δlogprob|": "nats", "KL": "nats"}
+AT_MOST = ("memory", "publish", *AGREEMENT)
+UNITS = {"memory": "GiB", "publish": "ms"} | dict.fromkeys(AGREEMENT, "nats")
 
 
 @dataclass
@@ -104,16 +104,17 @@ def passes(bench: Bench, lengths: list[int], runs: int, turn: int) -> tuple[Pass
     return tuple(Pass(f"run{i}", datums[i::runs], "cross_entropy") for i in range(runs))
 
 
-def new_trainer(bench: Bench, runs: int, **settings: Any) -> TorchTrainer:
+def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings: Any) -> TorchTrainer:
+    bench.decoder.be_invariant(deterministic)
     trainer = TorchTrainer(bench.decoder, bench.shape, max_pass_tokens=16_384, **settings)
     for i in range(runs):
         trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
     return trainer
 
 
-def train(bench: Bench, runs: int, recompute: bool) -> float:
+def train(bench: Bench, runs: int, recompute: bool, deterministic: bool = False) -> float:
     """Tokens a second of a pass; a step is part of it where one run has it all."""
-    trainer = new_trainer(bench, runs, recompute=recompute)
+    trainer = new_trainer(bench, runs, deterministic, recompute=recompute)
 
     def one(turn: int) -> float:
         work = passes(bench, LENGTHS, runs, turn)
@@ -143,8 +144,10 @@ def memory(bench: Bench) -> float:
 # -- sampling ------------------------------------------------------------------------------------------
 
 
-def new_engine(bench: Bench, adapters: int) -> TorchEngine:
-    config = EngineConfig(bench.shape, device="cuda", kv_bytes=24 << 30, max_context=4096)
+def new_engine(bench: Bench, adapters: int, deterministic: bool = False) -> TorchEngine:
+    config = EngineConfig(
+        bench.shape, device="cuda", kv_bytes=24 << 30, max_context=4096, deterministic=deterministic
+    )
     engine = TorchEngine(config, bench.decoder)
     for i in range(adapters):
         engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
@@ -175,13 +178,13 @@ def sample(bench: Bench, engine: TorchEngine, requests: int, adapters: int, turn
     return together / (last - first), requests * ANSWER / seconds
 
 
-def decode(bench: Bench, requests: int, adapters: int) -> float:
-    engine = new_engine(bench, adapters)
+def decode(bench: Bench, requests: int, adapters: int, deterministic: bool = False) -> float:
+    engine = new_engine(bench, adapters, deterministic)
     try:
         rounds = [sample(bench, engine, requests, adapters, turn) for turn in range(-2, bench.rounds)][2:]
     finally:
         engine.close()
-    if adapters == 1 and requests == 256:
+    if adapters == 1 and requests == 256 and not deterministic:
         bench.found["end to end 256"] = statistics.median(whole for _, whole in rounds)
     return statistics.median(rate for rate, _ in rounds)
 
@@ -210,9 +213,9 @@ def publish(bench: Bench) -> float:
         engine.close()
 
 
-def agreement(bench: Bench) -> float:
+def agreement(bench: Bench, deterministic: bool = False) -> float:
     """Mean |Δlogprob| between what the sampler reports and what the trainer gives for the same tokens."""
-    engine = new_engine(bench, 1)
+    engine = new_engine(bench, 1, deterministic)
     try:
         engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, 0)))
         engine.trainer.run(OptimStep("run0", AdamParams(learning_rate=1e-3)))
@@ -239,7 +242,8 @@ def agreement(bench: Bench) -> float:
         assert isinstance(output, ForwardBackwardOutput), output
         trained = [one["logprobs"].to_numpy()[PROMPT - 1 :] for one in output.loss_fn_outputs]
         d = np.concatenate(trained) - np.concatenate([one.logprobs_np for one in sampled])
-        bench.found["KL"] = float(np.mean(np.expm1(d) - d))
+        if not deterministic:
+            bench.found["KL"] = float(np.mean(np.expm1(d) - d))
         return float(np.abs(d).mean())
     finally:
         engine.close()
@@ -256,6 +260,10 @@ MEASURES: dict[str, Callable[[Bench], float]] = {
     "train, 16 runs": lambda bench: train(bench, 16, recompute=False),
     "train recomputed": lambda bench: train(bench, 1, recompute=True),
     "memory": memory,
+    "decode 64, deterministic": lambda bench: decode(bench, 64, 1, deterministic=True),
+    "decode 256, deterministic": lambda bench: decode(bench, 256, 1, deterministic=True),
+    "train, deterministic": lambda bench: train(bench, 1, recompute=False, deterministic=True),
+    "|Δlogprob|, deterministic": lambda bench: agreement(bench, deterministic=True),
 }
 
 

@@ -20,6 +20,7 @@
     TINKEX_HOST, TINKEX_PORT, TINKEX_HOME, TINKEX_PUBLIC_URL, TINKEX_DEVICE, TINKEX_DTYPE, TINKEX_PRELOAD,
     TINKEX_LOG_LEVEL        --host, --port, --home, --public-url, --device, --dtype, --preload, --log-level
     TINKEX_MAX_CONTEXT, TINKEX_DISK_QUOTA, TINKEX_DRAIN   --max-context, --disk-quota, --drain
+    TINKEX_DETERMINISTIC    --deterministic, if 1
 
 Read once, when a client is made: nothing else in the project looks at the environment (but for the command
 line's library, which reads the options above).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,21 @@ def test_an_existing_directory_is_kept_unless_asked(saved: tuple[TorchTrainer, P
     trainer.run(SaveAdapter("run", directory, overwrite=True))
     assert (directory / "adapter_model.safetensors").read_bytes() != before
     assert not (directory / "optimizer.safetensors").exists()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_save_waits_for_the_disk_unless_told_not_to(
+    saved: tuple[TorchTrainer, Path], monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    trainer, directory = saved
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    trainer.run(SaveAdapter("run", directory.with_name("another"), optimizer=True, sync=sync))
+    assert bool(synced) is sync
+    names = [
+        sorted(path.name for path in place.iterdir()) for place in (directory, directory.with_name("another"))
+    ]
+    assert names[0] == names[1]
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:

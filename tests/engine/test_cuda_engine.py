@@ -16,8 +16,9 @@ from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass, SampleWork
 from tinkex.engine.torch import kernels
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.kv import KVCache
+from tinkex.engine.torch.kv import PAGE, KVCache, Piece, paged_attend
 from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.engine.torch.sequences import Published
@@ -30,6 +31,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tinkex.engine.torch.decode import Graphs, Pipeline
+from tinkex.engine.torch.prefill import Prefill
 
 FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm2"]
 
@@ -53,13 +55,16 @@ def exact(path: Path) -> Decoder:
     return decoder
 
 
+def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
+    c, weight = decoder.config, decoder.unembed_weight
+    return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype)
+
+
 def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> Batch:
-    c = decoder.config
-    cache = KVCache(
-        c.layers, c.kv_heads, c.head_dim, pages, decoder.unembed_weight.device, decoder.unembed_weight.dtype
-    )
-    given = Limits(**{"context": c.max_context, "sequences": 64, **limits})
-    return Batch(decoder, cache, given, Pipeline(Graphs(decoder, cache, given.sequences, given.context)))
+    cache = new_cache(decoder, pages)
+    given = Limits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
+    graphs = Graphs(decoder, cache, given.sequences, given.context)
+    return Batch(decoder, cache, given, Pipeline(graphs), prefill=Prefill(decoder, cache, given, graphs))
 
 
 def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> Published:
@@ -146,7 +151,7 @@ def test_the_pipeline_draws_what_the_plain_step_draws(decoder: Decoder, monkeypa
     ahead = [future.result(timeout=0).sequences[0].tokens for future in futures]
     monkeypatch.setattr(kernels, "usable", lambda x: False)
     batch = new_batch(decoder)
-    batch._pipeline = None
+    batch._pipeline = batch._prefill = None
     futures = [submit(batch, ids, seed=seed)[0] for ids, seed in asked]
     finish(batch)
     plain = [future.result(timeout=0).sequences[0].tokens for future in futures]
@@ -218,6 +223,109 @@ def test_logits_that_are_not_finite_fail_their_request_alone(decoder: Decoder):
     with pytest.raises(EngineError, match="not finite"):
         bad.result(timeout=0)
     assert len(good.result(timeout=0).sequences[0].tokens) == 24
+
+
+# -- captured prefill --------------------------------------------------------------------------------------
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm())
+
+
+def touched(cache: KVCache) -> Tensor:
+    """Which slots of which layers hold anything."""
+    return (cache._pool.unflatten(-1, (PAGE, -1)) != 0).any(-1).cpu()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [2], [16, 17], [60, 3], [60, 4], [60, 5], [5, 60, 1, 31, 17], [1] * 9, [60] * 12],
+    ids=lambda lengths: f"{len(lengths)} of {sum(lengths)}",
+)
+@torch.inference_mode()
+def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int]):
+    """Chunks of ragged sequences: as they are, then captured, then replayed, then with others' adapters."""
+    captured, eager = new_cache(decoder), new_cache(decoder)
+    context, windows = decoder.config.max_context, decoder.config.windows
+    limits = Limits(context, 16, prefill_alone=1024)
+    prefill = Prefill(decoder, captured, limits, Graphs(decoder, captured, limits.sequences, context))
+    owners = [p.adapter for p in (published(decoder, 8, 1), published(decoder, 32, 2))]
+    owners = [*owners, None, published(decoder, 4, 3, train_mlp=False).adapter]
+    pages = [captured.take(15) or [] for _ in lengths]
+    for turn in range(4):
+        pieces = [Piece(held, turn * new, new) for held, new in zip(pages, lengths, strict=True)]
+        adapters = [owners[(i + (turn == 3)) % 4] for i in range(len(lengths))]
+        tokens, lora = prompt(turn, sum(lengths)), LoraBatch(adapters, lengths)
+        got = prefill(tokens, pieces, lora)
+        assert got is not None
+        assert turn != 2 or prefill.replayed == 2
+        positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
+        want = decoder(
+            torch.from_numpy(tokens.astype(np.int64)).cuda(),
+            torch.from_numpy(positions).cuda(),
+            paged_attend(eager, pieces, windows, captured.layer(0)[0].device),
+            LoraBatch(adapters, lengths),
+        )
+        rows = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+        assert rows.isfinite().all(), f"turn {turn}: rows {(~rows.isfinite()).nonzero()[:, 0].tolist()}"
+        assert relative(got, want) < 0.03, f"turn {turn}: off by {rows.tolist()}"
+        assert torch.equal(touched(captured), touched(eager)), f"turn {turn}"
+        assert relative(captured._pool, eager._pool) < 0.03, f"turn {turn}"
+
+
+@pytest.mark.parametrize("pages", [200, 16], ids=["enough pages", "few pages"])
+def test_prompts_read_by_captured_steps_score_as_in_fp32(decoder: Decoder, exact: Decoder, pages: int):
+    """Chunks, several samples, cached prefixes, prompts' own scores and cut draws, three times over."""
+    batch = new_batch(decoder, pages, sequences=8, prefill_alone=96, prefill_beside=64)
+    wide, narrow = published(decoder, 32, 1), published(decoder, 4, 2, train_attn=False)
+    scored: dict[str, Any] = {"prompt_logprobs": True}
+    for turn in range(3):
+        asked: list[tuple[int, int, Published | None, dict[str, Any], dict[str, Any]]] = [
+            (1, 150, None, {}, {}),
+            (2, 40, wide, {"num_samples": 3}, {}),
+            (3, 33, narrow, scored, {}),
+            (4 + turn, 64, wide, scored, {}),
+            (5 + turn, 17, None, {}, {"top_k": 50}),
+        ]
+        futures = [
+            submit(batch, prompt(seed, length), adapter, work, max_tokens=20, **params)[0]
+            for seed, length, adapter, work, params in asked
+        ]
+        finish(batch)
+        for (seed, length, adapter, _, _), future in zip(asked, futures, strict=True):
+            ids, response = prompt(seed, length), future.result(timeout=0)
+            for sequence in response.sequences:
+                wanted = trained_logprobs(exact, ids, sequence.tokens, adapter)
+                assert np.abs(sequence.logprobs_np - wanted).mean() < 0.08, (turn, seed)
+            if response.prompt_logprobs_np is not None:
+                wanted = trained_logprobs(exact, ids[:1], ids[1:].tolist(), adapter)
+                assert np.abs(response.prompt_logprobs_np[1:] - wanted).mean() < 0.08, (turn, seed)
+    assert batch._prefill is not None
+    assert batch._prefill.replayed > 5
+    assert pages == 200 or batch.preemptions > 0
+
+
+def test_a_capture_that_fails_leaves_the_device_usable(decoder: Decoder):
+    cache, stream = new_cache(decoder), torch.cuda.current_stream()
+    graphs = Graphs(decoder, cache, 4, decoder.config.max_context)
+
+    def breaks() -> None:
+        torch.zeros(8, device="cuda").add_(1)
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(RuntimeError):
+        graphs.capture(breaks)
+    assert torch.cuda.current_stream() == stream
+    total = torch.zeros(8, device="cuda")
+
+    def counts() -> None:
+        total.add_(1)
+
+    graph = graphs.capture(counts)
+    graph.replay()
+    graph.replay()
+    assert total.tolist() == [2.0] * 8
 
 
 # -- training ----------------------------------------------------------------------------------------------

@@ -26,10 +26,11 @@ from tinkex.engine.protocol import (
     SampleWork,
     build_engine,
 )
-from tinkex.engine.torch import threads
+from tinkex.engine.torch import kernels, threads
 from tinkex.engine.torch.compiled.build import library
-from tinkex.engine.torch.engine import TorchEngine, choose_device
+from tinkex.engine.torch.engine import TorchEngine, check_deterministic, choose_device
 from tinkex.engine.torch.kv import PAGE
+from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.threads import ComputeThreads, threads_beside
 from tinkex.engine.torch.worker import Worker
 from tinkex.types.data import Datum, ModelInput
@@ -412,3 +413,32 @@ def test_a_load_that_has_ended_costs_a_thread_only_for_a_moment(monkeypatch: pyt
         chosen.adjust()
         counts.append(chosen.count)
     assert counts == [1, 2, 2, 1]  # after the first look it takes seconds: a moment's work changes nothing
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "shape", "why"),
+    [
+        ("llama3", torch.float32, {}, "float32"),
+        ("qwen3_moe", torch.bfloat16, {}, "has experts"),
+        ("llama3", torch.bfloat16, {"intermediate_size": 100}, "multiples of 8"),
+    ],
+)
+def test_what_cannot_be_deterministic_on_cuda_is_refused(
+    family: str,
+    dtype: torch.dtype,
+    shape: dict[str, int],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(kernels, "usable", lambda x: x.dtype == torch.bfloat16)  # as on CUDA
+    decoder = load_decoder(tiny_model(tmp_path, family, **shape), "cpu", dtype)
+    with pytest.raises(EngineError, match=f"dense models in bfloat16, and .*{why}") as refused:
+        check_deterministic(decoder)
+    assert refused.value.category == "user"
+
+
+def test_a_deterministic_engine_on_a_cpu_starts(model: str):
+    engine = TorchEngine(EngineConfig(model, device="cpu", threads=1, deterministic=True))
+    engine.close()
+    assert engine.info.layers == 2

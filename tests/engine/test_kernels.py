@@ -57,15 +57,25 @@ def assert_near(got: Any, want: Any, bound: float = 8e-3) -> None:
 # -- elementwise -------------------------------------------------------------------------------------------
 
 
+def assert_exact_sums(whole: Tensor, *pairs: tuple[Tensor, Tensor]):
+    """What a stream keeps beside its rounded sum makes it good to 16 bits."""
+    for total, left in pairs:
+        assert_near([total], [whole])
+        assert float(((total.float() + left.float()) - whole).abs().max()) < 2**-14
+
+
 @pytest.mark.parametrize("width", [64, 96, 1024])
 @pytest.mark.parametrize("added", [False, True])
 def test_norm(width: int, added: bool):
     x, grad, weight = random(9, width), random(9, width, seed=1), random(width, seed=2)
     delta, more = (random(9, width, seed=3), random(9, width, seed=4)) if added else (None, None)
-    wide = [None if t is None else t.float() for t in (x, delta, weight)]
-    total, y, rstd = elementwise.normalise(x, delta, weight, 1e-5)
-    want = plain.normalise(wide[0], wide[1], wide[2], 1e-5)  # type: ignore[arg-type]
-    assert_near((total, y, rstd), want)
+    rest = 2**-9 * random(9, width, seed=5) if added else None
+    total, left, y, rstd = elementwise.normalise(x, rest, delta, weight, 1e-5)
+    whole = sum(t.float() for t in (x, rest, delta) if t is not None)
+    want = plain.normalise(whole, None, None, weight.float(), 1e-5)  # type: ignore[arg-type]
+    assert_near((total, y, rstd), (want[0], *want[2:]))
+    if rest is not None and delta is not None and left is not None:
+        assert_exact_sums(whole, (total, left), elementwise.add(x, rest, delta))
     got = elementwise.normalise_backward(grad, total, rstd, weight, more)
     want = plain.normalise_backward(
         grad.float(), total.float(), rstd, weight.float(), None if more is None else more.float()
@@ -114,20 +124,25 @@ def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
 
 
 @pytest.mark.parametrize("site", [QKV, DOWN])
+@pytest.mark.parametrize("whole", [False, True], ids=["some", "all"])
 @pytest.mark.parametrize("lengths", [[3, 20, 1, 7], [40, 1, 600, 70]], ids=["few", "many"])
-def test_adapters_of_several_ranks(site: Site, lengths: list[int]):
-    """Forward, the gradient to x and every adapter's gradient; the second has no adapter on the MLP."""
-    adapters = [adapter(4, 1), None, adapter(16, 2, train_mlp=False), adapter(8, 3)]
+def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool):
+    """A product with its adapters, the gradient to x and every adapter's; one has nothing on the MLP.
+
+    With many rows that all have an adapter, the frozen product comes last.
+    """
+    second = adapter(5, 4) if whole else None
+    adapters = [adapter(4, 1), second, adapter(16, 2, train_mlp=False), adapter(8, 3)]
     in_features, outs = SITES[site][0], sum(part.out_features for part in SITES[site][1])
-    tokens = sum(lengths)
-    x, y, grad = random(tokens, in_features), random(tokens, outs, seed=1), random(tokens, outs, seed=2)
+    tokens, weight = sum(lengths), random(in_features, outs, seed=1).t() / in_features**0.5
+    x, grad = random(tokens, in_features), random(tokens, outs, seed=2)
 
     for one in adapters:
         if one is not None:
             one.open_grad()
     oracle = PlainLora(adapters, lengths, train=True)
     leaf = x.float().requires_grad_()
-    wide = oracle(site, leaf, y.float())
+    wide = oracle(site, leaf, leaf @ weight.float().t())
     wide.backward(grad.float())
     oracle.collect()
     want = {one: one.grad.clone() for one in adapters if one is not None and one.grad is not None}
@@ -138,9 +153,8 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int]):
     fast = grouped.GroupedLora(oracle.segments, DEVICE, BF16)
     place = fast.site(site)
     assert place is not None
-    got_y, got_x = y.clone(), torch.zeros_like(x)
-    kept = fast.add(place, x, got_y)
-    fast.backward(place, grad, x, kept, got_x)
+    got_y, kept = fast.project(place, x, weight, None)
+    got_x = fast.grad_x(place, grad, fast.backward(place, grad, x, kept), weight)
     assert off(got_y, wide.detach()) < 1e-2
     assert leaf.grad is not None
     assert off(got_x, leaf.grad) < 1e-2
@@ -221,7 +235,7 @@ def test_paged_attention(window: int | None, tokens: int, splits: int):
         row += count
     cells = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous().to(DEVICE)
     queries = paged.Queries(cells, table.to(DEVICE), tokens, splits)
-    got = paged.attend(
+    got, _ = paged.attend(
         q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v), pools[0], pools[1], queries, g, page, window
     )
     assert off(got, torch.cat(whole)) < 8e-3

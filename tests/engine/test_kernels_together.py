@@ -45,8 +45,10 @@ def datums(seed: int, lengths: list[int]) -> list[Datum]:
     ]
 
 
-def logprobs_and_gradients(path: Path) -> tuple[list[np.ndarray], dict[str, Tensor]]:
-    trainer = TorchTrainer(load_decoder(path), "tiny")
+def logprobs_and_gradients(path: Path, invariant: bool = False) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    decoder = load_decoder(path)
+    decoder.be_invariant(invariant)
+    trainer = TorchTrainer(decoder, "tiny")
     for run, lora in RUNS.items():
         trainer.run(CreateAdapter(run, lora))
         flat = trainer.adapter(run).flat
@@ -60,14 +62,19 @@ def logprobs_and_gradients(path: Path) -> tuple[list[np.ndarray], dict[str, Tens
     return logprobs, {run: grad.clone() for run, grad in grads.items() if grad is not None}
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_a_pass_is_the_plain_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "invariant"),
+    [("mistral", False), ("qwen2", False), ("qwen3", False), ("mistral", True), ("qwen2", True)],
+)
+def test_a_pass_is_the_plain_one(
+    family: str, invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_model(tmp_path, family, intermediate_size=128)
     want, want_grads = logprobs_and_gradients(path)
     calls = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # there is no device to pin it for
     monkeypatch.setattr(kernels, "usable", lambda x: calls.append(x.dtype) or True)
-    got, got_grads = logprobs_and_gradients(path)
+    got, got_grads = logprobs_and_gradients(path, invariant)
     assert calls  # it was the kernels that computed
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)

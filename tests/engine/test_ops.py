@@ -44,13 +44,20 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def test_rms_norm() -> None:
     weight = random(24, seed=5)
-    assert_same(lambda x: ops.rms_norm(x, weight, 1e-5), lambda x: plain_norm(x, weight), random(7, 24))
+    assert_same(
+        lambda x: ops.rms_norm(ops.Stream(x), weight, 1e-5), lambda x: plain_norm(x, weight), random(7, 24)
+    )
+
+
+def flat(normed: tuple[ops.Stream, Tensor]) -> tuple[Tensor, Tensor]:
+    assert normed[0].rest is None  # in fp32 there is nothing to keep
+    return normed[0].x, normed[1]
 
 
 def test_add_rms_norm() -> None:
     weight = random(24, seed=5)
     assert_same(
-        lambda x, d: ops.add_rms_norm(x, d, weight, 1e-5),
+        lambda x, d: flat(ops.add_rms_norm(ops.Stream(x), d, weight, 1e-5)),
         lambda x, d: (x + d, plain_norm(x + d, weight)),
         random(7, 24),
         random(7, 24, seed=1),
@@ -59,9 +66,30 @@ def test_add_rms_norm() -> None:
 
 def test_add_rms_norm_when_only_the_stream_is_used() -> None:
     x = random(3, 8).requires_grad_()
-    ops.add_rms_norm(x, random(3, 8), random(8), 1e-5)[0].sum().backward()
+    ops.add_rms_norm(ops.Stream(x), random(3, 8), random(8), 1e-5)[0].x.sum().backward()
     assert x.grad is not None
     assert bool((x.grad == 1).all())
+
+
+def test_a_bf16_stream_keeps_what_rounding_takes() -> None:
+    deltas, weight = [random(5, 32, seed=i).to(torch.bfloat16) for i in range(60)], torch.ones(32)
+    stream = ops.Stream(random(5, 32, seed=60).to(torch.bfloat16).requires_grad_())
+    exact, rounded = stream.x.detach().float(), stream.x.detach()
+    first = stream.x
+    for i, delta in enumerate(deltas):
+        exact, rounded = exact + delta, rounded + delta
+        if i % 2:
+            stream = ops.add(stream, delta)
+        else:
+            stream, y = ops.add_rms_norm(stream, delta, weight.to(torch.bfloat16), 1e-5)
+            assert (y - plain_norm(exact, weight)).abs().max() < 0.02
+    assert stream.rest is not None
+    assert not stream.rest.requires_grad
+    kept = (stream.x.float() + stream.rest.float() - exact).abs().max()
+    assert kept < (rounded.float() - exact).abs().max() / 50
+    stream.x.sum().backward()
+    assert first.grad is not None
+    assert bool((first.grad == 1).all())
 
 
 def test_swiglu() -> None:

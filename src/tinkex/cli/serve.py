@@ -41,6 +41,11 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
     help="Of the base model's weights; auto: float32 on a CPU, bfloat16 on CUDA.",
 )  # fmt: skip
 @click.option(
+    "--deterministic", is_flag=True, envvar="TINKEX_DETERMINISTIC",
+    help="The same numbers to the last bit alone and in any batch, for samples and forward passes alike: "
+    "slower, on CUDA for dense models in bfloat16. On a CPU: one number of threads for all.",
+)  # fmt: skip
+@click.option(
     "--public-url", default="", envvar="TINKEX_PUBLIC_URL",
     help="How clients reach the server, if not by its address: for links, behind a proxy.",
 )  # fmt: skip
@@ -67,8 +72,8 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
-    public_url: str, max_context: int | None, disk_quota: str, preload: bool, drain_seconds: float,
-    log_level: str, engine: str,
+    deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, preload: bool,
+    drain_seconds: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -94,7 +99,7 @@ def serve(
             ServiceConfig(
                 home=(home or settings.home).expanduser().resolve(),
                 models=places,
-                engine=EngineConfig("", engine, device, dtype, max_context),  # type: ignore[arg-type]
+                engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
                 preload=preload,
                 offline=settings.offline,
                 disk_quota=read_size(disk_quota) if disk_quota else None,

@@ -112,13 +112,15 @@ class ClearGradients(Command[None]):
 class SaveAdapter(Command[int]):
     """Write `run`'s adapter as a PEFT directory, atomically; with `optimizer`, its AdamW state too.
 
-    Returns the bytes written. `directory` must not exist yet unless `overwrite`.
+    Returns the bytes written. `directory` must not exist yet unless `overwrite`. Without `sync` they may be
+    with the kernel alone: the device does not wait for the disk, and whoever asked sees to it.
     """
 
     run: str
     directory: Path
     optimizer: bool = False
     overwrite: bool = False
+    sync: bool = True
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class EngineConfig:
     max_pass_tokens: int | None = None  # tokens in one micro-batch; None: planned
     max_batch: int = 256  # sequences decoded at once
     threads: int | None = None  # CPU compute threads; None: chosen with care
-    deterministic: bool = False
+    deterministic: bool = False  # the same bits alone and in any batch (docs/engine.md)
 
 
 @dataclass(frozen=True)

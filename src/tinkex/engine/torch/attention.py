@@ -69,13 +69,18 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class PackedAttend:
-    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer."""
+    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer.
 
-    def __init__(self, lengths: Sequence[int], windows: Sequence[int | None]) -> None:
-        self.windows = windows
+    `invariant`: the forward gives the bits that the sampler's attention gives, whatever else is packed.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[int | None], *, invariant: bool = False
+    ) -> None:
+        self.windows, self._invariant = windows, invariant
         # neighbours of equal length share one call: (how many, how long)
         self.groups = [(len(list(group)), length) for length, group in groupby(lengths)]
-        self._lengths, self._tiles = lengths, None
+        self._lengths, self._tiles, self._forward = lengths, None, None
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         if kernels.usable(q_THC):
@@ -101,16 +106,26 @@ class PackedAttend:
             self._tiles = packed.Tiles(
                 *(torch.from_numpy(a).pin_memory().to(q_THC.device, non_blocking=True) for a in arrays)
             )
+        if self._invariant:
+            return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._in_sampler_tiles(q_THC))  # type: ignore[return-value]
         window = None if window is None or window >= max(self._lengths) else window
-        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window)  # type: ignore[return-value]
+        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, None)  # type: ignore[return-value]
+
+    def _in_sampler_tiles(self, x: Tensor) -> Any:
+        from tinkex.engine.torch.paged import PackedForward
+
+        self._forward = self._forward or PackedForward(self._lengths, x.device)
+        return self._forward
 
 
 class _Ragged(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Any, window: int | None) -> Tensor:
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Any, window: int | None, forward: Any
+    ) -> Tensor:
         from tinkex.engine.torch.kernels import packed
 
-        out, lse = packed.forward(q, k, v, tiles, window)
+        out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tiles, ctx.window = tiles, window
         return out
@@ -121,4 +136,4 @@ class _Ragged(Function):
 
         q, k, v, out, lse = ctx.saved_tensors
         back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
-        return *back, None, None
+        return *back, None, None, None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.examples import Example, Work
 from tinkex.engine.torch.logprobs import Targets
+from tinkex.engine.torch.upload import to_device
 
 
 @dataclass(frozen=True)
@@ -91,28 +92,26 @@ def _micro_batch(items: list[Item], backward: bool, device: torch.device) -> Mic
     )
     starts = np.concatenate([[0], np.cumsum(per_row)])
     targets = Targets(
-        rows_M=_to(np.repeat(np.arange(len(per_row)), per_row), device),
-        ids_M=_to(np.concatenate([e.targets.reshape(-1) for e in examples]), device),
+        rows_M=to_device(np.repeat(np.arange(len(per_row)), per_row), device),
+        ids_M=to_device(np.concatenate([e.targets.reshape(-1) for e in examples]), device),
         starts=torch.from_numpy(starts),
     )
     return MicroBatch(
         items=items,
         backward=backward,
         lengths=lengths,
-        tokens_T=_to(np.concatenate([e.tokens for e in examples]).astype(np.int64), device),
-        positions_T=_to(np.concatenate([np.arange(n) for n in lengths]), device),
+        tokens_T=to_device(np.concatenate([e.tokens for e in examples]).astype(np.int64), device),
+        positions_T=to_device(np.concatenate([np.arange(n) for n in lengths]), device),
         targets=targets,
         cells=np.cumsum([0, *(e.targets.size for e in examples)]).tolist(),
     )
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
 
 
 def flat_inputs(examples: Sequence[Example], device: torch.device) -> dict[str, Tensor]:
     """A built-in loss's inputs over the examples' cells, end to end, and each cell's example as "datum"."""
     sizes = [example.targets.size for example in examples]
     keys = examples[0].inputs
-    inputs = {key: _to(np.concatenate([e.inputs[key].reshape(-1) for e in examples]), device) for key in keys}
-    return inputs | {"datum": _to(np.repeat(np.arange(len(sizes)), sizes), device)}
+    inputs = {
+        key: to_device(np.concatenate([e.inputs[key].reshape(-1) for e in examples]), device) for key in keys
+    }
+    return inputs | {"datum": to_device(np.repeat(np.arange(len(sizes)), sizes), device)}

@@ -64,10 +64,16 @@ class BaseModel:
 
 
 def save_adapter(
-    adapter: Adapter, directory: Path, base: BaseModel, *, optimizer: bool = False, overwrite: bool = False
+    adapter: Adapter,
+    directory: Path,
+    base: BaseModel,
+    *,
+    optimizer: bool = False,
+    overwrite: bool = False,
+    sync: bool = True,
 ) -> int:
     """Write a PEFT directory; returns its bytes."""
-    with new_directory(directory, overwrite=overwrite) as temporary:
+    with new_directory(directory, overwrite=overwrite, sync=sync) as temporary:
         save_file(_arrays(adapter, adapter.flat), temporary / WEIGHTS, {"format": "pt"})
         _write_json(temporary / CONFIG, _peft_config(adapter, base))
         if optimizer:
@@ -117,7 +123,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
     """A temporary sibling to write into; renamed to `directory` if all goes well, else removed."""
     if directory.exists() and not overwrite:
         raise EngineError(f"{directory} already exists; choose another name", "user")
@@ -126,10 +132,11 @@ def new_directory(directory: Path, *, overwrite: bool = False) -> Iterator[Path]
     temporary.mkdir()
     try:
         yield temporary
-        for path in (*temporary.iterdir(), temporary):
+        for path in (*temporary.iterdir(), temporary) if sync else ():
             _flush(path)
         _rename(temporary, directory)
-        _flush(directory.parent)
+        if sync:
+            _flush(directory.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

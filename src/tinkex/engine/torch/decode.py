@@ -11,6 +11,7 @@ Shapes: B rows of a step, V padded vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,16 +22,21 @@ from torch import Tensor
 
 from tinkex.engine.streams import stream_keys
 from tinkex.engine.torch import grouped
-from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.kernels import begin, draw, paged
+from tinkex.engine.torch.drawing import lora_of
+from tinkex.engine.torch.hooks import LoraHook, Pending, Site
+from tinkex.engine.torch.kernels import begin, draw, paged, step
 from tinkex.engine.torch.kernels import lora as lora_kernel
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import KernelAttend, splits_for
+from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.projecting import Frozen, Projecting
+from tinkex.engine.torch.seats import Seats
 from tinkex.engine.torch.sequences import Request, Sequence
+from tinkex.engine.torch.upload import fill
 
+# As measured on an H200:
+_SOME = 64  # rows up to which launches cost more than reading and writing once more
+_MANY = 512  # rows from which on products add what adapters give, instead of what follows them
 _RING = 4  # buffers in pinned memory: more than there are steps in flight
 
 
@@ -49,10 +55,7 @@ class Key(NamedTuple):
 
 
 class _TableLora(Projecting):
-    """The `LoraHook` inside a graph: whichever adapters the table names when it is replayed.
-
-    x·Aᵀ is computed beside the frozen product, on a stream of its own: both are small and need only x.
-    """
+    """The `LoraHook` inside a graph: whichever adapters the table names when it is replayed."""
 
     def __init__(
         self,
@@ -63,23 +66,39 @@ class _TableLora(Projecting):
     ) -> None:
         self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
 
-    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | Pending:
+        place, rows = self._sites[site], x.shape[0]
+        many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
+        if many and self._ours(frozen) and lora_kernel.writes(self._table, place):
+            return grouped.product_last(x, frozen.weight, self._table, self._tiles, place)[0]
+        adapters = step.Adapters(self._table, self._tiles, place)
+        pending = self._ours(frozen) and step.holds(self._table, place)
+        if pending and step.suits(rows, frozen.weight):
+            return step.project(x, frozen.weight, adapters)
+        u, y = self._products(place, x, frozen)
+        if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
+            return step.Summands(y[None], u, adapters, x.dtype)
+        lora_kernel.expand(u, y, self._table, self._tiles, place)
+        return y
+
+    def _ours(self, frozen: Frozen) -> bool:
+        """Whether parts may be added in whichever order is quickest."""
+        return frozen.bias is None and not self._table.invariant
+
+    def _products(self, place: lora_kernel.Site, x: Tensor, frozen: Frozen) -> tuple[Tensor, Tensor]:
+        """x·Aᵀ and beside it, on another stream, the frozen product: both need only x."""
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            u = lora_kernel.shrink(x, self._table, self._tiles, self._sites[site])
+            u = lora_kernel.shrink(x, self._table, self._tiles, place)
         y = frozen(x)
         here.wait_stream(self._beside)
-        lora_kernel.expand(u, y, self._table, self._tiles, self._sites[site])
-        return y
+        return u, y
 
     def __call__(
         self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
     ) -> Tensor:
-        assert experts is None
-        u = lora_kernel.shrink(x, self._table, self._tiles, self._sites[site])
-        lora_kernel.expand(u, y, self._table, self._tiles, self._sites[site])
-        return y
+        raise NotImplementedError("a captured step projects rows in their order")
 
 
 class Graphs:
@@ -101,8 +120,7 @@ class Graphs:
         self.orders = static(begin.ORDERS, self.capacity)
         self.table = static(self.capacity, self.width, dtype=torch.int32)
         self.temperature = static(self.capacity, dtype=torch.float32)
-        self.addresses = static(self.capacity, grouped.column_of(Site(decoder.config.layers, "qkv")))
-        self.scales = static(self.capacity, dtype=torch.float32)
+        self.seats = Seats(decoder, self.capacity)
         self.tokens, self.logprobs = static(self.capacity), static(self.capacity, dtype=torch.float32)
         self._cells: dict[int, Tensor] = {}
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
@@ -128,28 +146,45 @@ class Graphs:
             self._step(key)
         self.orders.copy_(saved[0])
         self.tokens.copy_(saved[1])
+        return self.capture(lambda: self._step(key))
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """`step`, which has run before, as a graph.
+
+        All of them share their memory: one runs at a time, and results are where nothing is allocated.
+        """
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        # other threads may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            self._step(key)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            # other threads may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                step()
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails would leave us on its own
         return graph
+
+    def hook(self, table: lora_kernel.Table, tiles: lora_kernel.Tiles) -> LoraHook:
+        """Whichever adapters `table` and `tiles` name when a captured step is replayed."""
+        return _TableLora(self._sites, table, tiles, self._beside)
 
     def _step(self, key: Key) -> None:
         tokens, positions, slots = torch.empty(3, key.rows, dtype=torch.int64, device=self.device)
         cells = torch.empty(4, key.rows, dtype=torch.int32, device=self.device)
         begin.begin(self.orders, self.tokens, tokens, positions, slots, cells, self.table, PAGE)
-        queries = paged.Queries(cells, self.table, 1, splits_for(key.rows * self._cache.heads, 1))
+        tile = tile_tokens((), self._decoder.invariant)
+        queries = paged.Queries(cells, self.table, tile, splits_for(key.rows * self._cache.heads, tile))
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:
-            table = lora_kernel.Table(self.addresses, self.scales, key.rank)
             tiles = lora_kernel.Tiles(self.cells(key.tiles), key.tile_rows)
-            lora = _TableLora(self._sites, table, tiles, self._beside)
+            lora = self.hook(self.seats.table(key.rank), tiles)
         h_BD = self._decoder(tokens, positions, attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
         vocab = self._decoder.config.vocab_size
-        draw.draw(logits_BV, self.temperature, self.orders[4], vocab, self.tokens, self.logprobs)
+        drawn = self.tokens, self.logprobs
+        draw.draw(
+            logits_BV, self.temperature, self.orders[4], vocab, *drawn, invariant=self._decoder.invariant
+        )
 
 
 @dataclass
@@ -181,7 +216,6 @@ class Pipeline:
         self._orders = pinned(begin.ORDERS, capacity)
         self._tokens, self._logprobs = pinned(capacity), pinned(capacity, dtype=torch.float32)
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
-        self._slots: dict[Adapter, int] = {}
         self._key = Key(1)
 
     def serves(self, request: Request) -> bool:
@@ -218,48 +252,20 @@ class Pipeline:
         for held, sequence in zip(table, seated, strict=True):
             held[: len(sequence.pages)] = sequence.pages
         temperature = np.array([s.request.work.params.temperature for s in seated], np.float32)
-        self._upload(graphs.table[:rows], table)
-        self._upload(graphs.temperature[:rows], temperature)
+        fill(graphs.table[:rows], table)
+        fill(graphs.temperature[:rows], temperature)
         self._seed[:rows] = [s.request.seed for s in seated]
         self._index[:rows] = [s.index for s in seated]
         self._key = Key(bucket(rows), *self._seat_adapters(seated))
 
     def _seat_adapters(self, seated: Several[Sequence]) -> tuple[int, int, int]:
         """Tiles of one adapter's rows: how many, of how many rows, and the widest rank, all rounded up."""
-        adapters = [s.request.published.adapter if s.request.published else None for s in seated]
-        used = list(dict.fromkeys(a for a in adapters if a is not None))
-        if not used:
+        lora = lora_of(seated, [1] * len(seated))
+        if lora is None:
             return 0, 0, 0
-        if any(adapter not in self._slots for adapter in used):
-            self._name_adapters(used)
-        segments: list[tuple[int, int, int]] = []
-        for row, adapter in enumerate(adapters):
-            if adapter is None:
-                continue
-            slot = self._slots[adapter]
-            if segments and segments[-1][0] == slot and segments[-1][2] == row:
-                segments[-1] = (slot, segments[-1][1], row + 1)
-            else:
-                segments.append((slot, row, row + 1))
-        rows = lora_kernel.tile_rows(len(seated) // len(segments))
-        tiles = lora_kernel.cut_tiles(segments, rows)
-        count = 1 << (tiles.shape[1] - 1).bit_length()
-        padded = np.zeros((3, count), np.int32)
-        padded[:, : tiles.shape[1]] = tiles
-        self._upload(self._graphs.cells(count), padded)
-        rank = max(adapter.lora.rank for adapter in self._slots)
-        return count, rows, 1 << (rank - 1).bit_length()
-
-    def _name_adapters(self, adapters: list[Adapter]) -> None:
-        """Fill the table of addresses anew: whole rows, so that nothing of a slot's last owner stays."""
-        self._slots = {adapter: slot for slot, adapter in enumerate(adapters)}
-        flats = [adapter.flat_as(self._graphs.dtype) for adapter in adapters]
-        rows = grouped.table_rows(adapters, flats, columns=self._graphs.addresses.shape[1])
-        self._upload(self._graphs.addresses[: len(adapters)], rows)
-        self._upload(self._graphs.scales[: len(adapters)], np.array([a.scale for a in adapters], np.float32))
-
-    def _upload(self, target: Tensor, array: np.ndarray) -> None:
-        target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+        cells, rows, rank = self._graphs.seats.seat(lora.segments)
+        fill(self._graphs.cells(cells.shape[1]), cells)
+        return cells.shape[1], rows, rank
 
     # -- steps -----------------------------------------------------------------------------------------
 

@@ -19,21 +19,25 @@ from tinkex.engine.streams import stream_key
 from tinkex.engine.torch import kernels
 from tinkex.engine.torch.compiled.step import CompiledStep
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled_logprobs
+from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled, scaled_logprobs
 from tinkex.engine.torch.sequences import Sequence
+from tinkex.engine.torch.upload import to_device
 
 Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
 
 
-def lora_of(sequences: Several[Sequence], counts: Several[int]) -> LoraBatch | None:
+Drawn = tuple[Sequence, int, float, Top | None]
+
+
+def lora_of(sequences: Several[Sequence], counts: Several[int], invariant: bool = False) -> LoraBatch | None:
     """The adapters of some sequences' tokens; None if all are the base model's."""
     adapters = [s.request.adapter for s in sequences]
-    return LoraBatch(adapters, counts) if any(adapters) else None
+    return LoraBatch(adapters, counts, invariant=invariant) if any(adapters) else None
 
 
 def draw_next(
     sequences: Several[Sequence], logits_NV: Tensor, vocab: int, compiled: CompiledStep | None = None
-) -> Iterator[tuple[Sequence, int, float, Top | None]]:
+) -> Iterator[Drawn]:
     """Each sequence's next token and its logprob, with the likeliest ones where they were asked for."""
     plainly = all(s.request.draws_plainly for s in sequences)
     if plainly and compiled is not None:
@@ -46,7 +50,41 @@ def draw_next(
         for drawn in zip(sequences, *_draw_by_kernel(logits_NV, choice, vocab), strict=True):
             yield *drawn, None
         return
-    logprobs_NV = scaled_logprobs(logits_NV, choice.temperature)
+    yield from _draw_any(sequences, scaled_logprobs(logits_NV, choice.temperature), choice, vocab)
+
+
+def draw_invariantly(sequences: Several[Sequence], logits_NV: Tensor, vocab: int) -> Iterator[Drawn]:
+    """`draw_next` where nothing that a sequence is given may depend on another: on CUDA, by its kernels.
+
+    What the kernel cannot draw is drawn row by row, since torch's sums and ties go by the number of rows.
+    """
+    plain = [i for i, s in enumerate(sequences) if s.request.draws_plainly]
+    rest = [i for i, s in enumerate(sequences) if not s.request.draws_plainly]
+    if plain:
+        some = [sequences[i] for i in plain]
+        logits = logits_NV[plain] if rest else logits_NV
+        tokens, logprobs = _draw_by_kernel(logits, _choice(some, logits.device), vocab, invariant=True)
+        for drawn in zip(some, tokens, logprobs, strict=True):
+            yield *drawn, None
+    choices = [_choice([sequences[i]], logits_NV.device) for i in rest]
+    if rest:
+        temperature = torch.cat([choice.temperature for choice in choices])
+        logprobs_NV = _invariant_logprobs(logits_NV[rest], temperature)
+        for i, row_1V, choice in zip(rest, logprobs_NV.split(1), choices, strict=True):
+            yield from _draw_any([sequences[i]], row_1V, choice, vocab)
+
+
+def _invariant_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """`scaled_logprobs` by the one normaliser that every logprob of a deterministic engine has."""
+    from tinkex.engine.torch.kernels.logprobs import normaliser
+
+    return scaled(logits_NV, temperature_N) - normaliser(logits_NV, temperature_N)[:, None]
+
+
+def _draw_any(
+    sequences: Several[Sequence], logprobs_NV: Tensor, choice: Choice, vocab: int
+) -> Iterator[Drawn]:
+    """With top-k, top-p and lists of likely tokens where they were asked for."""
     tokens_N = draw(logprobs_NV, choice, vocab)
     chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
     most = max(s.request.work.topk_sample_logprobs for s in sequences)
@@ -64,28 +102,36 @@ def _keys(sequences: Several[Sequence]) -> np.ndarray:
 def _choice(sequences: Several[Sequence], device: torch.device) -> Choice:
     params = [s.request.work.params for s in sequences]
     return Choice(
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        to_device(np.array([p.temperature for p in params], np.float32), device),
+        to_device(np.array([p.top_k for p in params]), device),
+        to_device(np.array([p.top_p for p in params], np.float32), device),
         _keys(sequences),
     )
 
 
-def _draw_by_kernel(logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
+def _draw_by_kernel(
+    logits_NV: Tensor, choice: Choice, vocab: int, invariant: bool = False
+) -> tuple[list[int], list[float]]:
     from tinkex.engine.torch.kernels.draw import draw
 
-    keys_N = torch.from_numpy(choice.keys.view(np.int64)).to(logits_NV.device)
+    keys_N = to_device(choice.keys.view(np.int64), logits_NV.device)
     tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(choice.temperature)
-    draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N)
+    draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, invariant)
     return tokens_N.tolist(), chosen_N.tolist()
 
 
 class TorchRows:
-    """`tinkex.engine.request.Rows` over logits."""
+    """`tinkex.engine.request.Rows` over logits; `invariant`: no row's answers depend on another."""
 
-    def __init__(self, logits_NV: Tensor, vocab: int) -> None:
-        self._logprobs_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
+    def __init__(self, logits_NV: Tensor, vocab: int, invariant: bool = False) -> None:
         self._vocab = vocab
+        if invariant:
+            ones_N = torch.ones(len(logits_NV), device=logits_NV.device)
+            self._logprobs_NV = _invariant_logprobs(logits_NV, ones_N)
+            self._parts = self._logprobs_NV.split(1)
+        else:
+            self._logprobs_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
+            self._parts = (self._logprobs_NV,)
 
     def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         device = self._logprobs_NV.device
@@ -93,7 +139,10 @@ class TorchRows:
         return self._logprobs_NV[at].cpu().numpy()
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        return likeliest(self._logprobs_NV, k, self._vocab)
+        ids, logprobs = zip(*(likeliest(part, k, self._vocab) for part in self._parts), strict=True)
+        return np.concatenate(ids), np.concatenate(logprobs)
 
     def draw(self, keys: np.ndarray) -> np.ndarray:
-        return race(self._logprobs_NV.exp()[:, : self._vocab], keys).cpu().numpy()
+        split = zip(self._parts, np.split(keys, len(self._parts)), strict=True)
+        drawn = [race(part.exp()[:, : self._vocab], some) for part, some in split]
+        return torch.cat(drawn).cpu().numpy()

@@ -41,8 +41,9 @@ from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.decode import Pipeline
+    from tinkex.engine.torch.prefill import Prefill
 
-_CHUNK_FLOPS = 6e13  # of a chunk of prompt on a GPU: 0.1 s on a large one
+_CHUNK_FLOPS = 1.2e14  # of a chunk of prompt on a GPU: 0.2 s on a large one
 _PACKED_SHARE = 0.25  # of the memory that is free once the weights are loaded
 _KV_SHARE, _ADAPTER_SHARE = 0.25, 0.25  # of what is free after that
 
@@ -60,6 +61,9 @@ class TorchEngine:
     def _load(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
         decoder = decoder or load_decoder(config.model, device, dtype)
+        if config.deterministic and device.type == "cuda":
+            check_deterministic(decoder)
+        decoder.be_invariant(config.deterministic and device.type == "cuda")
         room = memory.free_bytes(device) * _PACKED_SHARE
         compiled = compiled_step(decoder, room)
         if compiled is None:
@@ -71,7 +75,8 @@ class TorchEngine:
         pages = self.memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
         cache = KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages, device, dtype)
         limits = Limits(context, config.max_batch, **_large_steps(decoder))
-        self._batch = Batch(decoder, cache, limits, _pipeline(decoder, cache, limits), compiled)
+        pipeline, prefill = _captured_steps(decoder, cache, limits)
+        self._batch = Batch(decoder, cache, limits, pipeline, compiled, prefill)
         self._trainer = TorchTrainer(
             decoder, config.model, max_context=context, max_pass_tokens=config.max_pass_tokens
         )
@@ -132,6 +137,28 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, config.dtype)
 
 
+def check_deterministic(decoder: Decoder) -> None:
+    """Refuse what cannot be the same to the last bit alone and in any batch on CUDA."""
+    weight, shape = decoder.unembed_weight, decoder.config
+    odd = [
+        part.name
+        for in_features, parts in decoder.sites().values()
+        for part in parts
+        if in_features % 8 or (part.kind != "unembed" and part.out_features % 8)
+    ]
+    problem = None
+    if weight.dtype != torch.bfloat16:
+        problem = f"this one is in {str(weight.dtype).removeprefix('torch.')}"
+    elif shape.experts is not None:
+        problem = f"{shape.arch} has experts"
+    elif not kernels.usable(weight):
+        problem = "its kernels need Triton, which is not installed"
+    elif odd:
+        problem = f"the sizes of {odd[0]} are not multiples of 8"
+    if problem:
+        raise user_error(f"deterministic on CUDA is for dense models in bfloat16, and {problem}")
+
+
 def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[str, int]:
     """Bytes for each use, from what is free now that the weights are loaded.
 
@@ -159,16 +186,20 @@ def _large_steps(decoder: Decoder) -> dict[str, int]:
         return {}
     parameters = sum(p.numel() for p in decoder.parameters())
     chunk = int(min(8192, max(512, _CHUNK_FLOPS / (2 * parameters)))) // 256 * 256
-    return {"prefill_alone": min(8192, 2 * chunk), "prefill_beside": chunk, "logits": 1 << 27}
+    return {"prefill_alone": chunk, "prefill_beside": chunk, "logits": 1 << 27}
 
 
-def _pipeline(decoder: Decoder, cache: KVCache, limits: Limits) -> Pipeline | None:
-    """Decoding by captured steps, where the kernels can."""
+def _captured_steps(
+    decoder: Decoder, cache: KVCache, limits: Limits
+) -> tuple[Pipeline, Prefill] | tuple[None, None]:
+    """Decoding and prefill by captured steps, where the kernels can."""
     if not kernels.usable(decoder.unembed_weight) or decoder.config.experts is not None:
-        return None
+        return None, None
     from tinkex.engine.torch.decode import Graphs, Pipeline
+    from tinkex.engine.torch.prefill import Prefill
 
-    return Pipeline(Graphs(decoder, cache, limits.sequences, limits.context))
+    graphs = Graphs(decoder, cache, limits.sequences, limits.context)
+    return Pipeline(graphs), Prefill(decoder, cache, limits, graphs)
 
 
 class _Trainer:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import lora as kernel
+from tinkex.engine.torch.ops import frozen_product
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
 _COLUMNS = 4  # of a site: A's address and those of up to three parts
@@ -68,29 +68,49 @@ def kernel_site(adapter: Adapter, site: Site) -> kernel.Site:
     return kernel.Site(column_of(site), shape.in_features, shape.outs)
 
 
+def product_last(
+    x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
+) -> tuple[Tensor, Tensor]:
+    """The frozen product added to the adapters' part, instead of that to it, and x·Aᵀ; tiles hold every row.
+
+    So the two are added before they are rounded, and a product that adds reads the result while it
+    multiplies, which saves reading and writing it once more.
+    """
+    u, y = kernel.shrink(x, table, tiles, site), x.new_empty(x.shape[0], weight.shape[0])
+    kernel.write(u, y, table, tiles, site)
+    return y.addmm_(x, weight.t()), u
+
+
 class GroupedLora:
     """The adapters of one pass: `segments` are (adapter or None, first token, past the last)."""
 
     def __init__(
-        self, segments: Sequence[tuple[Adapter | None, int, int]], device: torch.device, dtype: torch.dtype
+        self,
+        segments: Sequence[tuple[Adapter | None, int, int]],
+        device: torch.device,
+        dtype: torch.dtype,
+        invariant: bool = False,
     ) -> None:
         self._segments = [segment for segment in segments if segment[0] is not None]
         self._adapters = list(
             dict.fromkeys(adapter for adapter, _, _ in self._segments if adapter is not None)
         )
-        self._device = device
+        self._device, self._whole = device, len(self._segments) == len(segments)
+        self._invariant = invariant
         slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
         self._places = [(slots[a], start, stop) for a, start, stop in self._segments if a is not None]
         tokens = max(stop for _, _, stop in segments)
         rows = kernel.tile_rows(tokens // len(self._places))
         self._table = self._table_of([a.flat_as(dtype) for a in self._adapters])
         self._tiles = kernel.Tiles(self._to(kernel.cut_tiles(self._places, rows)), rows)
+        self._sites: dict[Site, kernel.Site | None] = {}
         self._back: kernel.Backward | None = None
 
     def _table_of(self, flats: list[Tensor]) -> kernel.Table:
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
         widest = max(adapter.lora.rank for adapter in self._adapters)
-        return kernel.Table(self._to(table_rows(self._adapters, flats)), self._to(scales), widest)
+        rows = self._to(table_rows(self._adapters, flats))
+        return kernel.Table(rows, self._to(scales), widest, self._invariant)
 
     def _to(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -100,7 +120,9 @@ class GroupedLora:
 
     def site(self, site: Site) -> kernel.Site | None:
         """How the kernels know `site`; None if no adapter is there."""
-        return next((kernel_site(a, site) for a in self._adapters if site in a.shapes), None)
+        if site not in self._sites:
+            self._sites[site] = next((kernel_site(a, site) for a in self._adapters if site in a.shapes), None)
+        return self._sites[site]
 
     def add_to(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
         """y with the contribution of whoever has an adapter at `site`, added in place."""
@@ -114,13 +136,36 @@ class GroupedLora:
         kernel.expand(u, y, self._table, self._tiles, site)
         return u
 
-    def backward(
-        self, site: kernel.Site, grad_y: Tensor, x: Tensor, u: Tensor, grad_x: Tensor | None
-    ) -> None:
-        """Add to the adapters' gradients, which are open, and to `grad_x` where one is wanted."""
+    def project(
+        self, site: kernel.Site, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The frozen product with the adapters' contribution, and what the backward needs."""
+        if self._invariant or bias is not None or not self._adds_last(site):
+            y = frozen_product(x, weight, bias, invariant=self._invariant)
+            return y, self.add(site, x, y)
+        return product_last(x, weight, self._table, self._tiles, site)
+
+    def backward(self, site: kernel.Site, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
+        """Add to the adapters' gradients, which are open; returns what `grad_x` needs."""
         if self._back is None:
             self._back = self._backward_parts()
-        kernel.backward(grad_y, x, u, self._table, self._tiles, self._back, site, grad_x)
+        return kernel.backward(grad_y, x, u, self._table, self._tiles, self._back, site)
+
+    def grad_x(
+        self, site: kernel.Site, grad_y: Tensor, grad_u: Tensor, weight: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """The gradient to x, of the frozen product and of the adapters, into `out` if there is one."""
+        out = grad_y.new_empty(grad_y.shape[0], weight.shape[1]) if out is None else out
+        if self._adds_last(site):
+            kernel.write_back(grad_u, out, self._table, self._tiles, site)
+            return out.addmm_(grad_y, weight)
+        torch.mm(grad_y, weight, out=out)
+        kernel.expand_back(grad_u, out, self._table, self._tiles, site)
+        return out
+
+    def _adds_last(self, site: kernel.Site) -> bool:
+        """Whether to compute as `product_last` does."""
+        return self._whole and kernel.writes(self._table, site)
 
     def _backward_parts(self) -> kernel.Backward:
         grads = []
@@ -141,8 +186,8 @@ class Project(torch.autograd.Function):
     ) -> Tensor:
         place = grouped.site(site)
         assert place is not None
-        y = F.linear(x, weight, bias)
-        ctx.save_for_backward(x, grouped.add(place, x, y), weight)
+        y, u = grouped.project(place, x, weight, bias)
+        ctx.save_for_backward(x, u, weight)
         ctx.grouped, ctx.place = grouped, place
         return y
 
@@ -150,6 +195,6 @@ class Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, u, weight = ctx.saved_tensors
         grad_y = grads[0].contiguous()
-        grad_x = grad_y @ weight if ctx.needs_input_grad[0] else None
-        ctx.grouped.backward(ctx.place, grad_y, x, u, grad_x)
+        grad_u = ctx.grouped.backward(ctx.place, grad_y, x, u)
+        grad_x = ctx.grouped.grad_x(ctx.place, grad_y, grad_u, weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None

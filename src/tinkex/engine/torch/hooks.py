@@ -33,6 +33,23 @@ class Part(NamedTuple):
 Sites = dict[Site, tuple[int, tuple[Part, ...]]]  # in-features and parts
 
 
+class Pending(Protocol):
+    """A projection that was not added up yet: whatever reads it does so, as `ops` has it."""
+
+    def swiglu(self) -> Tensor: ...
+
+    def rotate(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def total(self) -> Tensor: ...
+
+
 class LoraHook(Protocol):
     """Adds the adapters' contribution to a site's output: y_NO + lora(x_NI).
 

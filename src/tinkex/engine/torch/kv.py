@@ -28,11 +28,14 @@ PAGE = 16  # tokens
 
 
 def chain(root: bytes, tokens: np.ndarray, links: list[bytes]) -> list[bytes]:
-    """Extend `links` to one digest per full page of `tokens`; each stands for all tokens up to its end."""
-    for page in range(len(links), len(tokens) // PAGE):
+    """Extend `links` by one digest per full page of `tokens`, which come after those that it stands for.
+
+    Each digest stands for all tokens up to its page's end.
+    """
+    content, size = tokens.astype(np.int32).tobytes(), 4 * PAGE
+    for end in range(size, len(content) + 1, size):
         parent = links[-1] if links else root
-        content = tokens[page * PAGE : (page + 1) * PAGE].astype(np.int32).tobytes()
-        links.append(hashlib.blake2b(parent + content, digest_size=16).digest())
+        links.append(hashlib.blake2b(parent + content[end - size : end], digest_size=16).digest())
     return links
 
 
@@ -171,14 +174,18 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 def paged_attend(
-    cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], device: torch.device
+    cache: KVCache,
+    pieces: Sequence[Piece],
+    windows: Sequence[int | None],
+    device: torch.device,
+    invariant: bool = False,
 ) -> Attend:
     """Attention of one step's tokens over the cache, by the kernels where they can."""
     if not kernels.usable(cache.layer(0)[0]):
         return PagedAttend(cache, pieces, windows, device)
     from tinkex.engine.torch.paged import attend_pieces
 
-    return attend_pieces(cache, pieces, windows, device)
+    return attend_pieces(cache, pieces, windows, device, invariant)
 
 
 class Piece(NamedTuple):

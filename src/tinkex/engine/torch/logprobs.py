@@ -63,6 +63,7 @@ def target_logprobs(
     lp_M = torch.empty(targets.ids_M.shape, dtype=torch.float32, device=h_TD.device)
     grad_TD = torch.zeros_like(h_TD) if grad_of else None
     fast = kernels.usable(h_TD) and lora.grouped(h_TD) is not None
+    assert fast or not lora.invariant
     compute = _chunk_by_kernels if fast else _chunk
     with torch.no_grad():
         for start in range(0, tokens, chunk):
@@ -148,11 +149,14 @@ def _chunk_by_kernels(
     from tinkex.engine.torch.kernels import logprobs as kernel
 
     (rows, ids), part = cells, lora.part(start, start + len(h_ND))
-    logits_NV = linear(h_ND, weight_VD)
     grouped = part.grouped(h_ND)
     site = None if grouped is None else grouped.site(UNEMBED)
-    kept = None if grouped is None or site is None else grouped.add(site, h_ND, logits_NV)
-    normaliser_N = kernel.normaliser(logits_NV)
+    if grouped is None or site is None:
+        logits_NV, kept = linear(h_ND, weight_VD, invariant=lora.invariant), None
+    else:
+        logits_NV, kept = grouped.project(site, h_ND, weight_VD, None)
+    ones_N = torch.ones(len(h_ND), device=h_ND.device) if lora.invariant else None  # as the sampler has them
+    normaliser_N = kernel.normaliser(logits_NV, ones_N)
     lp = logits_NV[rows, ids].float() - normaliser_N[rows]
     if grads is None or out_ND is None:
         return lp
@@ -163,7 +167,8 @@ def _chunk_by_kernels(
         total_N = torch.zeros_like(normaliser_N).index_add_(0, rows, grad_M)
         kernel.gradient_(logits_NV, normaliser_N, torch.full_like(rows[: len(h_ND)], -1), total_N)
         logits_NV.index_put_((rows, ids), grad_M.to(logits_NV.dtype), accumulate=True)
-    torch.mm(logits_NV, weight_VD, out=out_ND)
-    if grouped is not None and site is not None and kept is not None:
-        grouped.backward(site, logits_NV, h_ND, kept, out_ND)
+    if grouped is None or site is None or kept is None:
+        torch.mm(logits_NV, weight_VD, out=out_ND)
+    else:
+        grouped.grad_x(site, logits_NV, grouped.backward(site, logits_NV, h_ND, kept), weight_VD, out_ND)
     return lp

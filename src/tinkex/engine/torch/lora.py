@@ -39,13 +39,19 @@ class Job(NamedTuple):
 class LoraBatch(Projecting):
     """The adapters of one pass: `adapters[i]` (None: the base model) has the next `lengths[i]` tokens.
 
-    With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`.
+    With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`. `invariant` is for a
+    decoder that is: the grouped fast path alone then does it all.
     """
 
     def __init__(
-        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
+        self,
+        adapters: Sequence[Adapter | None],
+        lengths: Sequence[int],
+        *,
+        train: bool = False,
+        invariant: bool = False,
     ) -> None:
-        self.train = train
+        self.train, self.invariant = train, invariant
         self.segments: list[tuple[Adapter | None, int, int]] = []
         stop = 0
         for adapter, length in zip(adapters, lengths, strict=True):
@@ -74,12 +80,15 @@ class LoraBatch(Projecting):
         return y
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
-        if not (self.train and torch.is_grad_enabled()):
-            return self(site, x, frozen(x))
-        if (grouped := self.grouped(x)) and grouped.site(site):
+        grouped = self.grouped(x)
+        if grouped and (place := grouped.site(site)):
+            if not (self.train and torch.is_grad_enabled()):
+                return grouped.project(place, x, frozen.weight, frozen.bias)[0]
             from tinkex.engine.torch.grouped import Project
 
             return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
+        if not (self.train and torch.is_grad_enabled()):
+            return self(site, x, frozen(x))
         if jobs := self.jobs(site):
             return _Project.apply(x, self._anchor, frozen, site, jobs)  # type: ignore[return-value]
         return frozen(x)
@@ -90,13 +99,14 @@ class LoraBatch(Projecting):
             from tinkex.engine.torch import grouped
 
             if grouped.usable([adapter for adapter, _, _ in self.segments]):
-                self._grouped = grouped.GroupedLora(self.segments, x.device, x.dtype)
+                self._grouped = grouped.GroupedLora(self.segments, x.device, x.dtype, self.invariant)
         return self._grouped
 
     def part(self, start: int, stop: int) -> LoraBatch:
         """The same adapters over the tokens start:stop alone."""
         inside = [(a, max(i, start), min(j, stop)) for a, i, j in self.segments if i < stop and j > start]
-        return LoraBatch([a for a, _, _ in inside], [j - i for _, i, j in inside], train=self.train)
+        lengths = [j - i for _, i, j in inside]
+        return LoraBatch([a for a, _, _ in inside], lengths, train=self.train, invariant=self.invariant)
 
     def jobs(
         self,

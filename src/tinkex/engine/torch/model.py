@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from tinkex.engine.torch.architecture import ModelConfig
-from tinkex.engine.torch.hooks import Attend, LoraHook, Part, Site, Sites
+from tinkex.engine.torch.hooks import Attend, LoraHook, Part, Pending, Site, Sites
 from tinkex.engine.torch.moe import ExpertMlp
-from tinkex.engine.torch.ops import add_rms_norm, linear, pack, rms_norm, split_rotate, swiglu
+from tinkex.engine.torch.ops import Stream, add, add_rms_norm, pack, rms_norm, split_rotate, swiglu
 from tinkex.engine.torch.projecting import Frozen, Projecting
 
 __all__ = ["Attend", "Decoder", "LoraHook", "ModelConfig", "Part", "Site", "Sites"]
@@ -37,8 +37,9 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(_frozen(in_features, out_features).t(), requires_grad=False)
         self.bias = _frozen(out_features) if bias else None
         self.packed: Tensor | None = None
+        self.invariant = False
 
-    def forward(self, x_NI: Tensor, lora: LoraHook | None) -> Tensor:
+    def forward(self, x_NI: Tensor, lora: LoraHook | None) -> Tensor | Pending:
         if isinstance(lora, Projecting):
             return lora.project(self.site, x_NI, self.frozen)
         y_NO = self.frozen(x_NI)
@@ -46,7 +47,7 @@ class Projection(nn.Module):
 
     @property
     def frozen(self) -> Frozen:
-        return Frozen(self.weight, self.bias, self.packed)
+        return Frozen(self.weight, self.bias, self.packed, self.invariant)
 
     def weights(self) -> dict[str, Tensor]:
         sizes = [part.out_features for part in self.parts]
@@ -76,7 +77,7 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, lora: LoraHook | None
-    ) -> Tensor:
+    ) -> Tensor | Pending:
         qkv = self.qkv(x, lora)
         q_THC, k_TGC, v_TGC = split_rotate(qkv, *angles, self.heads, self._norms(), self.eps)
         o_THC = attend(self.layer, q_THC, k_TGC, v_TGC)
@@ -107,7 +108,7 @@ class Mlp(nn.Module):
         down = Part(f"{name}.down_proj", config.width, "mlp")
         self.down = Projection(Site(layer, "down"), width, (down,), bias)
 
-    def forward(self, x_TD: Tensor, lora: LoraHook | None) -> Tensor:
+    def forward(self, x_TD: Tensor, lora: LoraHook | None) -> Tensor | Pending:
         return self.down(swiglu(self.gate_up(x_TD, lora)), lora)
 
     def weights(self) -> dict[str, Tensor]:
@@ -130,27 +131,29 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
-        delta_TD: Tensor | None,
+        stream: Stream,
+        delta_TD: Tensor | Pending | None,
         angles: tuple[Tensor, Tensor],
         attend: Attend,
         lora: LoraHook | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Stream, Tensor | Pending]:
         if delta_TD is None:
-            h_TD = rms_norm(x_TD, self.attention_norm, self.eps)
+            h_TD = rms_norm(stream, self.attention_norm, self.eps)
         else:
-            x_TD, h_TD = add_rms_norm(x_TD, delta_TD, self.attention_norm, self.eps)
-        x_TD, h_TD = add_rms_norm(x_TD, self.attention(h_TD, angles, attend, lora), self.mlp_norm, self.eps)
-        return x_TD, self.mlp(h_TD, lora)
+            stream, h_TD = add_rms_norm(stream, delta_TD, self.attention_norm, self.eps)
+        stream, h_TD = add_rms_norm(
+            stream, self.attention(h_TD, angles, attend, lora), self.mlp_norm, self.eps
+        )
+        return stream, self.mlp(h_TD, lora)
 
-    def recomputed(self, x_TD: Tensor, *args) -> Tensor:
-        """The block with only its input kept for the backward."""
+    def recomputed(self, stream: Stream, *args) -> Stream:
+        """The block with only its input kept for the backward, without what rounding took from that."""
+        rest = [stream.rest]  # for the first time alone: a gradient is not worth the memory
 
-        def block(x_TD: Tensor) -> Tensor:
-            stream, delta = self(x_TD, None, *args)
-            return stream + delta
+        def block(x_TD: Tensor) -> Stream:
+            return add(*self(Stream(x_TD, rest.pop() if rest else None), None, *args))
 
-        return recompute(block, x_TD, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+        return recompute(block, stream.x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     def weights(self) -> dict[str, Tensor]:
         norms = {"input_layernorm": self.attention_norm, "post_attention_layernorm": self.mlp_norm}
@@ -169,6 +172,7 @@ class Decoder(nn.Module):
         self.norm = _frozen(config.width)
         self.head = None if config.tied else _frozen(config.padded_vocab, config.width)
         self.packed_head: Tensor | None = None
+        self.invariant = False
 
     @property
     def unembed_weight(self) -> Tensor:
@@ -185,22 +189,34 @@ class Decoder(nn.Module):
         checkpoint: bool = False,
     ) -> Tensor:
         """The final-normed hidden states [T, D]; `checkpoint` recomputes each layer in the backward."""
-        x_TD, delta_TD = F.embedding(tokens_T, self.embedding), None
-        args = (self.config.rope.angles(positions_T, x_TD.dtype), attend, lora)
+        stream, delta_TD = Stream(F.embedding(tokens_T, self.embedding)), None
+        args = (self.config.rope.angles(positions_T, self.embedding.dtype), attend, lora)
         for layer in self.layers:
             assert isinstance(layer, Layer)
             if checkpoint:
-                x_TD = layer.recomputed(x_TD, *args)
+                stream = layer.recomputed(stream, *args)
             else:
-                x_TD, delta_TD = layer(x_TD, delta_TD, *args)
+                stream, delta_TD = layer(stream, delta_TD, *args)
         if delta_TD is None:
-            return rms_norm(x_TD, self.norm, self.config.norm_eps)
-        return add_rms_norm(x_TD, delta_TD, self.norm, self.config.norm_eps)[1]
+            return rms_norm(stream, self.norm, self.config.norm_eps)
+        return add_rms_norm(stream, delta_TD, self.norm, self.config.norm_eps)[1]
 
     def logits(self, h_ND: Tensor, lora: LoraHook | None = None, rows: Tensor | None = None) -> Tensor:
         """[N, V] in the model's dtype; `rows` are the tokens that h_ND belongs to, if not the first N."""
-        y_NV = linear(h_ND, self.unembed_weight, packed=self.packed_head)
-        return y_NV if lora is None else lora(UNEMBED, h_ND, y_NV, rows=rows)
+        frozen = Frozen(self.unembed_weight, None, self.packed_head, self.invariant)
+        if isinstance(lora, Projecting) and rows is None:
+            y_NV = lora.project(UNEMBED, h_ND, frozen)
+            return y_NV if isinstance(y_NV, Tensor) else y_NV.total()
+        return frozen(h_ND) if lora is None else lora(UNEMBED, h_ND, frozen(h_ND), rows=rows)
+
+    def be_invariant(self, on: bool = True) -> None:
+        """From now on, whether a row's result is the same to the last bit whatever other rows there are.
+
+        For a dense decoder in bf16 on CUDA; hooks that add to a row read `invariant` and do likewise.
+        """
+        self.invariant = on
+        for projection in self._projections():
+            projection.invariant = on
 
     def pack(self, room: float) -> None:
         """Keep a second copy of the weights in a layout that samples faster, if it fits in `room` bytes.

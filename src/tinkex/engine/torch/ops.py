@@ -9,7 +9,7 @@ Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +17,38 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch import kernels, plain
+from tinkex.engine.torch.hooks import Pending
 from tinkex.engine.torch.plain import Norms
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for a frozen weight; `packed` is what `pack` made of the weight, if anything."""
-    if x.requires_grad and _use_onednn(weight):
-        return _Linear.apply(x, weight, bias)
-    return frozen_product(x, weight, bias, packed)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: Tensor | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """x @ weight.T + bias for a frozen weight; `packed` is what `pack` made of the weight, if anything.
+
+    `invariant`: a row's result does not depend on how many others there are (bf16 on CUDA alone).
+    """
+    if x.requires_grad and (invariant or _use_onednn(weight)):
+        return _Linear.apply(x, weight, bias, invariant)
+    return frozen_product(x, weight, bias, packed, invariant)
 
 
 def frozen_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """The same where autograd need not see it; on CPU by the kernel that is quickest for so many rows."""
+    if invariant:
+        from tinkex.engine.torch.kernels.product import product as in_order
+
+        return in_order(x, weight, bias)
     if not _use_onednn(weight):
         return F.linear(x, weight, bias)
     rows, by_columns = x.shape[0], weight.t().is_contiguous()
@@ -41,28 +59,62 @@ def frozen_product(
     return product(x, weight, bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class Stream(NamedTuple):
+    """The residual stream: x in the model's dtype and what rounding took from it (None: nothing, as in fp32).
+
+    Every layer adds little to much, so in bf16 alone the sums would lose more than all products together.
+    The backward sees x alone.
+    """
+
+    x: Tensor
+    rest: Tensor | None = None
+
+
+def rms_norm(stream: Stream, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32."""
-    return _RmsNorm.apply(x, weight, eps) if x.requires_grad else _for(x).normalise(x, None, weight, eps)[1]
+    if stream.x.requires_grad:
+        return _RmsNorm.apply(*stream, weight, eps)
+    return _for(stream.x).normalise(*stream, None, weight, eps)[2]
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream x + delta, and its RMSNorm."""
-    if x.requires_grad or delta.requires_grad:
-        return _AddRmsNorm.apply(x, delta, weight, eps)
-    return _for(x).normalise(x, delta, weight, eps)[:2]
+def add_rms_norm(
+    stream: Stream, delta: Tensor | Pending, weight: Tensor, eps: float
+) -> tuple[Stream, Tensor]:
+    """The stream with `delta` added to it, and its RMSNorm."""
+    delta = delta if isinstance(delta, Tensor) else delta.total()
+    if stream.x.requires_grad or delta.requires_grad:
+        x, rest, y = _AddRmsNorm.apply(*stream, delta, weight, eps)
+    else:
+        x, rest, y, _ = _for(stream.x).normalise(*stream, delta, weight, eps)
+    return Stream(x, rest), y
+
+
+def add(stream: Stream, delta: Tensor) -> Stream:
+    """The stream with `delta` added to it."""
+    if stream.x.requires_grad or delta.requires_grad:
+        return Stream(*_Add.apply(*stream, delta))
+    return Stream(*_for(stream.x).add(*stream, delta))
 
 
 def split_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
+    qkv: Tensor | Pending,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    norms: Norms | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused [T, (H+2G)·C] into q_THC, k_TGC, v_TGC; q and k are normalised (if asked) and rotated."""
+    if not isinstance(qkv, Tensor):
+        return qkv.rotate(cos, sin, heads, norms, eps)
     q_norm, k_norm = norms or (None, None)
     return _SplitRotate.apply(qkv, cos, sin, heads, q_norm, k_norm, eps)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor | Pending) -> Tensor:
     """silu(gate) * up of a fused [T, 2F]."""
+    if not isinstance(gate_up, Tensor):
+        return gate_up.swiglu()
     return _SwiGlu.apply(gate_up) if gate_up.requires_grad else _for(gate_up).swiglu(gate_up)
 
 
@@ -108,14 +160,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
         ctx.save_for_backward(weight)
-        return product(x, weight, bias)
+        return frozen_product(x, weight, bias, invariant=True) if invariant else product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (weight,) = ctx.saved_tensors
-        return product(grads[0], weight.t()), None, None
+        grad = product(grads[0], weight.t()) if _use_onednn(weight) else grads[0] @ weight
+        return grad, None, None, None
 
 
 # -- elementwise steps ---------------------------------------------------------------------------------
@@ -123,33 +176,49 @@ class _Linear(Function):
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        _, y, rstd = _for(x).normalise(x, None, weight, eps)
+    def forward(ctx: Any, x: Tensor, rest: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        _, _, y, rstd = _for(x).normalise(x, rest, None, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, rstd, weight = ctx.saved_tensors
-        return _for(x).normalise_backward(grads[0], x, rstd, weight, None), None, None
+        return _for(x).normalise_backward(grads[0], x, rstd, weight, None), None, None, None
 
 
 class _AddRmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, y, rstd = _for(x).normalise(x, delta, weight, eps)
+    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor, weight: Tensor, eps: float) -> Any:
+        total, rest, y, rstd = _for(x).normalise(x, rest, delta, weight, eps)
         ctx.save_for_backward(total, rstd, weight)
         ctx.set_materialize_grads(False)
-        return total, y
+        if rest is not None:
+            ctx.mark_non_differentiable(rest)
+        return total, rest, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         total, rstd, weight = ctx.saved_tensors
-        grad_total, grad_y = grads
+        grad_total, _, grad_y = grads
         if grad_y is None:
-            return grad_total, grad_total, None, None
+            return grad_total, None, grad_total, None, None
         grad = _for(total).normalise_backward(grad_y, total, rstd, weight, grad_total)
-        return grad, grad, None, None
+        return grad, None, grad, None, None
+
+
+class _Add(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor) -> Any:
+        total, rest = _for(x).add(x, rest, delta)
+        ctx.set_materialize_grads(False)
+        if rest is not None:
+            ctx.mark_non_differentiable(rest)
+        return total, rest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, grads[0]
 
 
 class _SplitRotate(Function):

@@ -60,7 +60,7 @@ def _global_norm(grad: Tensor) -> float:
 
 def _update(adapter: Adapter, grad: Tensor, params: AdamParams) -> None:
     moments, squares = adapter.moments()
-    step = torch.tensor(float(adapter.step), device=grad.device)
+    step = torch.full((), float(adapter.step), device=grad.device)
     adamw(
         [adapter.flat],
         [grad],

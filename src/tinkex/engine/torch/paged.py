@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.kernels import paged as kernel
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece, slots_of
+from tinkex.engine.torch.kv import PAGE, KVCache, Piece
+from tinkex.engine.torch.layout import layout_of
+from tinkex.engine.torch.upload import to_device
 
-_TOKENS = 16  # queries of a tile where some sequence has several
+TOKENS = 16  # queries of a tile where some sequence has several
 
 
 class KernelAttend:
@@ -33,31 +35,60 @@ class KernelAttend:
             kernel.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
         return kernel.attend(
             q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, self._cache.heads, PAGE, self._windows[layer]
-        )
+        )[0]
 
 
 def attend_pieces(
-    cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], device: torch.device
+    cache: KVCache,
+    pieces: Sequence[Piece],
+    windows: Sequence[int | None],
+    device: torch.device,
+    invariant: bool = False,
 ) -> KernelAttend:
-    """Attention for any mix of prompts and single tokens."""
-    tokens = _TOKENS if any(piece.new > 1 for piece in pieces) else 1
-    tiles, row = [], 0
-    for i, piece in enumerate(pieces):
-        for at in range(0, piece.new, tokens):
-            tiles.append((row + at, min(tokens, piece.new - at), piece.start + at, i))
-        row += piece.new
-    table = np.zeros((len(pieces), max(len(piece.pages) for piece in pieces)), np.int32)
-    for held, piece in zip(table, pieces, strict=True):
-        held[: len(piece.pages)] = piece.pages
-    slots = np.concatenate([slots_of(piece) for piece in pieces])
-    on_device = [
-        torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
-        for array in (np.ascontiguousarray(np.array(tiles, np.int32).T), table, slots)
-    ]
-    queries = kernel.Queries(
-        on_device[0], on_device[1], tokens, splits_for(len(pieces) * cache.heads, tokens)
-    )
-    return KernelAttend(cache, windows, queries, on_device[2])
+    """Attention for any mix of prompts and single tokens; by one size of tile alone if `invariant`."""
+    tokens = tile_tokens(pieces, invariant)
+    queries, slots_T = lay_out(pieces, tokens, splits_for(len(pieces) * cache.heads, tokens), device)
+    return KernelAttend(cache, windows, queries, slots_T)
+
+
+def tile_tokens(pieces: Sequence[Piece], invariant: bool = False) -> int:
+    """How many queries a tile of a step may have."""
+    return TOKENS if invariant or any(piece.new > 1 for piece in pieces) else 1
+
+
+def lay_out(
+    pieces: Sequence[Piece], tokens: int, splits: int, device: torch.device
+) -> tuple[kernel.Queries, Tensor]:
+    """The pieces' new tokens in tiles, and the slots of their keys."""
+    layout = layout_of(pieces, tokens)
+    cells, pages, slots_T = (to_device(array, device) for array in (layout.tiles, layout.pages, layout.slots))
+    return kernel.Queries(cells, pages[:, None], tokens, splits), slots_T
+
+
+class PackedForward:
+    """Attention within packed sequences by the sampler's kernel and in its tiles: the same bits as there.
+
+    Gives what `kernels.packed.forward` does, each query's logarithm of its mass [H, T] included.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        widths = [-(-length // PAGE) for length in lengths]
+        firsts = np.cumsum([0, *widths]).tolist()
+        pieces = [
+            Piece(range(first, first + width), 0, length)
+            for first, width, length in zip(firsts, widths, lengths, strict=False)
+        ]
+        self._slots = firsts[-1] * PAGE
+        self._queries, self._slots_T = lay_out(pieces, TOKENS, 1, device)
+
+    def __call__(
+        self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        g, c = k_TGC.shape[1:]
+        k_pool, v_pool = torch.empty(2, self._slots, g * c, dtype=q_THC.dtype, device=q_THC.device)
+        kernel.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
+        out, lse_TH = kernel.attend(q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, g, PAGE, window)
+        return out, lse_TH.t().contiguous()
 
 
 def splits_for(programs: int, tokens: int) -> int:

@@ -17,12 +17,30 @@ Norms = tuple[Tensor, Tensor]  # the weights [C] of q's and of k's head norm
 # -- RMSNorm -------------------------------------------------------------------------------------------
 
 
-def normalise(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta (x itself if there is none), its RMSNorm, and 1 / rms, which the backward needs."""
-    total = x if delta is None else x + delta
-    wide = total.float()
+def normalise(
+    x: Tensor, rest: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """x + rest + delta as `add` gives it, its RMSNorm, and 1 / rms, which the backward needs."""
+    total, rest = (x, rest) if delta is None else add(x, rest, delta)
+    wide = _sum(total, rest, None)
     rstd = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps).rsqrt_()
-    return total, (wide * rstd).to(x.dtype).mul_(weight), rstd
+    return total, rest, (wide * rstd).to(x.dtype).mul_(weight), rstd
+
+
+def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x + rest + delta in x's dtype, and what rounding took from it: None in fp32, where nothing is."""
+    return _rounded(_sum(x, rest, delta), x.dtype)
+
+
+def _sum(x: Tensor, rest: Tensor | None, delta: Tensor | None) -> Tensor:
+    wide = x.float()
+    wide = wide if rest is None else wide + rest
+    return wide if delta is None else wide + delta
+
+
+def _rounded(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    total = wide.to(dtype)
+    return total, None if dtype == torch.float32 else (wide - total).to(dtype)
 
 
 def normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, more: Tensor | None) -> Tensor:
@@ -60,7 +78,7 @@ def rotate(
     qk, v = fused[:, : h + g], fused[:, h + g :]
     rstd = None
     if norms is not None:
-        _, qk, rstd = normalise(qk, None, _weight_PC(norms, h, g), eps)
+        _, _, qk, rstd = normalise(qk, None, None, _weight_PC(norms, h, g), eps)
     turned = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
     _turn(qk, cos.unsqueeze(1), sin.unsqueeze(1), turned, 1)
     # v is copied so that, without norms, the fused projection is freed and not kept until the backward

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.hooks import Pending, Site
 from tinkex.engine.torch.ops import linear
 
 
@@ -19,6 +19,7 @@ class Frozen(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     packed: Tensor | None  # what `ops.pack` made of the weight
+    invariant: bool = False  # a row's result does not depend on how many others there are
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, *self)
@@ -27,6 +28,6 @@ class Frozen(NamedTuple):
 class Projecting:
     """A `LoraHook` that does whole projections."""
 
-    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
-        """frozen(x) with the adapters' contribution."""
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | Pending:
+        """frozen(x) with the adapters' contribution; pending where nobody asks for gradients."""
         raise NotImplementedError

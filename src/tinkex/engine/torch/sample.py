@@ -39,8 +39,12 @@ class Choice:
 
 def scaled_logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
     """log_softmax(logits / T) in float32, with T = 1 for greedy rows."""
-    scale = torch.where(temperature_B == 0, 1.0, temperature_B.clamp_min(COLDEST))
-    return F.log_softmax(logits_BV.float() / scale[:, None], dim=-1)
+    return F.log_softmax(scaled(logits_BV, temperature_B), dim=-1)
+
+
+def scaled(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """logits / T in float32, with T = 1 for greedy rows."""
+    return logits_BV.float() / torch.where(temperature_B == 0, 1.0, temperature_B.clamp_min(COLDEST))[:, None]
 
 
 def draw(logprobs_BV: Tensor, choice: Choice, vocab: int) -> Tensor:

@@ -25,14 +25,16 @@ from torch import Tensor
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.compiled.step import CompiledStep, Row
-from tinkex.engine.torch.drawing import TorchRows, draw_next, lora_of
+from tinkex.engine.torch.drawing import TorchRows, draw_invariantly, draw_next, lora_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain, paged_attend
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sequences import Published, Request, Sequence, resolve, response
+from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.decode import Landed, Pipeline
+    from tinkex.engine.torch.prefill import Prefill
 
 T = TypeVar("T")
 Plan = list[tuple[Sequence, int]]  # who advances by how many tokens
@@ -48,6 +50,11 @@ class Limits:
     prefill_beside: int = 128  # and in one in which something does, so that it is not kept waiting
     logits: int = 1 << 24  # cells of logits held at once
 
+    @property
+    def tokens(self) -> int:
+        """Of the largest step."""
+        return max(self.prefill_alone, self.prefill_beside + self.sequences)
+
 
 class Batch:
     """The requests in flight and the steps that advance them."""
@@ -59,9 +66,10 @@ class Batch:
         limits: Limits,
         pipeline: Pipeline | None = None,
         compiled: CompiledStep | None = None,
+        prefill: Prefill | None = None,
     ) -> None:
         self.decoder, self.cache, self.limits = decoder, cache, limits
-        self._pipeline, self._compiled = pipeline, compiled
+        self._pipeline, self._compiled, self._prefill = pipeline, compiled, prefill
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -223,8 +231,7 @@ class Batch:
             if backlog >= self.limits.prefill_alone:
                 return  # it could not start now, and later it may find more of its prompt computed
             reusable = (self._first_needed(sequence) - 1) // PAGE
-            links = chain(sequence.request.root, sequence.tokens(0, sequence.length), sequence.links)
-            found = pages.find(links[:reusable])
+            found = pages.find(self._links(sequence, sequence.length)[:reusable])
             fresh = -(-sequence.length // PAGE) - len(found)
             spare = -(-len(self.running) // PAGE)  # what those that run will soon ask for
             if pages.available < fresh + spare:
@@ -284,32 +291,34 @@ class Batch:
         """Compute the planned tokens: their final hidden states."""
         pieces = [Piece(s.pages, s.computed, count) for s, count in plan]
         tokens = np.concatenate([s.tokens(s.computed, s.computed + count) for s, count in plan])
-        positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
-        lora = lora_of([sequence for sequence, _ in plan], [count for _, count in plan])
-        h_TD = self.decoder(
-            self._to_device(tokens.astype(np.int64)),
-            self._to_device(positions),
-            paged_attend(self.cache, pieces, self.decoder.config.windows, self._device),
-            lora,
-        )
+        invariant = self.decoder.invariant
+        lora = lora_of([sequence for sequence, _ in plan], [count for _, count in plan], invariant)
+        h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
+        if h_TD is None:
+            positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
+            h_TD = self.decoder(
+                to_device(tokens.astype(np.int64), self._device),
+                to_device(positions, self._device),
+                paged_attend(self.cache, pieces, self.decoder.config.windows, self._device, invariant),
+                lora,
+            )
         for sequence, count in plan:
             sequence.computed += count
             self._remember(sequence, count)
         return h_TD
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)  # does not wait for the device
-
     def _remember(self, sequence: Sequence, count: int) -> None:
         """Make the pages that just became full findable."""
         first, full = (sequence.computed - count) // PAGE, sequence.computed // PAGE
         if first < full:
-            links = chain(sequence.request.root, sequence.tokens(0, full * PAGE), sequence.links)
+            links = self._links(sequence, full * PAGE)
             for page in range(first, full):
                 self.cache.pages.remember(sequence.pages[page], links[page])
+
+    def _links(self, sequence: Sequence, stop: int) -> list[bytes]:
+        """The digests of a sequence's full pages, those before position `stop` included."""
+        fresh = sequence.tokens(len(sequence.links) * PAGE, stop)
+        return chain(sequence.request.root, fresh, sequence.links)
 
     # -- logits ----------------------------------------------------------------------------------------
 
@@ -328,8 +337,9 @@ class Batch:
                 rows = min(self._at_once, stop - scores.next)
                 first = start + scores.next - 1 - offset
                 h_ND = h_TD[first : first + rows]
-                logits_NV = self.decoder.logits(h_ND, lora_of([sequence], [rows]))
-                scores.add(TorchRows(logits_NV, self.decoder.config.vocab_size), rows)
+                invariant, vocab = self.decoder.invariant, self.decoder.config.vocab_size
+                logits_NV = self.decoder.logits(h_ND, lora_of([sequence], [rows], invariant))
+                scores.add(TorchRows(logits_NV, vocab, invariant), rows)
 
     @torch.inference_mode()
     def _draw(self, plan: Plan, h_TD: Tensor) -> None:
@@ -342,14 +352,18 @@ class Batch:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
         for part in self._bounded(ready):
             rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
-            lora = lora_of([part[i][0] for i in first], [1] * len(rows))
-            logits_NV = self.decoder.logits(h_TD[self._to_device(rows)], lora)
+            lora = lora_of([part[i][0] for i in first], [1] * len(rows), self.decoder.invariant)
+            logits_NV = self.decoder.logits(h_TD[to_device(rows, self._device)], lora)
             if len(rows) < len(part):
-                logits_NV = logits_NV[self._to_device(inverse)]
+                logits_NV = logits_NV[to_device(inverse, self._device)]
             self._draw_rows([s for s, _ in part], logits_NV)
 
     def _draw_rows(self, sequences: list[Sequence], logits_NV: Tensor) -> None:
-        drawn = draw_next(sequences, logits_NV, self.decoder.config.vocab_size, self._compiled)
+        vocab = self.decoder.config.vocab_size
+        if self.decoder.invariant:
+            drawn = draw_invariantly(sequences, logits_NV, vocab)
+        else:
+            drawn = draw_next(sequences, logits_NV, vocab, self._compiled)
         for sequence, token, logprob, top in drawn:
             if top is not None:
                 sequence.top.append(top)

@@ -29,6 +29,7 @@ from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.optim import adamw_step
 from tinkex.engine.torch.threads import SHARED, shared
+from tinkex.engine.torch.upload import from_device
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import LoraConfig
 from tinkex.types.tensor import TensorData
@@ -91,14 +92,19 @@ class TorchTrainer:
                 return self._forward_backward(passes, progress)
             case p.OptimStep(run, params):
                 adapter = self.adapter(run)
-                with shared(adapter.flat.numel(), self.share_from):
+                with shared(4 * adapter.flat.numel(), self.share_from):  # an element is four products' work
                     return adamw_step(adapter, params)
             case p.ClearGradients(run):
                 self.adapter(run).take_grad()
                 return None
-            case p.SaveAdapter(run, directory, optimizer, overwrite):
+            case p.SaveAdapter(run, directory, optimizer, overwrite, sync):
                 return checkpoint.save_adapter(
-                    self.adapter(run), Path(directory), self.base, optimizer=optimizer, overwrite=overwrite
+                    self.adapter(run),
+                    Path(directory),
+                    self.base,
+                    optimizer=optimizer,
+                    overwrite=overwrite,
+                    sync=sync,
                 )
             case p.LoadAdapter(run, directory, optimizer):
                 return self._load(run, Path(directory), optimizer)
@@ -209,8 +215,9 @@ class TorchTrainer:
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, LoraBatch] | None:
         """Hidden states and the adapters they came through; None if memory is short for so many at once."""
         adapters = [self.adapter(item.run) for item in batch.items]
-        lora = LoraBatch(adapters, batch.lengths, train=batch.backward)
-        attend = PackedAttend(batch.lengths, self.decoder.config.windows)
+        invariant = self.decoder.invariant
+        lora = LoraBatch(adapters, batch.lengths, train=batch.backward, invariant=invariant)
+        attend = PackedAttend(batch.lengths, self.decoder.config.windows, invariant=invariant)
         try:
             with torch.set_grad_enabled(batch.backward):
                 h_TD = self.decoder(
@@ -233,9 +240,10 @@ class TorchTrainer:
             grad_M = torch.cat([self._span_gradient(span, lp_M, batch) for span in spans])
             if batch.backward:
                 _, grad_TD = target_logprobs(*of, lambda lp, first, last: grad_M[first:last])
+        landed = from_device(lp_M)  # so that results are made up while the device is at the backward
         if grad_TD is not None and h_TD.requires_grad:
             h_TD.backward(grad_TD)
-        lp = lp_M.cpu().numpy()
+        lp = landed()
         for i, item in enumerate(batch.items):
             cells = lp[batch.cells[i] : batch.cells[i + 1]]
             states[item.work].logprobs[item.index] = cells.reshape(item.example.targets.shape)

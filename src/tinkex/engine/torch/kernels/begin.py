@@ -11,10 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
 
 ORDERS = 5  # rows of the orders: source, token, position, slot, key
 
 
+@launched
 @triton.jit
 def _begin(
     orders, last, tokens, positions, slots, tiles, table, rows, stride, stride_table, PAGE: tl.constexpr

@@ -1,8 +1,10 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Dependent launches: a kernel comes up while the one before it ends (Hopper and newer).
 
-Every kernel that is launched `**CHAINED` calls `after_previous` before it touches memory; between small
-kernels that hides most of what a launch costs. Elsewhere both do nothing.
+Every kernel that is launched `**CHAINED` calls `after_previous` before it touches memory that another kernel
+of the same pass or step wrote, or may read; between small kernels that hides most of what a launch costs.
+Weights, adapters and tables it may read earlier: between whatever wrote those and the first kernel that reads
+them there is always a torch operation, which is never launched so. Elsewhere both do nothing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.torch.kernels import logprobs
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.sample import BLOCK, COLDEST
 
 _AT_ONCE = 16  # blocks that one program reads
@@ -47,6 +49,7 @@ def _log_sum_exp(z, level):
     return level, tl.sum(tl.exp(z - level[:, None]), 1)
 
 
+@launched
 @triton.jit
 def _blocks(
     logits, temperatures, best, mass, whole, N, V, vocab, stride,
@@ -67,6 +70,7 @@ def _blocks(
     tl.store(best + row * N + block, top, mask=block < N)
 
 
+@launched
 @triton.jit
 def _pick(
     logits, temperatures, keys, best, mass, whole, tokens, logprobs, N, V, vocab, stride,
@@ -99,9 +103,18 @@ def _pick(
 
 
 def draw(
-    logits_BV: Tensor, temperature_B: Tensor, keys_B: Tensor, vocab: int, tokens_B: Tensor, logprobs_B: Tensor
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    keys_B: Tensor,
+    vocab: int,
+    tokens_B: Tensor,
+    logprobs_B: Tensor,
+    invariant: bool = False,
 ) -> None:
-    """One token id (int64) and its logprob (float32) per row, by the stream of the row's key."""
+    """One token id (int64) and its logprob (float32) per row, by the stream of the row's key.
+
+    `invariant`: with the normaliser of a trainer that is, to the last bit.
+    """
     (rows, v), n = logits_BV.shape, triton.cdiv(logits_BV.shape[1], BLOCK)
     best, mass, whole = torch.empty(3, rows, n, dtype=torch.float32, device=logits_BV.device)
     sizes = (n, v, vocab, logits_BV.stride(0))
@@ -121,3 +134,5 @@ def draw(
         logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
         COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(n), **CHAINED,
     )  # fmt: skip
+    if invariant:
+        logprobs.chosen(logits_BV, temperature_B, tokens_B, logprobs_B)

@@ -15,31 +15,58 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
 
 _HEADS = 8  # heads that one program rotates
-_COLUMNS = 1024  # of an MLP's width that one program computes
+_COLUMNS = 1024  # numbers of one program where each is computed by itself
 
 
 # -- RMSNorm -------------------------------------------------------------------------------------------
 
 
+@launched
 @triton.jit
-def _norm(x, delta, weight, total, y, rstd, eps, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    after_previous()
+def _norm(
+    x, rest, delta, weight, total, left, y, rstd, eps, D,
+    REST: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < D
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    after_previous()
+    dtype = x.dtype.element_ty
     v = tl.load(x + row * D + at, mask=inside, other=0.0).to(tl.float32)
+    if REST:
+        v += tl.load(rest + row * D + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(delta + row * D + at, mask=inside, other=0.0).to(tl.float32)
-        v = v.to(x.dtype.element_ty).to(tl.float32)  # what the next layer will read
-        tl.store(total + row * D + at, v, mask=inside)
+        rounded = v.to(dtype)
+        lost = (v - rounded.to(tl.float32)).to(dtype)
+        tl.store(total + row * D + at, rounded, mask=inside)
+        tl.store(left + row * D + at, lost, mask=inside)
+        v = rounded.to(tl.float32) + lost.to(tl.float32)  # what whoever reads the stream will have
     r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(rstd + row, r)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * D + at, (v * r).to(x.dtype.element_ty).to(tl.float32) * w, mask=inside)
+    tl.store(y + row * D + at, (v * r).to(dtype).to(tl.float32) * w, mask=inside)
 
 
+@launched
+@triton.jit
+def _add(x, rest, delta, total, left, size, REST: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if REST:
+        v += tl.load(rest + at, mask=inside, other=0.0).to(tl.float32)
+    v += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = v.to(x.dtype.element_ty)
+    tl.store(total + at, rounded, mask=inside)
+    tl.store(left + at, v - rounded.to(tl.float32), mask=inside)
+
+
+@launched
 @triton.jit
 def _norm_backward(grad, x, rstd, weight, more, out, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
     after_previous()
@@ -56,18 +83,32 @@ def _norm_backward(grad, x, rstd, weight, more, out, D, ADD: tl.constexpr, BLOCK
     tl.store(out + row * D + at, g, mask=inside)
 
 
-def normalise(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta (x itself if there is none), its RMSNorm, and 1 / rms."""
+def normalise(
+    x: Tensor, rest: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """x + rest + delta as `add` gives it (x and rest as they are without delta), its RMSNorm, and 1 / rms."""
     rows, width = x.shape
     y = torch.empty_like(x)
-    total = x if delta is None else torch.empty_like(x)
+    total, left = (x, rest) if delta is None else (torch.empty_like(x), torch.empty_like(x))
     rstd = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
-        x, x if delta is None else delta, weight, total, y, rstd, eps, width,
-        ADD=delta is not None, BLOCK=block, num_warps=_warps(block), **CHAINED,
+        x, x if rest is None else rest, x if delta is None else delta, weight,
+        total, x if left is None else left, y, rstd, eps, width,
+        REST=rest is not None, ADD=delta is not None, BLOCK=block, num_warps=_warps(block), **CHAINED,
     )  # fmt: skip
-    return total, y, rstd
+    return total, left, y, rstd
+
+
+def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """x + rest + delta in x's dtype, and what rounding took from it."""
+    total, left = torch.empty_like(x), torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), _COLUMNS),)
+    _add[grid](
+        x, x if rest is None else rest, delta, total, left, x.numel(),
+        REST=rest is not None, BLOCK=_COLUMNS, **CHAINED,
+    )  # fmt: skip
+    return total, left
 
 
 def normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, more: Tensor | None) -> Tensor:
@@ -88,6 +129,7 @@ def _warps(block: int) -> int:
 # -- rotation ------------------------------------------------------------------------------------------
 
 
+@launched
 @triton.jit
 def _rotate(
     qkv, cos, sin, q_norm, k_norm, q, k, v, rstd, eps, H, G,
@@ -127,6 +169,7 @@ def _rotate(
     tl.store(at_v + low + C // 2, out_b, mask=is_v)
 
 
+@launched
 @triton.jit
 def _rotate_backward(
     grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, rstd, out, H, G,
@@ -218,6 +261,7 @@ def rotate_backward(
 # -- SwiGLU --------------------------------------------------------------------------------------------
 
 
+@launched
 @triton.jit
 def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
     after_previous()
@@ -229,6 +273,7 @@ def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
     tl.store(out + row * F + at, g * tl.sigmoid(g) * u, mask=inside)
 
 
+@launched
 @triton.jit
 def _swiglu_backward(grad, gate_up, out, F, BLOCK: tl.constexpr):
     after_previous()

@@ -2,7 +2,8 @@
 """Rows of logits to their normaliser, and in place to their gradient.
 
 The logits stay in bf16 and are read once for each of the two; everything in between is fp32 in registers.
-Knows nothing of adapters or losses.
+`normaliser` with temperatures and `chosen` give each row the same bits whatever the others are, so that a
+sampler and a trainer that both use them agree. Knows nothing of adapters or losses.
 
 Shapes: N rows, V padded vocabulary.
 """
@@ -15,12 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.sample import COLDEST
 
 _COLUMNS = 4096  # of a row that one round reads
 
 
 @triton.jit
-def _normaliser(logits, out, V, stride, BLOCK: tl.constexpr):
+def _scaled(z, temperature, COLDEST: tl.constexpr):
+    """`sample.scaled`: rounded as division is, so that a temperature of 1 changes nothing."""
+    return tl.div_rn(z, tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST)))
+
+
+@launched
+@triton.jit
+def _normaliser(
+    logits, temperatures, out, V, stride,
+    SCALED: tl.constexpr, COLDEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     after_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -30,6 +43,8 @@ def _normaliser(logits, out, V, stride, BLOCK: tl.constexpr):
         z = tl.load(logits + row * stride + start + at, mask=start + at < V, other=float("-inf")).to(
             tl.float32
         )
+        if SCALED:
+            z = _scaled(z, tl.load(temperatures + row), COLDEST)
         higher = tl.maximum(best, z)
         level = tl.where(higher == float("-inf"), 0.0, higher)
         mass = mass * tl.exp(best - level) + tl.exp(z - level)
@@ -38,6 +53,16 @@ def _normaliser(logits, out, V, stride, BLOCK: tl.constexpr):
     tl.store(out + row, level + tl.log(tl.sum(mass * tl.exp(best - level), 0)))
 
 
+@launched
+@triton.jit
+def _chosen(logits, temperatures, normaliser, ids, out, stride, COLDEST: tl.constexpr):
+    after_previous()
+    row = tl.program_id(0).to(tl.int64)
+    z = tl.load(logits + row * stride + tl.load(ids + row)).to(tl.float32)
+    tl.store(out + row, _scaled(z, tl.load(temperatures + row), COLDEST) - tl.load(normaliser + row))
+
+
+@launched
 @triton.jit
 def _gradient(logits, normaliser, ids, grads, V, stride, BLOCK: tl.constexpr):
     after_previous()
@@ -49,12 +74,23 @@ def _gradient(logits, normaliser, ids, grads, V, stride, BLOCK: tl.constexpr):
     tl.store(place, grad * (tl.where(at == target, 1.0, 0.0) - p), mask=at < V)
 
 
-def normaliser(logits_NV: Tensor) -> Tensor:
-    """log Σ exp of each row, fp32 [N]."""
+def normaliser(logits_NV: Tensor, temperature_N: Tensor | None = None) -> Tensor:
+    """log Σ exp of each row, divided by its temperature if there is one (0 is taken for 1); fp32 [N]."""
     rows, v = logits_NV.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    _normaliser[(rows,)](logits_NV, out, v, logits_NV.stride(0), BLOCK=_COLUMNS, num_warps=8, **CHAINED)
+    _normaliser[(rows,)](
+        logits_NV, out if temperature_N is None else temperature_N, out, v, logits_NV.stride(0),
+        SCALED=temperature_N is not None, COLDEST=COLDEST, BLOCK=_COLUMNS, num_warps=8, **CHAINED,
+    )  # fmt: skip
     return out
+
+
+def chosen(logits_NV: Tensor, temperature_N: Tensor, ids_N: Tensor, out_N: Tensor) -> None:
+    """The logprob of each row's id at its temperature."""
+    _chosen[(len(logits_NV),)](
+        logits_NV, temperature_N, normaliser(logits_NV, temperature_N), ids_N, out_N, logits_NV.stride(0),
+        COLDEST=COLDEST, num_warps=1, **CHAINED,
+    )  # fmt: skip
 
 
 def gradient_(logits_NV: Tensor, normaliser_N: Tensor, ids_N: Tensor, grads_N: Tensor) -> Tensor:

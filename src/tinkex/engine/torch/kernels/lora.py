@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
 
 _PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
@@ -34,11 +35,13 @@ class Table:
     """Where the matrices of each slot lie: [S, columns] addresses after the rank, 0 where there is none.
 
     `column` of a site holds A's, the columns after it each part's Bᵀ. `widest` is the largest rank.
+    `invariant`: a row's result does not depend on how many others there are.
     """
 
     addresses: Tensor  # int64 [S, columns]; column 0 is the rank
     scales: Tensor  # float32 [S]
     widest: int
+    invariant: bool = False
 
 
 class Tiles(NamedTuple):
@@ -63,10 +66,11 @@ def tile_rows(each: int) -> int:
 
 def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray:
     """Tiles of at most `rows` rows of the segments (slot, start, stop): int32 [3, tiles]."""
-    tiles = [
-        (slot, at, min(rows, stop - at)) for slot, start, stop in segments for at in range(start, stop, rows)
-    ]
-    return np.array(tiles, np.int32).reshape(-1, 3).T
+    slots, starts, stops = np.array(segments, np.int32).reshape(-1, 3).T
+    tiles = -(-(stops - starts) // rows)
+    of = np.repeat(np.arange(len(tiles)), tiles)
+    at = starts[of] + rows * (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of])
+    return np.stack([slots[of], at, np.minimum(rows, stops[of] - at)]).astype(np.int32)
 
 
 # -- kernels -------------------------------------------------------------------------------------------
@@ -91,6 +95,7 @@ def _part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
     return part, first * BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _shrink(
     x, u, table, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
@@ -130,6 +135,7 @@ def _shrink(
         tl.store(out, total, mask=have_m & have_n)
 
 
+@launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _expand(
     u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
@@ -172,6 +178,48 @@ def _expand(
         tl.store(out, total * tl.load(scales + slot) + held, mask=have_m & have_n)
 
 
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _write(
+    u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
+    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[rows, part's columns] = scale · u[rows, part] · matrix, zeros where there is none.
+
+    A program keeps its rows of u and goes through GROUP columns.
+    """
+    after_previous()
+    tile = tl.program_id(1)
+    part, first = _part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
+    slot, start, count = (
+        tl.load(cells + tile),
+        tl.load(cells + tiles + tile),
+        tl.load(cells + 2 * tiles + tile),
+    )
+    rank = tl.load(table + slot * columns).to(tl.int32)
+    address = tl.load(table + slot * columns + column + part)
+    wide = tl.where(address != 0, rank * MULTIPLE, 0)
+    width, before = _part(part, n0, n1, n2, EVEN)
+    matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
+    m, at = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    row = (start + m).to(tl.int64)
+    have_m, have_k = (m < count)[:, None], at < wide
+    place = u + row[:, None] * stride_u + part * rank + at[None, :]
+    left = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for split in tl.static_range(SPLITS):
+        left += tl.load(place + split * stride_split, mask=have_m & have_k[None, :], other=0.0).to(tl.float32)
+    left = left.to(y.dtype.element_ty)
+    scale = tl.load(scales + slot)
+    for n in range(first, tl.minimum(first + GROUP, width), BLOCK_N):
+        col = n + tl.arange(0, BLOCK_N)
+        have_n = (col < width)[None, :]
+        right = tl.load(matrix + at[:, None] * width + col[None, :], mask=have_n & have_k[:, None], other=0.0)
+        out = y + row[:, None] * stride_y + before + col[None, :]
+        tl.store(out, tl.dot(left, right) * scale, mask=have_m & have_n)
+
+
+@launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _outer(
     u, g, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_g,
@@ -243,7 +291,9 @@ def _shrunk(
     blocks = triton.cdiv(width, block_n)
     block_k = 128
     wanted = _SHRINKING // (count * parts * blocks)
-    splits = _splits(min(wanted, 256 // tiles.rows), max(sizes) // (2 * block_k))
+    most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
+    splits = _splits(min(wanted, most), max(sizes) // (2 * block_k))
+    splits = 1 if table.invariant else splits
     dtype = x.dtype if splits == 1 else torch.float32
     u = torch.empty(splits, x.shape[0], parts * width, dtype=dtype, device=x.device)
     _shrink[(count, parts * blocks, splits)](
@@ -265,7 +315,8 @@ def _expanded(
     multiple: int,
 ) -> None:
     count, block_n = tiles.cells.shape[1], 128
-    block_k = max(16, min(64, triton.next_power_of_2(multiple * table.widest)))
+    wide = 64 if table.invariant else triton.next_power_of_2(multiple * table.widest)
+    block_k = max(16, min(64, wide))
     blocks = sum(triton.cdiv(size, block_n) for size in sizes)
     stages = 2 if count <= 64 else 1  # few programs wait for memory, many hide it from each other
     _expand[(blocks, count)](
@@ -273,6 +324,20 @@ def _expanded(
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0],
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=stages, **CHAINED,
+    )  # fmt: skip
+
+
+def _written(
+    u: Tensor, y: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
+) -> None:
+    count, group = tiles.cells.shape[1], 512
+    block_k = max(16, triton.next_power_of_2(multiple * table.widest))
+    _write[(sum(triton.cdiv(size, group) for size in sizes), count)](
+        u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
+        *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
+        EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
+        BLOCK_M=tiles.rows, BLOCK_N=64, BLOCK_K=block_k,
+        num_warps=4, num_stages=3, **CHAINED,
     )  # fmt: skip
 
 
@@ -286,17 +351,17 @@ def _add_outer(
     multiple: int,
     atomic: bool,
 ) -> None:
-    count, block_n, block_k = segments.cells.shape[1], 128, 64
+    count, block_n, block_k = segments.cells.shape[1], 256, 64
     block_m = max(16, min(64, triton.next_power_of_2(multiple * grads.widest)))
     blocks_m = triton.cdiv(multiple * grads.widest, block_m)
     blocks = sum(triton.cdiv(size, block_n) for size in sizes)
-    wanted = 2 * _PROGRAMS // (count * blocks * blocks_m)
+    wanted = _PROGRAMS // (count * blocks * blocks_m)
     splits = max(1, min(wanted, triton.cdiv(segments.rows, 4 * block_k)))
     _outer[(blocks, count * splits, blocks_m)](
         u, g, grads.addresses, grads.scales, segments.cells, count, grads.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), g.stride(0),
         EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=splits, ATOMIC=atomic or splits > 1,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2, **CHAINED,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8, num_stages=3, **CHAINED,
     )  # fmt: skip
 
 
@@ -310,6 +375,26 @@ def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None
     _expanded(u, y, table, tiles, site.column + 1, site.outs, 1)
 
 
+def expand_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+    """grad_x += scale · grad_u · A in place; `grad_u` is what `backward` returned."""
+    _expanded(grad_u, grad_x, table, tiles, site.column, [site.in_features], len(site.outs))
+
+
+def writes(table: Table, site: Site) -> bool:
+    """Whether `write` and `write_back` can hold so wide a product."""
+    return len(site.outs) * table.widest <= 256
+
+
+def write(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+    """y = scale · u · Bᵀ; the tiles must hold every row."""
+    _written(u, y, table, tiles, site.column + 1, site.outs, 1)
+
+
+def write_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+    """grad_x = scale · grad_u · A; the tiles must hold every row."""
+    _written(grad_u, grad_x, table, tiles, site.column, [site.in_features], len(site.outs))
+
+
 class Backward(NamedTuple):
     """What the backward needs beside the forward's: the gradients' table and whole segments as tiles."""
 
@@ -319,16 +404,9 @@ class Backward(NamedTuple):
 
 
 def backward(
-    grad_y: Tensor,
-    x: Tensor,
-    u: Tensor,
-    table: Table,
-    tiles: Tiles,
-    back: Backward,
-    site: Site,
-    grad_x: Tensor | None,
-) -> None:
-    """Add to the adapters' gradients, and to `grad_x` if there is one."""
+    grad_y: Tensor, x: Tensor, u: Tensor, table: Table, tiles: Tiles, back: Backward, site: Site
+) -> Tensor:
+    """Add to the adapters' gradients; returns the gradient to u."""
     parts = len(site.outs)
     grad_u = _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)
     if grad_u.shape[0] > 1:
@@ -336,5 +414,4 @@ def backward(
     u = u.sum(0, keepdim=True).to(x.dtype) if u.shape[0] > 1 else u
     _add_outer(u, grad_y, back.grads, back.segments, site.column + 1, site.outs, 1, back.atomic)
     _add_outer(grad_u, x, back.grads, back.segments, site.column, [site.in_features], parts, back.atomic)
-    if grad_x is not None:
-        _expanded(grad_u, grad_x, table, tiles, site.column, [site.in_features], parts)
+    return grad_u

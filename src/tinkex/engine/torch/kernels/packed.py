@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.torch.kernels.launch import launched
+
 QUERIES, KEYS = 64, 64  # positions of a tile: of queries where they stay, of keys where those do
 
 
@@ -72,6 +74,7 @@ def _look(
     return total, best, mass
 
 
+@launched
 @triton.jit
 def _forward(
     q, k, v, out, lse, cells, tiles, T, scale,
@@ -106,6 +109,7 @@ def _forward(
     tl.store(lse + head * T + first + query, best + tl.log2(mass), mask=query < length)
 
 
+@launched
 @triton.jit
 def _along(out, grad, delta, T, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr):
     """delta = Σ out · grad of every token and head."""
@@ -144,6 +148,7 @@ def _gather_keys(
     return grad_k, grad_v
 
 
+@launched
 @triton.jit
 def _backward_keys(
     q, k, v, grad, lse, delta, out_k, out_v, cells, tiles, T, scale, scale2,
@@ -204,6 +209,7 @@ def _gather_queries(
     return grad_q
 
 
+@launched
 @triton.jit
 def _backward_queries(
     q, k, v, grad, lse, delta, out_q, cells, tiles, T, scale, scale2,

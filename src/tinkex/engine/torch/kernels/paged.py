@@ -3,8 +3,9 @@
 
 A tile is up to `tokens` consecutive queries of one sequence with all the heads that share a kv head, so that
 a key is read once for all of them. Keys beyond a query's position are never read into a result, so pages need
-no clearing. Few sequences are cut along their keys and joined by a second kernel. `kv.PagedAttend` is the
-plain path. Knows nothing of requests.
+no clearing. Few sequences are cut along their keys and joined by a second kernel. With one size of tile
+and no cuts a query's result is the same to the last bit, whatever else is in the batch: blocks of keys begin
+at multiples of their size. `kv.PagedAttend` is the plain path. Knows nothing of requests.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim, B sequences, N pages of a sequence.
 """
@@ -19,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-
-_KEYS = 64  # that one round of the loop reads
+from tinkex.engine.torch.kernels.launch import launched
 
 
 class Queries(NamedTuple):
@@ -32,6 +32,7 @@ class Queries(NamedTuple):
     splits: int = 1  # of the keys
 
 
+@launched
 @triton.jit
 def _write(k, v, k_pool, v_pool, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     after_previous()
@@ -51,17 +52,18 @@ def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T:
     )
 
 
-@triton.jit
+@launched
+@triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _attend(
     q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
+    after_previous()
     if count > 0:
         m, c, l = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK_C), tl.arange(0, KEYS)
         token, head = m // HEADS, m % HEADS
@@ -107,14 +109,13 @@ def _attend(
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
         total = total / tl.where(mass == 0, 1.0, mass)[:, None]
-        if SPLITS == 1:
-            tl.store(out + at_q, total, mask=have_m[:, None] & have_c[None, :])
-        else:
-            part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
-            tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
+        part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
+        tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
+        if SPLITS * TOKENS > 1:
             tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_m)
 
 
+@launched
 @triton.jit
 def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr):
     after_previous()
@@ -128,6 +129,15 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
     tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
 
 
+def _loop(tokens: int, splits: int, programs: int) -> tuple[int, int, int]:
+    """Keys that one round reads, warps, and rounds under way: as measured on an H200."""
+    if tokens > 1:
+        return 64, 4, 3
+    if splits > 1:
+        return 32, 2, 2
+    return (32, 1, 3) if programs >= 1024 else (64, 2, 3)
+
+
 def attend(
     q_THC: Tensor,
     k_TGC: Tensor,
@@ -138,27 +148,26 @@ def attend(
     kv_heads: int,
     page: int,
     window: int | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Every query over the keys of its sequence up to its own, `window` in all if there is one.
 
-    Tiles of one token put their keys and values into the pools on the way; for others `write` has done so.
+    Tiles of one token put their keys and values into the pools on the way; for others `write` has done so,
+    and theirs alone is the second result: the logarithm to base 2 of every query's mass [T, H].
     """
     (tokens, h, c), splits = q_THC.shape, queries.splits
     out = torch.empty_like(q_THC)
-    parts, lse = out, out
-    if splits > 1:
-        parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device)
-        lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
+    parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
+    lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
     heads = max(triton.next_power_of_2(h // kv_heads), 16 // queries.tokens)
     block_c = max(16, triton.next_power_of_2(c))
     count = queries.tiles.shape[1]
+    keys, warps, stages = _loop(queries.tokens, splits, count * kv_heads)
     _attend[(count, kv_heads, splits)](
         q_THC, k_TGC, v_TGC, k_pool, v_pool, parts, lse, queries.tiles, count,
         queries.table_BN, queries.table_BN.stride(0), c**-0.5,
         H=h, G=kv_heads, C=c, PAGE=page, WINDOW=window or 0, SPLITS=splits, TOKENS=queries.tokens,
-        HEADS=heads, KEYS=_KEYS, BLOCK_C=block_c,
-        num_warps=2 if queries.tokens == 1 else 4, num_stages=3, **CHAINED,
+        HEADS=heads, KEYS=keys, BLOCK_C=block_c, num_warps=warps, num_stages=stages, **CHAINED,
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **CHAINED)
-    return out
+    return out, lse[:, :, 0]

@@ -1,0 +1,89 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+"""A frozen product whose every row is the same to the last bit, alone or among any number of others.
+
+Each sum runs over the features in their order, never cut into parts, so the shape of a tile (chosen by the
+number of rows, for speed) does not show in the result. A library's product is faster and promises no such
+thing. Knows nothing of adapters or of autograd.
+
+Shapes: M rows, N out-features, K in-features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
+
+_TOGETHER = 8  # tiles of rows that share the weights they read, while those are in the cache
+
+
+class _Shape(NamedTuple):
+    """Of a tile."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+def _shape(rows: int) -> _Shape:
+    if rows <= 16:
+        return _Shape(16, 64, 128, 4, 4)
+    if rows <= 64:
+        return _Shape(64, 64, 128, 4, 3)
+    return _Shape(64, 128, 64, 4, 4) if rows <= 512 else _Shape(128, 128, 64, 8, 3)
+
+
+@launched
+@triton.jit(do_not_specialize=["M"])
+def _product(
+    x, weight, bias, y, M, N, K, stride_x, stride_n, stride_k, stride_y,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    after_previous()
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (TOGETHER * tiles_n)
+    high = tl.minimum(tiles_m - band * TOGETHER, TOGETHER)
+    inside = tl.program_id(0) % (TOGETHER * tiles_n)
+    m = (band * TOGETHER + inside % high) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, k = inside // high * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    have_m, have_n = (m < M)[:, None], (n < N)[None, :]
+    at_x = x + m.to(tl.int64)[:, None] * stride_x + k[None, :]
+    at_weight = weight + n.to(tl.int64)[None, :] * stride_n + k.to(tl.int64)[:, None] * stride_k
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN:
+            left = tl.load(at_x, mask=have_m, other=0.0)
+            right = tl.load(at_weight, mask=have_n, other=0.0)
+        else:
+            have_k = start + k < K
+            left = tl.load(at_x, mask=have_m & have_k[None, :], other=0.0)
+            right = tl.load(at_weight, mask=have_n & have_k[:, None], other=0.0)
+        total = tl.dot(left, right, total)
+        at_x += BLOCK_K
+        at_weight += BLOCK_K * stride_k
+    if BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + m.to(tl.int64)[:, None] * stride_y + n[None, :], total, mask=have_m & have_n)
+
+
+def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias, [M, N] in x's dtype; the weight may lie in memory either way round."""
+    (rows, k), n, tile = x_MK.shape, weight_NK.shape[0], _shape(x_MK.shape[0])
+    y_MN = torch.empty(rows, n, dtype=x_MK.dtype, device=x_MK.device)
+    _product[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)](
+        x_MK, weight_NK, x_MK if bias_N is None else bias_N, y_MN, rows, n, k,
+        x_MK.stride(0), *weight_NK.stride(), y_MN.stride(0),
+        BIAS=bias_N is not None, EVEN=k % 128 == 0, TOGETHER=_TOGETHER,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages, **CHAINED,
+    )  # fmt: skip
+    return y_MN

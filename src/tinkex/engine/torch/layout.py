@@ -1,0 +1,47 @@
+"""A step's tokens as the paged kernels want them: positions, slots, tiles of queries, and a list of pages.
+
+Whole arrays at a time: a step may have thousands of tiles. Knows no tensors, and nothing of sequences but
+their pieces.
+
+Shapes: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from tinkex.engine.torch.kv import PAGE, Piece
+
+
+class Layout(NamedTuple):
+    """All int32, the pieces one after the other.
+
+    The last row of the tiles says where in `pages` those of their sequence begin, so that no table of
+    sequences by pages has to be as wide as the longest: what reads it takes a row to be one page long.
+    """
+
+    positions: np.ndarray  # [T]
+    slots: np.ndarray  # [T]
+    tiles: np.ndarray  # [4, tiles]: first row, how many, position of the first, first page
+    pages: np.ndarray
+    tile: int  # tokens of a whole tile
+
+
+def layout_of(pieces: Sequence[Piece], tile: int) -> Layout:
+    """The layout of `pieces` in tiles of up to `tile` tokens of one of them."""
+    new, start, held = np.array([(p.new, p.start, len(p.pages)) for p in pieces]).T
+    pages = np.fromiter(chain.from_iterable(p.pages for p in pieces), np.int32, held.sum())
+    first_row, first_page = np.cumsum(new) - new, np.cumsum(held) - held
+    positions = np.arange(new.sum()) + np.repeat(start - first_row, new)
+    slots = pages[positions // PAGE + np.repeat(first_page, new)] * PAGE + positions % PAGE
+    tiles = -(-new // tile)
+    of = np.repeat(np.arange(len(pieces)), tiles)
+    done = tile * (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of])
+    cells = first_row[of] + done, np.minimum(tile, new[of] - done), start[of] + done, first_page[of]
+    return Layout(
+        positions.astype(np.int32), slots.astype(np.int32), np.stack(cells).astype(np.int32), pages, tile
+    )

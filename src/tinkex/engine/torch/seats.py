@@ -1,0 +1,72 @@
+"""Adapters in the slots of a table that captured steps read: whose matrices are where, and whose rows.
+
+The table never moves, so that a graph serves whichever adapters were seated last. What a graph depends on is
+rounded up, so that few graphs serve all. Knows nothing of sequences or of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tinkex.engine.torch import grouped
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import lora as kernel
+from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.upload import fill
+
+
+class Seated(NamedTuple):
+    """Tiles of rows of one adapter each: `kernel.Tiles` on the host, and the widest rank."""
+
+    cells: np.ndarray  # int32 [3, tiles]
+    rows: int
+    rank: int
+
+
+class Seats:
+    """The table, and who has which slot."""
+
+    def __init__(self, decoder: Decoder, capacity: int) -> None:
+        device, columns = decoder.unembed_weight.device, grouped.column_of(Site(decoder.config.layers, "qkv"))
+        self._dtype, self._invariant = decoder.unembed_weight.dtype, decoder.invariant
+        self._none = capacity  # the slot of rows without an adapter: its rank and addresses stay 0
+        self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
+        self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
+        self._slots: dict[Adapter, int] = {}
+
+    def table(self, rank: int) -> kernel.Table:
+        """Where the kernels look adapters up, none of them wider than `rank`."""
+        return kernel.Table(self._addresses, self._scales, rank, self._invariant)
+
+    def seat(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> Seated:
+        """Have the adapters of `segments` in the table, at least one; (adapter, first row, past the last).
+
+        The tiles hold every row.
+        """
+        used = list(dict.fromkeys(adapter for adapter, _, _ in segments if adapter is not None))
+        if any(adapter not in self._slots for adapter in used):
+            self._name(used)
+        places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
+        rows = kernel.tile_rows(segments[-1][2] // len(places))
+        tiles = kernel.cut_tiles(places, rows)
+        cells = np.zeros((3, round_up(tiles.shape[1])), np.int32)
+        cells[:, : tiles.shape[1]] = tiles
+        return Seated(cells, rows, round_up(max(adapter.lora.rank for adapter in self._slots)))
+
+    def _name(self, adapters: list[Adapter]) -> None:
+        """Fill the table anew: whole rows, so that nothing of a slot's last owner stays."""
+        self._slots = {adapter: slot for slot, adapter in enumerate(adapters)}
+        flats = [adapter.flat_as(self._dtype) for adapter in adapters]
+        rows = grouped.table_rows(adapters, flats, columns=self._addresses.shape[1])
+        fill(self._addresses[: len(adapters)], rows)
+        fill(self._scales[: len(adapters)], np.array([a.scale for a in adapters], np.float32))
+
+
+def round_up(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,131 @@
+"""A decoding step's projections left as summands, and what adds them up, against products and `plain`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch import plain
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.lora import PlainLora
+from tinkex.types.params import LoraConfig
+
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
+    pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
+]
+if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from tinkex.engine.torch import grouped  # noqa: E402
+from tinkex.engine.torch.kernels import lora, step  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bf16
+BOUND = 1e-5 if INTERPRETED else 1e-2
+
+HEADS, DIM, WIDTH, MLP = (4, 2), 32, 96, 160
+QKV, DOWN, GATE_UP = Site(0, "qkv"), Site(0, "down"), Site(0, "gate_up")
+SITES = {
+    QKV: (WIDTH, (Part("q", 128, "attn"), Part("k", 64, "attn"), Part("v", 64, "attn"))),
+    GATE_UP: (WIDTH, (Part("gate", MLP, "mlp"), Part("up", MLP, "mlp"))),
+    DOWN: (1100, (Part("down", WIDTH, "mlp"),)),
+}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE, DTYPE)
+
+
+def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
+    one = Adapter.fresh(LoraConfig(rank=rank, seed=seed, **flags), SITES, DEVICE)
+    one.flat.copy_(0.3 * torch.randn(one.flat.shape, generator=torch.Generator().manual_seed(seed)))
+    return one
+
+
+class Case(NamedTuple):
+    sums: step.Summands
+    want: Tensor  # the projection, by plain operations
+    held: list[Adapter | None]  # the table has only their addresses
+
+
+def case(site: Site, lengths: list[int], *, library: bool) -> Case:
+    """Rows of four adapters, of which one is none and one has nothing on the MLP."""
+    in_features, parts = SITES[site]
+    outs, rows = sum(part.out_features for part in parts), sum(lengths)
+    x, weight = random(rows, in_features), random(in_features, outs, seed=1).t() / in_features**0.5
+    ones = [adapter(4, 1), None, adapter(16, 2, train_mlp=False), adapter(8, 3)]
+    want = PlainLora(ones, lengths)(site, x.float(), x.float() @ weight.float().t())
+    there = [one for one in ones if one is not None]
+    table = torch.from_numpy(grouped.table_rows(there, [one.flat_as(DTYPE) for one in there]))
+    table = torch.cat((table, torch.zeros(1, table.shape[1], dtype=torch.int64)))
+    scales = torch.tensor([one.scale for one in there] + [0.0])
+    slots = iter(there.index(one) if one in there else len(there) for one in ones)
+    starts = [sum(lengths[:i]) for i in range(5)]
+    cells = lora.cut_tiles([(next(slots), a, b) for a, b in pairwise(starts)], 16)
+    adapters = step.Adapters(
+        lora.Table(table.to(DEVICE), scales.to(DEVICE), 16),
+        lora.Tiles(torch.from_numpy(cells.copy()).to(DEVICE), 16),
+        lora.Site(grouped.column_of(site), in_features, [part.out_features for part in parts]),
+    )
+    if not library:
+        return Case(step.project(x, weight, adapters), want, ones)
+    u = lora.shrink(x, adapters.table, adapters.tiles, adapters.site)
+    return Case(step.Summands((x @ weight.t())[None], u, adapters, DTYPE), want, ones)
+
+
+def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape
+        assert (one.float() - other.float()).norm() / other.float().norm() < BOUND
+
+
+products = pytest.mark.parametrize(
+    ("lengths", "library"),
+    [
+        ([1, 0, 0, 0], False),
+        ([3, 7, 1, 5], False),
+        ([3, 7, 1, 5], True),
+        ([20, 17, 2, 1], True),
+        ([40, 33, 20, 40], True),
+    ],
+)
+
+
+@products
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation(lengths: list[int], library: bool, normed: bool) -> None:
+    one = case(QKV, lengths, library=library)
+    angle = random(sum(lengths), DIM // 2, seed=5).float()
+    cos, sin = angle.cos().to(DTYPE), angle.sin().to(DTYPE)
+    norms = (1 + 0.2 * random(DIM, seed=6), 1 + 0.2 * random(DIM, seed=7)) if normed else None
+    wide = None if norms is None else (norms[0].float(), norms[1].float())
+    got = one.sums.rotate(cos, sin, HEADS, norms, 1e-5)
+    assert_near(got, plain.rotate(one.want, cos.float(), sin.float(), HEADS, wide, 1e-5)[:3])
+
+
+@products
+def test_swiglu(lengths: list[int], library: bool) -> None:
+    one = case(GATE_UP, lengths, library=library)
+    assert_near((one.sums.swiglu(),), (plain.swiglu(one.want),))
+
+
+@products
+def test_the_sum_itself(lengths: list[int], library: bool) -> None:
+    one = case(DOWN, lengths, library=library)
+    assert_near((one.sums.total(),), (one.want,))
+
+
+def test_a_long_sum_is_cut() -> None:
+    one = case(DOWN, [3, 7, 1, 5], library=False)
+    assert one.sums.y_SMO.shape[0] > 1
+    assert one.sums.u_SMR.shape[0] > 1

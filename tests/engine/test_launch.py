@@ -1,0 +1,72 @@
+"""Launches after the first go straight to what was compiled, never to what was compiled for other kinds."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from tinkex.engine.torch.kernels.launch import Launcher
+
+WIDE = torch.zeros(64)
+
+
+class Compiled:
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.log.append((grid, args[1:]))
+
+
+class Kernel:
+    """Stands for a jitted kernel: counts what it is asked to compile."""
+
+    params = tuple(SimpleNamespace(name=name) for name in ("x", "n", "eps", "BLOCK"))
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        self.launches: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **constants: Any) -> Compiled:
+            self.compiled.append((args, constants))
+            return Compiled(self.launches)
+
+        return run
+
+
+def test_the_second_launch_passes_everything_in_order() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for n in (32, 48):
+        launcher[(3,)](WIDE, n, 1e-5, num_warps=4, BLOCK=64)
+    assert len(kernel.compiled) == 1
+    assert kernel.launches == [((3, 1, 1), (48, 1e-5, 64))]
+
+
+@pytest.mark.parametrize(
+    ("x", "n", "constants"),
+    [
+        (WIDE.to(torch.bfloat16), 32, {"BLOCK": 64}),
+        (WIDE[1:], 32, {"BLOCK": 64}),  # not aligned to 16 bytes
+        (WIDE, 1, {"BLOCK": 64}),
+        (WIDE, 33, {"BLOCK": 64}),
+        (WIDE, 1 << 40 | 1, {"BLOCK": 64}),
+        (WIDE, 32, {"BLOCK": 128}),
+        (WIDE, 32, {"BLOCK": 64, "num_warps": 8}),
+    ],
+)
+def test_other_kinds_are_compiled_anew(x: torch.Tensor, n: int, constants: dict[str, int]) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    launcher[(1, 2)](WIDE, 32, 1e-5, BLOCK=64)
+    launcher[(1, 2)](x, n, 1e-5, **constants)
+    assert len(kernel.compiled) == 2
+    assert not kernel.launches
