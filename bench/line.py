@@ -4,8 +4,9 @@
 
 against what people write without a service, in the same run: a plain peft loop and `generate`, on the same
 weights, with the same number of threads. 8 sequences of 128 tokens a batch, rank 8. Sides take turns over
-rounds and the table shows medians. A goal that is missed never fails the run; a crash does. On a busy machine
-every figure here is the scheduler's: the load average is in the first line.
+rounds and the table shows medians. Each of the four tenants is a process of its own, as users are: in one
+process they would share its interpreter. A goal that is missed never fails the run; a crash does. On a busy
+machine every figure here is the scheduler's: the load average is in the first line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shapes import write_model
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+TENANTS = 4
 Figures = dict[str, float]
 
 
@@ -68,9 +70,12 @@ class Child:
         )
 
     def ask(self, name: str) -> Figures:
+        self.tell(name)
+        return self.hear()
+
+    def tell(self, name: str) -> None:
         assert self.process.stdin is not None
         print(name, file=self.process.stdin, flush=True)
-        return self.hear()
 
     def hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -91,6 +96,12 @@ def child(*command: str, **environment: str) -> Iterator[Child]:
 
 
 @contextlib.contextmanager
+def official(python: Path) -> Iterator[Child]:
+    with child(str(python), str(HERE / "line_client.py"), TINKER_TELEMETRY="0") as started:
+        yield started
+
+
+@contextlib.contextmanager
 def ours(python: Path, *arguments: str) -> Iterator[Child]:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     with child(str(python), str(HERE / "line_child.py"), *arguments, PYTHONPATH=path) as started:
@@ -105,18 +116,22 @@ def measure(options: argparse.Namespace, model: str, home: str) -> dict[str, flo
     threads = str(options.threads)
     with (
         ours(options.ours, "peer", model, threads) as peer,
-        child(str(options.official), str(HERE / "line_client.py"), TINKER_TELEMETRY="0") as client,
+        official(options.official) as client,
+        contextlib.ExitStack() as stack,
     ):
-        peer.hear()
-        client.hear()  # all is imported on both sides: the server has the machine to itself
+        tenants = [stack.enter_context(official(options.official)) for _ in range(TENANTS)]
+        for other in (peer, client, *tenants):
+            other.hear()  # all is imported on both sides: the server has the machine to itself
         with ours(options.ours, "serve", home, model, threads) as server:
             torch_at = server.hear()["torch_at"]
             ready = server.hear()
             seen["first.ready_s"] = [ready["at"] - torch_at]
             client.ask(ready["url"])
             seen["first.seconds"] = [client.ask("first")["at"] - torch_at]
+            for tenant in tenants:
+                tenant.ask(ready["url"])
             for turn in range(-1, options.rounds):  # the first one warms both sides up
-                for name, figures in one_round(client, peer, turn):
+                for name, figures in one_round(client, peer, tenants, turn):
                     if turn >= 0:
                         for key, value in figures.items():
                             seen[f"{name}.{key}"].append(value)
@@ -125,7 +140,7 @@ def measure(options: argparse.Namespace, model: str, home: str) -> dict[str, flo
     return found
 
 
-def one_round(client: Child, peer: Child, turn: int) -> Iterator[tuple[str, Figures]]:
+def one_round(client: Child, peer: Child, tenants: list[Child], turn: int) -> Iterator[tuple[str, Figures]]:
     pairs = [("train", "peft", "train"), ("sample", "generate", "sample")]
     for name, peer_name, peer_measure in pairs:
         if turn % 2:  # nobody always goes first
@@ -134,8 +149,20 @@ def one_round(client: Child, peer: Child, turn: int) -> Iterator[tuple[str, Figu
         else:
             yield name, client.ask(name)
             yield peer_name, peer.ask(peer_measure)
-    for name in ("optim_step", "one_token", "tenants"):
+    for name in ("optim_step", "one_token"):
         yield name, client.ask(name)
+    yield "tenants", {"alone": small_steps(tenants[:1]), "together": small_steps(tenants)}
+
+
+def small_steps(tenants: list[Child]) -> float:
+    """Tokens a second of all of them together."""
+    for tenant in tenants:
+        tenant.ask("warm")
+    for tenant in tenants:
+        tenant.tell("small")
+    heard = [tenant.hear() for tenant in tenants]
+    seconds = max(h["ended"] for h in heard) - min(h["began"] for h in heard)
+    return sum(h["tokens"] for h in heard) / seconds
 
 
 # -- telling -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The client's side of bench/line.py: the official SDK, in an environment that has nothing of ours.
 
-Reads the server's URL from stdin, then names of measures, and answers each with a line of JSON. Knows a base
+Reads the server's URL from stdin, then names of measures, and answers each with a line of JSON. One such
+process is the client of most measures, four more are a tenant each (`warm`, then `small`). Knows a base
 model's name, and nothing else of the server.
 """
 
@@ -11,7 +12,6 @@ import os
 import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ import tinker
 
 MODEL, RANK, VOCAB = "m/line", 8, 4096
 BATCH, LENGTH = 8, 128
-SMALL_BATCH, SMALL_LENGTH, TENANTS = 2, 16, 4
+SMALL_BATCH, SMALL_LENGTH = 2, 16
 ADAM = tinker.AdamParams(learning_rate=1e-4)
 _random = random.Random(0)
 
@@ -111,24 +111,19 @@ class Client:
         assert drawn == [64] * 8, drawn
         return {"rate": 512 / seconds}
 
-    def tenants(self, steps: int = 8) -> dict[str, float]:
-        """Small batches of one run, and of four runs with sessions of their own at the same time."""
-        runs = [
-            tinker.ServiceClient().create_lora_training_client(MODEL, rank=RANK, seed=n)
-            for n in range(TENANTS)
-        ]
+    def warm(self) -> dict[str, float]:
+        """A run of its own for a tenant, some steps old."""
+        self.run = self.service.create_lora_training_client(MODEL, rank=RANK, seed=1)
+        self.small(4)
+        return {}
+
+    def small(self, steps: int = 24) -> dict[str, float]:
+        """Steps of small batches, each awaited: how many tokens, from when until when."""
         data = batch(SMALL_BATCH, SMALL_LENGTH)
-        tokens = steps * SMALL_BATCH * SMALL_LENGTH
-
-        def loop(run: Any) -> None:
-            for _ in range(steps):
-                wait(step(run, data))
-
-        loop(runs[0])
-        alone = tokens / timed(lambda: loop(runs[0]))
-        threads = [threading.Thread(target=loop, args=(run,)) for run in runs]
-        together = timed(lambda: [[t.start() for t in threads], [t.join() for t in threads]])
-        return {"alone": alone, "together": TENANTS * tokens / together}
+        began = time.time()
+        for _ in range(steps):
+            wait(step(self.run, data))
+        return {"tokens": steps * SMALL_BATCH * SMALL_LENGTH, "began": began, "ended": time.time()}
 
 
 def main() -> None:

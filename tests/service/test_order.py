@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.service.harness import MODEL, Failed, User, datum, killed_copy, serving
+from tinkex.engine.fake import FakeEngine
+from tinkex.engine.protocol import EngineConfig, EngineError, ForwardBackward, OptimStep
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
 from tinkex.types import training
@@ -255,3 +258,37 @@ async def test_runs_of_different_users_share_a_batch(service: Service):
         await user.result(promise)
     assert sum(seen) == 3
     assert max(seen) >= 2  # the first may have gone alone
+
+
+async def test_of_steps_done_together_only_those_fail_that_do(home: Path):
+    """A pass of one run holds the trainer up until all the steps are there."""
+    held, failing = threading.Event(), []
+
+    class Held(FakeEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            execute = self.trainer.run
+
+            def run(command, progress=None):
+                if isinstance(command, ForwardBackward):
+                    assert held.wait(10)
+                if isinstance(command, OptimStep) and command.run in failing:
+                    raise EngineError("out of memory")
+                return execute(command, progress)
+
+            self.trainer.run = run  # type: ignore[method-assign]
+
+    async with serving(home, Held) as service:
+        user = User(service)
+        runs = [await user.run() for _ in range(4)]
+        failing.append(runs[1])
+        for run in runs:
+            await user.forward_backward(run, 1)
+        steps = [await user.step(run, 2) for run in runs]
+        held.set()
+        with pytest.raises(Failed, match="out of memory"):
+            await user.result(steps.pop(1))
+        for promise in steps:
+            assert (await user.result(promise)).metrics["optimizer_step"] == 1
+        failing.clear()
+        assert (await user.result(await user.step(runs[1], 3))).metrics["skipped"] == 1  # nothing is left

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, serving, until
 from tests.service.test_life import Slow
 from tinkex.engine.fake import FakeEngine
+from tinkex.service import live
 from tinkex.service.journal import restore
 from tinkex.service.refusal import Refusal
 from tinkex.types import checkpoints, futures, sessions, training
@@ -77,6 +79,45 @@ async def test_snapshots_are_taken_and_journals_trimmed(home: Path):
         engine = service.core.engines.find(MODEL).engine
         assert isinstance(engine, FakeEngine)
         assert engine.trainer.adapters[run].step == 9
+
+
+async def test_training_does_not_wait_for_a_snapshot_to_reach_the_disk(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk = threading.Event()
+    monkeypatch.setattr(live, "sync", lambda path: disk.wait(10))
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 3)
+        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        assert journal.snapshot is None  # what is not on the disk does not count
+        copy = killed_copy(home)
+        disk.set()
+        await until(lambda: journal.next_seq == 5)
+        losses = await user.train(run, 7, 2)
+    async with serving(copy) as service:  # killed before: as if it had not been begun
+        assert await User(service).train(run, 7, 2) == losses
+
+
+async def test_a_snapshot_that_the_disk_does_not_take_is_taken_anew(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        with monkeypatch.context() as patched:
+            patched.setattr(live, "sync", broken)
+            await user.train(run, 1, 2)
+            at_hand = service.live.at_hand(run)
+            assert at_hand is not None
+            await until(lambda: at_hand.committing is not None and at_hand.committing.done())
+            assert at_hand.journal.snapshot is None
+        await user.train(run, 5, 1)
+        await until(lambda: at_hand.journal.next_seq == 7)
 
 
 async def test_results_that_were_fetched_do_not_stay_in_the_journal(home: Path):

@@ -17,10 +17,14 @@ def work(run: str, seq_id: int, *, is_pass: bool = True, tokens: int = 10, diges
     return Work(run, seq_id, f"{run}/{seq_id}", is_pass, tokens if is_pass else 0, digest)
 
 
+def step(run: str, seq_id: int) -> Work:
+    return Work(run, seq_id, f"{run}/{seq_id}", is_pass=False, shares=True)
+
+
 def drain(scheduler: Scheduler, now: float = 0.0) -> list[list[Work]]:
     """Execute everything that becomes ready, at once."""
     batches = []
-    while batch := scheduler.next_batch():
+    while batch := scheduler.next_batch(now):
         batches.append(batch)
         for item in batch:
             scheduler.done(item, now)
@@ -62,7 +66,7 @@ def test_every_run_is_executed_in_order_and_only_once(arriving, pauses):
         for _ in range(next(pauses, 0)):
             for item in running:
                 scheduler.done(item, 0.0)
-            running = scheduler.next_batch()
+            running = scheduler.next_batch(0.0)
             assert all(item.is_pass for item in running) or len(running) == 1
             assert len(running) <= 1 or sum(item.tokens for item in running) <= BUDGET
             for item in running:
@@ -112,9 +116,9 @@ def test_a_gap_is_waited_for_then_given_up_for_good():
     scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
     scheduler.open("r", "me")
     scheduler.submit(work("r", 2), 100.0)
-    assert scheduler.next_batch() == []
+    assert scheduler.next_batch(0.0) == []
     assert scheduler.give_up_gaps(120.0) == 160.0
-    assert scheduler.next_batch() == []
+    assert scheduler.next_batch(0.0) == []
     assert scheduler.give_up_gaps(160.0) is None
     assert [w.seq_id for batch in drain(scheduler) for w in batch] == [2]
     assert scheduler.submit(work("r", 1), 161.0)[0] is Verdict.LATE
@@ -135,7 +139,7 @@ def test_a_refused_request_is_not_waited_for():
     scheduler.open("r", "me")
     scheduler.submit(work("r", 3), 0.0)
     scheduler.consume("r", 2, 0.0)
-    assert scheduler.next_batch() == []
+    assert scheduler.next_batch(0.0) == []
     scheduler.consume("r", 1, 0.0)
     assert [w.seq_id for batch in drain(scheduler) for w in batch] == [3]
 
@@ -158,10 +162,10 @@ def test_a_flood_of_passes_does_not_starve_another_owner():
         scheduler.open(f"flood{n}", "flood")
         for seq_id in range(1, 5):
             scheduler.submit(work(f"flood{n}", seq_id), 0.0)
-    scheduler.next_batch()  # the flood is being served when the other one comes
+    scheduler.next_batch(0.0)  # the flood is being served when the other one comes
     scheduler.open("small", "small")
     scheduler.submit(work("small", 1), 0.0)
-    assert "small" in [w.run for w in scheduler.next_batch()]
+    assert "small" in [w.run for w in scheduler.next_batch(0.0)]
 
 
 def test_a_flood_of_barriers_does_not_starve_another_owner():
@@ -195,7 +199,7 @@ def test_runs_of_one_owner_advance_together(tokens: int):
         scheduler.open(run, "a")
         go_on(run)
     while max(steps.values()) < 10:
-        for item in scheduler.next_batch():
+        for item in scheduler.next_batch(0.0):
             scheduler.done(item, 0.0)
             if not item.is_pass:
                 steps[item.run] += 1
@@ -217,7 +221,7 @@ def test_closing_a_run_returns_what_it_had_waiting_and_leaves_the_others():
         scheduler.open(run, "me")
         scheduler.submit(work(run, 2), 0.0)
         scheduler.submit(work(run, 1), 0.0)
-    begun = scheduler.next_batch()
+    begun = scheduler.next_batch(0.0)
     assert [w.seq_id for w in scheduler.close("a")] == []
     assert "a" not in scheduler
     for item in begun:
@@ -225,3 +229,57 @@ def test_closing_a_run_returns_what_it_had_waiting_and_leaves_the_others():
     assert drain(scheduler) == []
     scheduler.submit(work("b", 4), 0.0)
     assert [w.seq_id for w in scheduler.close("b")] == [4]
+
+
+def test_steps_of_several_runs_are_done_together_up_to_a_barrier_that_is_none():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for run in ("a", "b", "saves", "c"):
+        scheduler.open(run, run)
+        scheduler.submit(work(run, 1, is_pass=False) if run == "saves" else step(run, 1), 0.0)
+    assert [[w.run for w in batch] for batch in drain(scheduler)] == [["a", "b"], ["saves"], ["c"]]
+
+
+def test_steps_done_together_are_no_more_of_one_owner_than_one_by_one():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    for n in range(2 * BARRIERS_A_ROUND):
+        scheduler.open(f"flood{n}", "flood")
+        scheduler.submit(step(f"flood{n}", 1), 0.0)
+    scheduler.open("small", "small")
+    scheduler.submit(work("small", 1), 0.0)
+    assert [len(batch) for batch in drain(scheduler)] == [BARRIERS_A_ROUND, 1, BARRIERS_A_ROUND]
+
+
+def in_turn(scheduler: Scheduler, *runs: str) -> None:
+    """Each has had a pass and a step, came back 4 ms later, has had them again, and rests since second 8."""
+    for run in runs:
+        scheduler.open(run, run)
+    for n, (arrives, begins, ends) in enumerate([(0.0, 0.0, 1.0), (1.004, 7.0, 8.0)]):
+        for run in runs:
+            scheduler.submit(work(run, 1 + 2 * n), arrives)
+            scheduler.submit(step(run, 2 + 2 * n), arrives)
+        for _ in range(2):
+            for item in scheduler.next_batch(begins):
+                scheduler.done(item, ends)
+
+
+def test_a_pass_waits_for_the_passes_of_runs_that_are_about_to_come():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    in_turn(scheduler, "a", "b")
+    scheduler.submit(work("a", 5), 8.002)
+    until = scheduler.gather_until(8.002)
+    assert until is not None
+    assert 8.004 < until < 8.1
+    scheduler.submit(work("b", 5), 8.004)
+    assert scheduler.gather_until(8.004) is None
+    assert [w.run for w in scheduler.next_batch(8.004)] == ["a", "b"]
+
+
+def test_nothing_waits_beside_a_barrier_or_in_a_full_batch():
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    in_turn(scheduler, "a", "b", "c")
+    assert scheduler.gather_until(8.0) is None  # nothing is ready
+    scheduler.submit(work("a", 5, tokens=BUDGET), 8.002)
+    assert scheduler.gather_until(8.002) is None
+    scheduler.next_batch(8.002)
+    scheduler.submit(step("b", 5), 8.002)
+    assert scheduler.gather_until(8.002) is None

@@ -54,6 +54,7 @@ class Run:
     gone: bool = False  # put on disk: look it up anew
     unrecorded: list[Future] = field(default_factory=list[Future])  # outcomes that the journal could not take
     forgettable: set[str] = field(default_factory=set[str])  # results not wanted any more
+    committing: asyncio.Task[None] | None = None  # its last snapshot, on the way to the disk
 
     @property
     def id(self) -> str:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tinkex import tracing
@@ -29,9 +30,11 @@ from tinkex.service.engines import BaseModel
 from tinkex.service.futures import ACTIVE, Future, QueueState
 from tinkex.service.jobs import Jobs, Run
 from tinkex.service.journal import Entry, Journal, JournalError, Restored, restore
+from tinkex.service.records import sync
 from tinkex.service.refusal import Refusal
 from tinkex.service.rows import RunRow
 from tinkex.service.scheduler import Scheduler, Work
+from tinkex.service.threads import in_thread
 from tinkex.service.worker import Worker, execute
 from tinkex.types.data import EncodedTextChunk
 from tinkex.types.training import ForwardBackwardRequest
@@ -172,7 +175,8 @@ class Live:
             future.why = lambda: self._why(run)
         tokens = tokens_of(entry.request)
         is_pass = job.one_pass is not None
-        work = Work(run.id, entry.seq_id, entry.request_id, is_pass, tokens, entry.digest, job)
+        is_step = job.name == "optim_step"
+        work = Work(run.id, entry.seq_id, entry.request_id, is_pass, tokens, entry.digest, job, is_step)
         worker, now = self.worker(run.model), time.monotonic()
         if entry.seq_id and worker.scheduler.next_seq(run.id) == 0 and worker.scheduler.idle(run.id):
             # Its client has its id, so it was made; nobody will ever send that again.
@@ -261,20 +265,38 @@ class Live:
         if loaded or run.steps >= config.snapshot_steps or age >= config.snapshot_seconds:
             await self._snapshot(engine, run, work.seq_id + 1)
 
-    async def _snapshot(self, engine: Engine, run: Run, next_seq: int) -> bool:
-        """Only while the run has no gradients, and from its worker. If it fails, the last one holds."""
+    async def _snapshot(self, engine: Engine, run: Run, next_seq: int) -> None:
+        """Only while the run has no gradients, and from its worker. If it fails, the last one holds.
+
+        Nobody waits for the disk, which may take half a second: it is `committing` when this returns.
+        """
+        await self._committed(run)
         run.snapshot_at = time.monotonic()
         self._record(run)
         try:
             part = await asyncio.to_thread(run.journal.begin_snapshot, next_seq)
-            await execute(engine, SaveAdapter(run.id, part / SNAPSHOT, optimizer=True))
-            await asyncio.to_thread(run.journal.commit_snapshot, part, tuple(run.forgettable))
+            await execute(engine, SaveAdapter(run.id, part / SNAPSHOT, optimizer=True, sync=False))
         except (EngineError, JournalError, OSError) as error:
             log.error("no snapshot of %s: %s", run.id, error)
-            return False
+            return
+        run.committing = asyncio.get_running_loop().create_task(self._commit(run, part, next_seq, run.steps))
         run.steps = 0
-        run.forgettable = {i for i in run.forgettable if seq_of(i) >= next_seq}
-        return True
+
+    async def _commit(self, run: Run, part: Path, next_seq: int, steps: int) -> None:
+        """Have a snapshot on the disk, and go by it from then on."""
+        try:
+            await in_thread(lambda: _sync_below(part))
+            delivered = {i for i in run.forgettable if seq_of(i) < next_seq}
+            await asyncio.to_thread(run.journal.commit_snapshot, part, delivered)
+        except (JournalError, OSError) as error:
+            log.error("no snapshot of %s: %s", run.id, error)
+            run.steps += steps
+        else:
+            run.forgettable -= delivered
+
+    async def _committed(self, run: Run) -> None:
+        if run.committing is not None:
+            await asyncio.shield(run.committing)
 
     # -- going -------------------------------------------------------------------------------------------
 
@@ -290,6 +312,7 @@ class Live:
         engine = run.model.engine
         if engine is not None and run.resident and run.steps and not worker.has_gradients(run.id):
             await self._snapshot(engine, run, scheduler.next_seq(run.id))
+        await self._committed(run)
         async with run.accepting:
             if not scheduler.idle(run.id):
                 return False  # it was needed again meanwhile
@@ -338,7 +361,13 @@ class Live:
             engine, worker = run.model.engine, self.worker(run.model)
             if engine is not None and run.resident and run.steps and not worker.has_gradients(run.id):
                 await self._snapshot(engine, run, worker.scheduler.next_seq(run.id))
+            await self._committed(run)
             run.journal.close()
+
+
+def _sync_below(directory: Path) -> None:
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
 
 
 def request_id_of(run_id: str, seq_id: int) -> str:

@@ -6,7 +6,7 @@ starve another, by passes or by barriers, nor a run another run of its owner: wh
 last turn is next. Knows nothing of what the work is, except whether it is a pass.
 
 A round is some barriers (steps, saves, loads), then one batch of passes. Barriers first: each one done may
-free a pass that can join the batch.
+free a pass that can join the batch. A batch waits a moment for runs that are about to come (gathering.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from tinkex.service.gathering import Gathering
 
 BARRIERS_A_ROUND = 8  # of one owner, between two batches
 REMEMBERED = 4096  # seq ids of a run, for recognising repeats
@@ -33,6 +35,7 @@ class Work:
     tokens: int = 0  # how much of a batch's budget a pass takes
     digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
     what: Any = None
+    shares: bool = False  # a barrier that may be done along with others like it, of other runs
 
 
 class Verdict(Enum):
@@ -69,6 +72,8 @@ class Scheduler:
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._turns = itertools.count(1)
+        self._gathering = Gathering()
+        self._began = 0.0  # the last batch
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -81,6 +86,7 @@ class Scheduler:
     def close(self, run: str) -> list[Work]:
         """Forget a run; what it still had waiting is returned, to be failed."""
         queue = self._runs.pop(run, None)
+        self._gathering.goes(run)
         if queue is None:
             return []
         if not any(other.owner == queue.owner for other in self._runs.values()):
@@ -131,6 +137,7 @@ class Scheduler:
         verdict, first_id = self.judge(work.run, work.seq_id, work.digest)
         if verdict is Verdict.ACCEPTED:
             queue = self._runs[work.run]
+            self._gathering.comes(work.run, now)
             queue.waiting[work.seq_id] = work
             self.remember(work.run, work.seq_id, work.request_id, work.digest)
             self._watch_gap(queue, now)
@@ -176,18 +183,43 @@ class Scheduler:
 
     # -- executing ---------------------------------------------------------------------------------------
 
-    def next_batch(self) -> list[Work]:
-        """What to execute now: one barrier, or a batch of passes; empty if nothing is ready."""
-        heads = [head for queue in self._runs.values() if (head := queue.head()) is not None]
+    def gather_until(self, now: float) -> float | None:
+        """Until when not to begin: passes are ready, and more are about to come. None: there is no reason."""
+        heads = self._heads()
+        if not heads or not all(head.is_pass for head in heads):
+            return None
+        is_full = sum(head.tokens for head in heads) >= self.batch_tokens
+        return None if is_full else self._gathering.until(now)
+
+    def next_batch(self, now: float) -> list[Work]:
+        """What to execute now: a barrier, some that share, or a batch of passes; nothing if none is ready."""
+        heads = self._heads()
         heads.sort(key=lambda head: self._runs[head.run].turn)
-        barrier = self._next_barrier(heads)
-        if barrier is not None:
-            self._barriers[self._runs[barrier.run].owner] += 1
-            return self._begin([barrier])
+        if barriers := self._next_barriers(heads):
+            return self._begin(barriers)
         passes = [head for head in heads if head.is_pass]
         held_back = not passes and heads  # every owner has had its barriers, and there is nothing else
         self._barriers.clear()
-        return self.next_batch() if held_back else self._begin(self._fill(passes))
+        if held_back:
+            return self.next_batch(now)
+        self._began = now
+        self._gathering.begins()
+        return self._begin(self._fill(passes))
+
+    def _heads(self) -> list[Work]:
+        return [head for queue in self._runs.values() if (head := queue.head()) is not None]
+
+    def _next_barriers(self, heads: list[Work]) -> list[Work]:
+        """The barrier whose turn it is; if it shares, those too whose turns come next, as long as they do."""
+        chosen: dict[str, Work] = {}  # by run
+        while (barrier := self._next_barrier(head for head in heads if head.run not in chosen)) is not None:
+            if chosen and not barrier.shares:
+                break
+            self._barriers[self._owner(barrier)] += 1
+            chosen[barrier.run] = barrier
+            if not barrier.shares:
+                break
+        return list(chosen.values())
 
     def _next_barrier(self, heads: Iterable[Work]) -> Work | None:
         ready = [w for w in heads if not w.is_pass and self._barriers[self._owner(w)] < BARRIERS_A_ROUND]
@@ -232,6 +264,10 @@ class Scheduler:
         if queue is not None:
             queue.running -= 1
             self._watch_gap(queue, now)
+            if self.idle(work.run):
+                self._gathering.rests(work.run, now)
+        if work.is_pass:
+            self._gathering.took(now - self._began)
 
     def _owner(self, work: Work) -> str:
         return self._runs[work.run].owner

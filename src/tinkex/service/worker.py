@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from tinkex import tracing
 from tinkex.engine.protocol import (
@@ -31,7 +32,7 @@ from tinkex.service.engines import BaseModel
 from tinkex.service.futures import Future
 from tinkex.service.refusal import Refusal
 from tinkex.service.scheduler import Scheduler, Work
-from tinkex.service.threads import in_thread
+from tinkex.service.threads import Lane
 
 log = logging.getLogger("tinkex.service")
 R = TypeVar("R")
@@ -104,10 +105,13 @@ class Worker:
     async def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            again = self.scheduler.give_up_gaps(time.monotonic())
+            now = time.monotonic()
+            again = self.scheduler.give_up_gaps(now)
             if self._errands:
                 await self._do_errand(*self._errands.popleft())
-            elif batch := self.scheduler.next_batch():
+            elif (until := self.scheduler.gather_until(now)) is not None:
+                await self._sleep(until if again is None else min(until, again))
+            elif batch := self.scheduler.next_batch(now):
                 await self._execute(batch)
             else:
                 await self._sleep(again)
@@ -136,28 +140,38 @@ class Worker:
                 work.what.hop.end()
         try:
             engine = await self.model.load()
-            ready = [work for work in batch if await self._prepared(engine, work)]
-            if ready and ready[0].is_pass:
-                await self._passes(engine, ready)
-            elif ready:
-                await self._barrier(engine, ready[0])
         except Exception as error:
-            for work in batch:
-                self._fail(work, error)
-        finally:
-            now = time.monotonic()
-            for work in batch:
-                self.scheduler.done(work, now)
-                if not work.what.replayed:
-                    self.observe(work, work.what.name, now - started)
+            return self._finish(batch, started, error)
+        ready: list[Work] = []
+        for work in batch:  # one after the other: each may need room on the device
+            try:
+                await self.prepare(engine, work)
+                ready.append(work)
+            except Exception as error:
+                self._finish([work], started, error)
+        if ready and ready[0].is_pass:
+            await self._finishing(ready, started, self._passes(engine, ready))
+        else:
+            barriers = [self._finishing([w], started, self._barrier(engine, w)) for w in ready]
+            await asyncio.gather(*barriers)
 
-    async def _prepared(self, engine: Engine, work: Work) -> bool:
+    async def _finishing(self, batch: list[Work], started: float, doing: Awaitable[None]) -> None:
         try:
-            await self.prepare(engine, work)
-            return True
+            await doing
         except Exception as error:
-            self._fail(work, error)
-            return False
+            self._finish(batch, started, error)
+        else:
+            self._finish(batch, started)
+
+    def _finish(self, batch: list[Work], started: float, error: Exception | None = None) -> None:
+        """It is done or has failed, and its runs may go on: at once, not when all that it shares with is."""
+        now = time.monotonic()
+        for work in batch:
+            if error is not None:
+                self._fail(work, error)
+            self.scheduler.done(work, now)
+            if not work.what.replayed:
+                self.observe(work, work.what.name, now - started)
 
     async def _passes(self, engine: Engine, batch: list[Work]) -> None:
         for work in batch:
@@ -228,6 +242,10 @@ async def _nothing(engine: Engine, work: Work) -> None:
     """No one wants to know."""
 
 
+_lanes: WeakKeyDictionary[Engine, Lane] = WeakKeyDictionary()
+
+
 async def execute(engine: Engine, command: Command[R]) -> R:
-    """Run a command of the trainer, off the event loop."""
-    return await in_thread(lambda: engine.trainer.run(command))
+    """Run a command of the trainer, off the event loop, after those given before."""
+    lane = _lanes.setdefault(engine, Lane())
+    return await lane.run(lambda: engine.trainer.run(command))
