@@ -93,6 +93,20 @@ def test_an_archive_is_unpacked(url: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_archive_of_this_machine_is_unpacked_where_it_is(tmp_path: Path) -> None:
+    (file := tmp_path / "ä b.tar").write_bytes(PAGES["/tar"])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    with new_directory(tmp_path / "out", overwrite=True) as directory:
+        download_archive(file.as_uri(), directory)
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"a": "one", "b": "two"}
+    assert list((tmp_path / "elsewhere").iterdir()) == []  # the link was replaced, not what it leads to
+    assert file.exists()
+    file.unlink()
+    with pytest.raises(APIConnectionError, match=r"the download of file://.*No such file"):
+        download_archive(file.as_uri(), tmp_path / "out")
+
+
 @pytest.mark.parametrize("page", ["escape", "not-a-tar"])
 def test_a_bad_archive_is_refused(url: str, tmp_path: Path, page: str) -> None:
     with pytest.raises(TinkerError, match="cannot be unpacked"):

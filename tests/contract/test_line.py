@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,6 +207,19 @@ def test_an_export_can_be_downloaded(run: TrainingClient, client: ServiceClient)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
     with urllib.request.urlopen(urls["adapter_config.json"]) as answer:
         assert b'"peft_type"' in answer.read()
+
+
+def test_any_checkpoint_can_be_downloaded_as_one_file(run: TrainingClient, client: ServiceClient):
+    path, rest = run.save_state("c").result(SECONDS).path, client.create_rest_client()
+    link = rest.get_checkpoint_archive_url_from_tinker_path(path).result(SECONDS)
+    with (
+        urllib.request.urlopen(link.url) as answer,
+        tarfile.open(fileobj=io.BytesIO(answer.read())) as tar,
+    ):
+        assert all(member.isreg() for member in tar)
+        files = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert {*files} >= {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"}
+    assert b'"peft_type"' in files["adapter_config.json"]
 
 
 def test_a_published_checkpoint_can_be_copied_by_others(connect: Connect):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import tarfile
 import time
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
 
-from tests.service.harness import Failed, User, found, serving
+from tests.service.harness import Failed, User, found, killed_copy, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.service import accounts as accounts_module
 from tinkex.service import core as core_module
@@ -189,7 +191,49 @@ async def test_an_export_has_links_to_its_files(user: User):
     weights = await user.save(run, 2, "w")
     not_exported = checkpoints.CheckpointRequest(**name_of(weights))
     assert await user.status_of(ops.GET_EXTERNAL_WEIGHTS_URLS, not_exported) == 400
-    assert "file://" in (await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, not_exported)).url
+
+
+async def test_an_archive_is_a_file_that_goes_with_its_checkpoint(user: User, home: Path):
+    run = await user.run()
+    one = checkpoints.CheckpointRequest(**name_of(await user.save_for_sampler(run, 1, "s")))
+    other = checkpoints.CheckpointRequest(**name_of(await user.save(run, 2, "w")))
+    files = {p.name: p.read_bytes() for p in found(home, "sampler_weights/s/*")}
+    for _ in range(3):
+        link = await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, one)
+    assert 3500 < link.expires.timestamp() - time.time() <= 3600
+    with tarfile.open(unquote(urlparse(link.url).path)) as tar:
+        assert {member.name: tar.extractfile(member).read() for member in tar} == files  # type: ignore[union-attr]
+    await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, other)
+    assert len(found(home, "archives/*")) == 2
+    await user.call(ops.DELETE_CHECKPOINT, one)
+    (left,) = found(home, "archives/*")
+    os.utime(left, (0, 0))
+    await user.service.tick()
+    assert found(home, "archives/*") == []
+
+
+async def test_an_archive_that_the_disk_has_no_room_for_is_refused(
+    user: User, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = await user.save(await user.run(), 1, "c")
+    monkeypatch.setattr(core_module, "DISK_RESERVE", 1 << 60)
+    with pytest.raises(Refusal, match="disk is full") as refused:
+        await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, checkpoints.CheckpointRequest(**name_of(path)))
+    assert refused.value.status == 503
+    assert found(home, "archives/*") == []
+
+
+async def test_what_a_killed_process_packed_is_removed_by_the_next(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        path = await user.save(await user.run(), 1, "c")
+        await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, checkpoints.CheckpointRequest(**name_of(path)))
+        left = killed_copy(home)
+    assert found(home, "archives/*") == []  # one that stops takes its own along
+    for archive in found(left, "archives/*"):
+        os.utime(archive, (0, 0))
+    async with serving(left):
+        assert found(left, "archives/*") == []
 
 
 async def test_an_encrypted_export_can_be_read_by_its_recipients_alone(user: User, home: Path):

@@ -1,8 +1,8 @@
 """Files by link: fetched to disk with progress, complete or not at all.
 
 Promises: a link is its own credential, so none of ours is sent along; `file://` links (a service in this
-process) are copied; what is interrupted leaves nothing behind; a tar is unpacked without leaving its
-directory. Blocks: for commands, not for the event loop. Knows nothing of checkpoints.
+process) are read where they are; what is interrupted leaves nothing behind; a tar is unpacked without
+leaving its directory. Blocks: for commands, not for the event loop. Knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 from urllib.parse import unquote, urlsplit
 
 from tinkex._version import __version__
@@ -90,7 +91,9 @@ def new_directory(target: Path, *, overwrite: bool) -> Generator[Path]:
     try:
         yield part
         part.chmod(0o755)
-        if target.is_dir():
+        if target.is_symlink():
+            target.unlink()
+        elif target.is_dir():
             shutil.rmtree(target)
         os.replace(part, target)
     finally:
@@ -112,15 +115,27 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
 
 
 def download_archive(url: str, directory: Path, progress: Progress = _silent) -> None:
-    """A tar, unpacked into `directory`; a directory of this machine is copied."""
-    if (local := _local(url)) is not None:
-        shutil.copytree(local, directory, dirs_exist_ok=True)
-        return
-    with tempfile.NamedTemporaryFile(dir=directory.parent, prefix=".archive.") as file:
-        _receive(url, file.write, progress)
-        file.seek(0)
+    """A tar, unpacked into `directory`."""
+    with _to_read(url, directory.parent, progress) as file:
         try:
             with tarfile.open(fileobj=file) as archive:
                 archive.extractall(directory, filter="data")
         except tarfile.TarError as error:
             raise TinkerError(f"what the server sent cannot be unpacked: {error}") from None
+
+
+@contextmanager
+def _to_read(url: str, scratch: Path, progress: Progress) -> Generator[IO[bytes]]:
+    """What is at `url` as a file: one of this machine itself, any other fetched into `scratch`."""
+    if (local := _local(url)) is None:
+        with tempfile.NamedTemporaryFile(dir=scratch, prefix=".archive.") as file:
+            _receive(url, file.write, progress)
+            file.seek(0)
+            yield file
+        return
+    try:
+        file = local.open("rb")
+    except OSError as error:
+        raise APIConnectionError(Request("GET", url), f"the download of {url} failed: {error}") from None
+    with file:
+        yield file

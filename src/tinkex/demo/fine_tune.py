@@ -11,10 +11,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import tinkex
+from tinkex.client.download import download_archive, new_directory
 from tinkex.demo.bookmark import Bookmark, ctrl_c
 from tinkex.demo.pirate import Task
 from tinkex.demo.screen import Answer, Screen
@@ -118,8 +117,8 @@ def ask(sampler: tinkex.SamplingClient, tokenizer: Any, task: Task) -> list[Answ
 
 
 def adapter_at(place: Path, service: tinkex.ServiceClient, path: str) -> Path:
-    """Make `place` a link to the files of a checkpoint: in this process they are a directory right here."""
+    """Put the files of a checkpoint into the directory `place`, instead of those of the last time."""
     url = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(path).result().url
-    place.unlink(missing_ok=True)  # of the last time
-    place.symlink_to(url2pathname(urlsplit(url).path), target_is_directory=True)
+    with new_directory(place, overwrite=True) as directory:
+        download_archive(url, directory)
     return place

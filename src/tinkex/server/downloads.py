@@ -16,8 +16,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tinkex.server.app import Door, Endpoint, Http
-from tinkex.server.archive import Archive
 from tinkex.server.signing import DOWNLOADS, Signer
+from tinkex.service.archive import Archive
 from tinkex.service.refusal import Caller, Refusal
 
 _NO_LINK = "this link is wrong or has expired: ask for a new one"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tinkex.service.archive import LINK_LIFE
 from tinkex.service.barriers import Barriers, shown
 from tinkex.service.core import Core
 from tinkex.service.refusal import Caller, Refusal
@@ -19,7 +20,6 @@ from tinkex.types import checkpoints as types
 from tinkex.types.checkpoints import Cursor
 from tinkex.types.sessions import CreateSessionRequest
 
-LINK_LIFE = 3600.0  # seconds for which a download link works
 _COPIES = uuid.UUID("6f1c52d6-5f4b-4f0e-9d3d-0d1f5c9b7a11")  # the namespace of sessions that hold copies
 
 
@@ -99,7 +99,9 @@ class Checkpoints:
     async def remove(self, row: CheckpointRow) -> None:
         """The row first: what is listed must be there, what is there need not be listed."""
         self._core.ledger.delete_checkpoint(row.run_id, row.kind, row.name)
-        await asyncio.to_thread(shutil.rmtree, self._core.home / row.directory, True)
+        directory = self._core.home / row.directory
+        await asyncio.to_thread(shutil.rmtree, directory, True)
+        await asyncio.to_thread(self._core.archives.forget, directory)  # nor can it be fetched any more
 
     async def expire(self) -> None:
         for row in self._core.ledger.expired_checkpoints(time.time()):
@@ -125,7 +127,8 @@ class Checkpoints:
     ) -> types.CheckpointArchiveUrlResponse:
         row = self._find(request, caller, to_change=False)
         expires = time.time() + LINK_LIFE
-        link = self._core.link(caller, self._core.home / row.directory, expires)  # a directory comes as a tar
+        directory = self._core.home / row.directory  # which comes as a tar
+        link = await asyncio.to_thread(self._core.link, caller, directory, expires)
         return types.CheckpointArchiveUrlResponse(url=link, expires=datetime.fromtimestamp(expires, UTC))
 
     async def copy_weights(

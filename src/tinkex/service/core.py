@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.errors import InvalidInputError
+from tinkex.service.archive import Archives
 from tinkex.service.config import ServiceConfig
 from tinkex.service.engines import Engines
 from tinkex.service.futures import Future, Futures
@@ -49,6 +50,7 @@ class Core:
             long_poll=config.long_poll, keep=config.keep_results, keep_delivered=config.keep_delivered
         )
         self.home = config.home
+        self.archives = Archives(config.home)
         self.seen: dict[str, float] = {}  # when each session was heard of last
         self._usage: defaultdict[tuple[Any, ...], float] = defaultdict(float)
         self._heard: dict[str, float] = {}  # sessions and runs, since the ledger was told
@@ -56,8 +58,8 @@ class Core:
         self._samplers: dict[str, SamplerRow] = {}
         self._disk: tuple[float, int] = (0.0, 0)  # when it was looked at, what was free
         self._used: tuple[float, int] = (0.0, 0)  # when the home was looked at, what it took
-        # Makes a path below the home downloadable for a while; the server replaces it.
-        self.link: Callable[[Caller, Path, float], str] = lambda _, path, __: path.as_uri()
+        # Makes a path below the home downloadable for a while, a directory as a tar; the server replaces it.
+        self.link: Callable[[Caller, Path, float], str] = self._link_to_file
         # The run whose checkpoints a weights access token opens, if it is a good one; the server replaces it.
         self.opened_by: Callable[[str], str | None] = lambda token: None
         self.issues_tokens = False  # whether keys can be exchanged for JWTs; the server sets it
@@ -154,6 +156,13 @@ class Core:
             self._disk = time.monotonic(), free
         if free < needed + DISK_RESERVE:
             raise Refusal(503, f"the server's disk is full ({free // 2**20} MiB left); nothing was lost")
+
+    def _link_to_file(self, caller: Caller, path: Path, expires: float) -> str:
+        """For a program of this machine; blocks while a directory is packed."""
+        if path.is_dir():
+            self.check_disk(_bytes_below(path))
+            path = self.archives.pack(path)
+        return path.absolute().as_uri()
 
     async def over_quota(self, more: int, *, lately: bool = False) -> str:
         """Why there is no room for `more` bytes; "" if there is. All that lies in the home counts.

@@ -67,6 +67,7 @@ class Service:
         try:
             await asyncio.to_thread(self._clear_unfinished)
             self._open()
+            await asyncio.to_thread(self.core.archives.sweep)
             await self._take_up_runs()
             if self.config.preload:
                 await self.core.engines.load_all()
@@ -160,6 +161,7 @@ class Service:
         await self.live.stop()
         self.core.flush()
         self._lanes.close()
+        self.core.archives.clear()
         await self.core.engines.close()
         self.core.ledger.close()
         self._leave_home()
@@ -212,6 +214,7 @@ class Service:
             if await self.live.put_away(run):
                 log.info("run %s was put on disk: its session has not been heard of", run.id)
         if thorough:
+            await asyncio.to_thread(self.core.archives.sweep)
             self.accounts.count_storage()
             self.sessions.expire()
             for session_id in list(self.core.seen):

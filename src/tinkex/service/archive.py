@@ -1,0 +1,122 @@
+"""A directory as one tar file: written while it is sent, or kept below the home while its link works.
+
+Promises: plain tar, the directory's regular files at its root, no links in it; its length is known before the
+first byte; what was begun is sent whole though the directory be deleted meanwhile. One that is kept appears
+whole or not at all, and goes with its link, its directory or its process. Knows no HTTP and no checkpoints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import stat
+import tarfile
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+LINK_LIFE = 3600.0  # seconds for which a download link works
+_CHUNK = 1024 * 1024
+_END = bytes(2 * tarfile.BLOCKSIZE)
+
+
+class Archive:
+    """The files of `directory`, open from now on: deleting them no longer matters. Iterating closes them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._entries: list[tuple[bytes, BinaryIO, int]] = []  # header, file, size
+        with contextlib.ExitStack() as opened:
+            for name in sorted(os.listdir(directory)):
+                if not stat.S_ISREG((directory / name).lstat().st_mode):
+                    continue
+                file = opened.enter_context(open(directory / name, "rb"))
+                about = os.fstat(file.fileno())
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mtime, entry.mode = about.st_size, int(about.st_mtime), 0o644
+                self._entries.append((entry.tobuf(tarfile.PAX_FORMAT), file, about.st_size))
+            self._files = opened.pop_all()
+
+    @property
+    def length(self) -> int:
+        return sum(len(head) + size + _padding(size) for head, _, size in self._entries) + len(_END)
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._files:
+            for head, file, size in self._entries:
+                yield head
+                yield from _content(file, size)
+                yield bytes(_padding(size))
+            yield _END
+
+
+def _padding(size: int) -> int:
+    return -size % tarfile.BLOCKSIZE
+
+
+def _content(file: BinaryIO, size: int) -> Iterator[bytes]:
+    while size:
+        chunk = file.read(min(_CHUNK, size))
+        if not chunk:
+            raise OSError(f"{file.name} became shorter while it was sent")
+        size -= len(chunk)
+        yield chunk
+
+
+class Archives:
+    """Archives for programs of this machine, in `archives` of the home.
+
+    A process has its own, one of each directory however often it is asked for: what one process removes is
+    no other's. Whatever a killed one leaves is removed by the next, when no link to it can still work.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._place = home / "archives"
+        self._process = os.getpid()
+        self._mine = f"{self._process}-{uuid.uuid4().hex}"
+        atexit.register(self.clear)
+
+    def pack(self, directory: Path) -> Path:
+        """Write an archive of `directory`, in place of the last one; blocks."""
+        self.sweep()
+        self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=self._place, prefix=".", suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.writelines(Archive(directory))
+            place = self._place / f"{_digest(directory)}-{self._mine}.tar"
+            os.replace(part, place)
+        except BaseException:
+            Path(part).unlink(missing_ok=True)
+            raise
+        return place
+
+    def forget(self, directory: Path) -> None:
+        """Remove every process's archive of `directory`, which is no more."""
+        self._remove(f"{_digest(directory)}-*.tar")
+
+    def sweep(self) -> None:
+        """Remove those whose links no longer work, and what a killed process was writing."""
+        long_ago = time.time() - LINK_LIFE
+        for file in self._place.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+                if file.stat().st_mtime <= long_ago:
+                    file.unlink()
+
+    def clear(self) -> None:
+        """Remove this process's own; in a forked child they are its parent's."""
+        if os.getpid() == self._process:
+            self._remove(f"*-{self._mine}.tar")
+
+    def _remove(self, pattern: str) -> None:
+        for file in self._place.glob(pattern):
+            file.unlink(missing_ok=True)
+
+
+def _digest(directory: Path) -> str:
+    """A file name for it: the names in its path may be as long as a file name can be."""
+    return hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:32]
