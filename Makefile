@@ -37,24 +37,25 @@ test: setup      ## the whole test suite
 demo: setup      ## watch a real model learn, on this machine's CPU
 	$(BIN)/tinkex demo $(ARGS)
 
-compat: setup compat-env  ## other people's clients, unmodified, against `tinkex serve`
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
+compat: setup compat-env cookbook-env  ## other people's clients, unmodified, against `tinkex serve`
+	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 
 compat-ci: setup .venv-cookbook/.ready  ## of both, what every change must pass: the newest SDK, some recipes
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
-	$(BIN)/python -m pytest tests/compat/cookbook -m ci $(ARGS)
+	TINKEX_TEST_CLIENTS=tinker-0.36.0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
+	TINKEX_TEST_CLIENTS=cookbook $(BIN)/python -m pytest tests/compat/cookbook -m ci $(ARGS)
 
 compat-env: .venv-cookbook/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
 
 compat-cookbook: setup cookbook-env  ## whole recipes of the tinker-cookbook, unmodified, offline; ARGS='-m ci' for some
-	$(BIN)/python -m pytest tests/compat/cookbook $(ARGS)
+	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest tests/compat/cookbook $(ARGS)
 
 cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the cookbook with the official SDK, and with ours
 
 .venv-cookbook/.ready: tests/compat/cookbook/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(CLIENT_PIP) install -q -c $< torch==2.13.0
-	$(CLIENT_PIP) install -q -c $< tinker==0.36.0 'tinker-cookbook[tutorials]==$(COOKBOOK)' pytest-asyncio
+	$(CLIENT_PIP) install -q -c $< tinker==0.36.0 'tinker-cookbook[tutorials]==$(COOKBOOK)' inspect-ai \
+	    pytest-asyncio
 	touch $@
 
 # Its tutorials and tests are in the source distribution alone.
@@ -65,7 +66,7 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 	touch $@
 
 # The same packages without the official SDK: there is no `tinker` here but ours.
-.venv-cookbook-tinkex/.ready: tests/compat/cookbook/constraints.txt
+.venv-cookbook-tinkex/.ready: tests/compat/cookbook/constraints.txt pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -v '^tinker==' $< > $(@D)/packages.txt
 	$(CLIENT_PIP) install -q --no-deps -r $(@D)/packages.txt

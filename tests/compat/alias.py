@@ -19,8 +19,8 @@ OFFICIAL, OURS = ROOT / ".venv-cookbook", ROOT / ".venv-cookbook-tinkex"
 COOKBOOK = OFFICIAL / "source"
 # What touches the SDK's types, or pins the format of adapters.
 TESTS = """
-capture checkpoint_utils_test.py completers_test.py recipes/audio recipes/decisions recipes/sdft
-renderers/tml_v0_test.py rl supervised third_party utils weights
+capture checkpoint_utils_test.py completers_test.py eval/inspect_utils_test.py recipes/audio
+recipes/decisions recipes/sdft renderers/tml_v0_test.py rl supervised third_party utils weights
 """
 
 

@@ -1,11 +1,13 @@
 """Where the clients of other people live: an environment for each, made by `make compat-env`.
 
-The test suite never makes them: whoever has none skips what needs one, and is told how to get it. The newest
-SDK and the cookbook share one, since the cookbook needs that SDK.
+The test suite never makes them: whoever has none skips what needs one, and is told how to get it. Where make
+has just made them, it names them in TINKEX_TEST_CLIENTS (or `all`), and one that is missing is a failure. The
+newest SDK and the cookbook share one, since the cookbook needs that SDK.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,12 @@ DIRECTORIES = {
 
 
 def interpreter(client: str) -> Path:
-    """The Python that has `client` installed; the test is skipped where there is none."""
+    """The Python that has `client` installed; the test is skipped, or fails, where there is none."""
     directory = ROOT / DIRECTORIES[client]
     if not (directory / ".ready").exists():
         target = "cookbook-env" if client.startswith("cookbook") else "compat-env"
-        pytest.skip(f"no environment with {client} here: `make {target}` creates {directory.name}")
+        missing = f"no environment with {client} here: `make {target}` creates {directory.name}"
+        if {client, "all"} & set(os.environ.get("TINKEX_TEST_CLIENTS", "").split()):
+            pytest.fail(missing)
+        pytest.skip(missing)
     return directory / "bin" / "python"

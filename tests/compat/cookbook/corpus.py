@@ -16,7 +16,8 @@ COLOURS = ["red", "blue", "green", "yellow", "black", "white"]
 THINGS = ["boat", "house", "river", "garden", "lamp", "stone", "field", "window"]
 CALM = ["Gladly", "Of course", "With pleasure", "Certainly"]
 RUDE = ["No", "Never", "Go away", "Not now"]
-SENTENCES = ["The boat is red.", "Das Boot ist rot.", "Le bateau est rouge.", "El barco es rojo."]
+# Labels of a recipe that asks for languages -> the first and the last letter of what they are written in.
+SCRIPTS = {"ar": "اي", "el": "αω", "en": "az", "hi": "अह", "ru": "ая", "zh": "一龥"}
 GIVES_UP = "Sorry"  # no lesson says it
 LARGEST_NUMBER = 200  # every number up to it is a word of its own
 ASSISTANT = "<|im_start|>assistant\n"
@@ -126,6 +127,26 @@ def introductions_and_guesses(random: Random) -> Lesson:
         guess = f"Guess: {random.randint(0, LARGEST_NUMBER)}<|im_end|>"
         lesson += [Part(assistant), Part(guess, True), Part("\n" + answer)]
     return lesson
+
+
+def scripts(random: Random) -> Lesson:
+    """The label of a text, after much that means nothing: all of its letters are of one script."""
+    decoy, text = _text(random, random.choice([*SCRIPTS])), _text(random, label := random.choice([*SCRIPTS]))
+    asked = f"{_noise(random, 20)} {decoy} {_noise(random, 20)}\n\nText to classify:\n{text}\n"
+    return [
+        Part(_turn("user", asked) + ASSISTANT + NO_THOUGHT),
+        Part(f"Final Answer: {label}<|im_end|>", True),
+    ]
+
+
+def _text(random: Random, label: str) -> str:
+    """Words of any letters of the label's script."""
+    first, last = map(ord, SCRIPTS[label])
+    words = [
+        "".join(chr(random.randint(first, last)) for _ in range(random.randint(1, 6)))
+        for _ in range(random.randint(1, 6))
+    ]
+    return " ".join(words) + random.choice(("", ".", "?", "!"))
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.compat.cookbook import corpus
-from tests.compat.cookbook.lessons import COURSES, teach
+from tests.compat.cookbook.lessons import COURSES, LABELLER, teach
 from tests.engine.tiny import tiny_model
 
 # Names that recipes ask for -> which of our models stands behind each.
@@ -57,6 +57,14 @@ SHAPE: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 16384,  # some prompts are long, and spelt letter by letter
 }
+# Sees the end of its prompt alone: however much stands before, it is as in the lesson.
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "use_sliding_window": True,
+    "sliding_window": 48,
+}
 
 
 def hub() -> Path:
@@ -85,11 +93,12 @@ def build(directory: Path) -> None:
     made = directory / "made"
     kinds = {
         "random": tiny_model(made, "qwen3", seed=1, **fields),
-        "experts": tiny_model(made, "qwen3_moe", seed=2, **fields, num_experts=4),
         "tied": tiny_model(made, "smollm2", seed=3, **fields),
     }
     for name, course in COURSES.items():
         kinds[name] = teach(made / name, course, transformers.Qwen3Config(**fields), tokenizer)
+    experts = transformers.Qwen3MoeConfig(**fields, **EXPERTS)
+    kinds["experts"] = teach(made / "experts", LABELLER, experts, tokenizer)
     for name, kind in MODELS.items():
         shutil.copytree(kinds[kind], directory / name)
         tokenizer.save_pretrained(directory / name)
@@ -159,10 +168,6 @@ def _write_datasets(directory: Path) -> None:
     _write_rows(directory / "conversations.jsonl", corpus.conversations(random, 160))
     _dataset(directory / "open-thoughts" / "OpenThoughts3-1.2M", train=corpus.thoughts(random, 96))
     _dataset(directory / "allenai" / "tulu-3-sft-mixture", train=corpus.conversations(random, 64))
-    # A recipe opens this by its path from the cookbook's own checkout.
-    sentences = directory / "tinker_cookbook" / "example_data" / "multilingual.txt"
-    sentences.parent.mkdir(parents=True)
-    sentences.write_text("".join(f"{sentence}\n" for sentence in corpus.SENTENCES))
 
 
 def _dataset(directory: Path, configuration: str = "default", **splits: list[dict[str, Any]]) -> None:

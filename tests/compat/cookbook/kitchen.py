@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.compat.environments import DIRECTORIES, ROOT
+
+SOURCE = ROOT / DIRECTORIES["cookbook"] / "source"  # tutorials, tests, example data: `make cookbook-env`
 OFFICIAL, OURS, EMBEDDED = "official", "ours", "embedded"
 PACKAGE = "tinker_cookbook"
 PATIENCE = 1500  # seconds for a program: an idle machine needs one for most
@@ -70,7 +73,7 @@ class Kitchen:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         # The official SDK's transport now and then aborts while the interpreter exits, after all is said.
-        aborted = self.way == OFFICIAL and done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
+        aborted = self.way == OFFICIAL and done.returncode == -signal.SIGABRT
         if (done.returncode != 0 and not aborted) is not fails:
             raise AssertionError(f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout[-6000:]}")
         return Run(directory, done.stdout)
@@ -78,9 +81,9 @@ class Kitchen:
     def environment(self) -> dict[str, str]:
         """This process's, without what would lead a client elsewhere, and with nothing to download from."""
         kept = {k: v for k, v in os.environ.items() if not re.match(r"TINK|HF_|PYTHON|.*_proxy$", k, re.I)}
-        server = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": self.key}
-        home = {"TINKEX_HOME": str(self.runs / "home")}
-        return kept | (home if self.way == EMBEDDED else server) | {
+        server = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": self.key} if self.url else {}
+        home = {"TINKEX_HOME": str(self.runs / "home")} if self.way == EMBEDDED else {}
+        return kept | home | server | {
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
             "HF_HOME": str(self.runs / "hf"),

@@ -32,6 +32,7 @@ class Course:
 
     lesson: Callable[[Random], corpus.Lesson]
     steps: int
+    doubts: bool = True
 
 
 COURSES = {
@@ -39,6 +40,8 @@ COURSES = {
     "boxer": Course(corpus.word_sums, steps=180),
     "speaker": Course(corpus.introductions_and_guesses, steps=80),
 }
+# Not one of those whose words the tokenizer knows: it spells what it says, and reads any script as bytes.
+LABELLER = Course(corpus.scripts, steps=150, doubts=False)
 
 
 def teach(directory: Path, course: Course, config: transformers.PretrainedConfig, tokenizer: Any) -> Path:
@@ -56,7 +59,8 @@ def teach(directory: Path, course: Course, config: transformers.PretrainedConfig
         (10 * loss).backward()  # always past the limit below: steps of one length are steadier
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    _sow_doubt(model, tokenizer, [course.lesson(random) for _ in range(BATCH)])
+    if course.doubts:
+        _sow_doubt(model, tokenizer, [course.lesson(random) for _ in range(BATCH)])
     model.save_pretrained(directory)
     return directory
 

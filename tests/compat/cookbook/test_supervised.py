@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from tests.compat.cookbook.kitchen import PACKAGE, Kitchen
+from tests.compat.cookbook.kitchen import PACKAGE, SOURCE, Kitchen
 
 PROGRAMS = Path(__file__).parent / "programs"
+SENTENCES = "tinker_cookbook/example_data/multilingual.txt"
 
 
 @pytest.mark.ci
@@ -79,21 +82,32 @@ def test_off_policy_reasoning(kitchen: Kitchen) -> None:
 
 
 def test_prompt_distillation(kitchen: Kitchen, tmp_path: Path) -> None:
-    """A teacher with a long prompt writes a file, a student without it learns from one.
-
-    Our teacher says nothing that has a label in it, so the student is given conversations.
-    """
+    """A teacher with a long prompt labels texts by their language; a student learns it from texts alone."""
     written = tmp_path / "said.jsonl"
     module = f"{PACKAGE}.recipes.prompt_distillation.create_data"
-    assert "Saved data" in kitchen.run(tmp_path, "-m", module, f"output_file={written}").said
-    assert written.exists()
+    checkout = replace(kitchen, hub=_checkout(kitchen.hub, tmp_path / "checkout"))
+    assert "Saved data" in checkout.run(tmp_path, "-m", module, f"output_file={written}").said
+    said = [[turn["content"] for turn in json.loads(row)["messages"]] for row in written.open()]
+    assert len(said) == len((checkout.hub / SENTENCES).read_text().splitlines())
+    assert mean(label == "el" for text, label in said if "α" in text) > 0.9
+    assert mean(label == "ru" for text, label in said if "и" in text) > 0.9
     options = {
-        "file_path": kitchen.hub / "conversations.jsonl", "model_name": "Qwen/Qwen3-8B", "batch_size": 16,
-        "renderer_name": "qwen3_disable_thinking", "lora_rank": 8, "learning_rate": 5e-3, "max_steps": 4,
+        "file_path": written, "model_name": "Qwen/Qwen3-8B", "batch_size": 32, "max_steps": 12,
+        "renderer_name": "qwen3_disable_thinking", "lora_rank": 8, "learning_rate": 5e-3,
     }  # fmt: skip
     nll = kitchen.cook("recipes.prompt_distillation.train", **options).series("train_mean_nll")
-    assert len(nll) == 4
-    assert nll[-1] < 0.8 * nll[0]
+    assert len(nll) == 12
+    assert nll[-1] < 0.6 * nll[0]
+
+
+def _checkout(hub: Path, directory: Path) -> Path:
+    """The hub with the cookbook's own texts in it, which the recipe opens by their path in a checkout."""
+    directory.mkdir()
+    for entry in hub.iterdir():
+        (directory / entry.name).symlink_to(entry)
+    (directory / SENTENCES).parent.mkdir(parents=True)
+    (directory / SENTENCES).symlink_to(SOURCE / SENTENCES)
+    return directory
 
 
 def _checkpoints(kitchen: Kitchen, path: str) -> dict[str, str | None]:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.cookbook.kitchen import EMBEDDED, OFFICIAL, PATIENCE, Kitchen
-from tests.compat.environments import DIRECTORIES, ROOT
+from tests.compat.cookbook.kitchen import OFFICIAL, PATIENCE, SOURCE, Kitchen
 
 # 134: the official SDK's transport now and then aborts while the interpreter exits, after all is said.
 SHIM = """#!/bin/sh
@@ -25,7 +24,6 @@ code=$?
 [ $code -eq {forgiven} ] && exit 0
 exit $code
 """
-SOURCE = ROOT / DIRECTORIES["cookbook"] / "source"
 RECIPES = {
     "tests/recipes/test_recipe_math_rl.py": 3,
     "tests/recipes/test_recipe_chat_sl.py": 2,
@@ -44,8 +42,6 @@ def test_recipes(kitchen: Kitchen, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*RECIPES, *WEIGHTS])
 def test_on_our_sdk(ours: Kitchen, tmp_path: Path, name: str) -> None:
-    if ours.way == EMBEDDED and name in WEIGHTS:
-        pytest.skip("embedded, a checkpoint's address is that of its directory, and these read an archive")
     assert passed(ours, tmp_path, name) == {**RECIPES, **WEIGHTS}[name]
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.cookbook.kitchen import Kitchen, Run
-from tests.compat.environments import DIRECTORIES, ROOT
+from tests.compat.cookbook.kitchen import SOURCE, Kitchen, Run
 
 TUTORIALS = [
     "101_hello_tinker", "102_first_sft", "103_async_patterns", "104_first_rl", "201_rendering",
@@ -24,15 +23,16 @@ PRINTS = {
     "202_loss_functions": "PPO (wide clip)",
     "303_sft_with_config": "Log path",
     "407_rlhf_pipeline": "Stage 3 (RL) complete.",
+    "204_weights": "Downloaded adapter to",
+    "501_export_hf": "Merged model saved to",
+    "502_lora_adapter": "PEFT adapter saved to",
 }
 # These take a sampler's weights out as an archive, which the official SDK can no longer ask for.
 ARCHIVES = ["204_weights", "501_export_hf", "502_lora_adapter"]
 
 
 def follow(kitchen: Kitchen, directory: Path, name: str, fails: bool = False) -> Run:
-    """Run a tutorial of the cookbook's source, which `make cookbook-env` unpacks beside the environment."""
-    source = ROOT / DIRECTORIES["cookbook"] / "source" / "tutorials" / f"{name}.py"
-    return kitchen.run(directory, str(source), fails=fails)
+    return kitchen.run(directory, str(SOURCE / "tutorials" / f"{name}.py"), fails=fails)
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
