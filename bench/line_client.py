@@ -97,18 +97,18 @@ class Client:
         return {"ms": statistics.median(took) * 1e3}
 
     def sample(self) -> dict[str, float]:
-        """64 tokens for each of 8 prompts, asked for at once."""
+        """64 tokens for each of 8 prompts, asked for at once: the middle of five, since one is short."""
         sampler = self._sampler()
         params = tinker.SamplingParams(max_tokens=64, temperature=1.0, stop=[])
-        prompts = [tinker.ModelInput.from_ints(ids(64)) for _ in range(8)]
         drawn: list[int] = []
 
         def all_of_them() -> None:
+            prompts = [tinker.ModelInput.from_ints(ids(64)) for _ in range(8)]
             promises = [sampler.sample(prompt, 1, params) for prompt in prompts]
             drawn.extend(len(p.result().sequences[0].tokens) for p in promises)
 
-        seconds = timed(all_of_them)
-        assert drawn == [64] * 8, drawn
+        seconds = statistics.median(timed(all_of_them) for _ in range(5))
+        assert drawn == [64] * 40, drawn
         return {"rate": 512 / seconds}
 
     def warm(self) -> dict[str, float]:
