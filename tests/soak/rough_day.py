@@ -128,9 +128,12 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
 
-def work(server: Server, seeds: range, actions: int) -> Report:
+def work(server: Server, seeds: range, actions: int, calm: threading.Event | None = None) -> Report:
     """All tenants through their plans at once; the first one's trouble is everybody's."""
-    tenants = {seed: Tenant(server.url, seed, actions, server.has_put_away) for seed in seeds}
+    if calm is None:
+        calm = threading.Event()
+        calm.set()
+    tenants = {seed: Tenant(server.url, seed, actions, server.has_put_away, calm) for seed in seeds}
     for tenant in tenants.values():
         tenant.start()
     for tenant in tenants.values():
@@ -145,7 +148,7 @@ def work(server: Server, seeds: range, actions: int) -> Report:
 
 def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int) -> Report:
     """The same, with a vandal at the door and a server that is killed now and then."""
-    done, killed, random_ = threading.Event(), 0, random.Random(seed)
+    done, calm, killed, random_ = threading.Event(), threading.Event(), 0, random.Random(seed)
 
     def disturb() -> None:
         nonlocal killed
@@ -153,12 +156,13 @@ def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int
             server.kill()
             killed += 1
             server.start()
+        calm.set()
 
     vandal, killer = Vandal(server.url, seed), threading.Thread(target=disturb, name="killer")
     vandal.start()
     killer.start()
     try:
-        report = work(server, seeds, actions)
+        report = work(server, seeds, actions, calm)
     finally:
         done.set()
         killer.join()

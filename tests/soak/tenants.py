@@ -27,10 +27,16 @@ PATIENCE = 240.0  # for one result: several kills and restarts long
 class Tenant(threading.Thread):
     """One user in a thread; `notes` are what its plan came to, `trouble` what must not have happened."""
 
-    def __init__(self, url: str, seed: int, actions: int, put_away: Callable[[str], bool]) -> None:
-        """`put_away` tells whether the server has put a run on disk for want of a sign of life."""
+    def __init__(
+        self, url: str, seed: int, actions: int, put_away: Callable[[str], bool], calm: threading.Event
+    ) -> None:
+        """`put_away` tells whether the server has put a run on disk for want of a sign of life.
+
+        After a kill all runs are on disk, so that is waited for once the last one is over and it is `calm`.
+        """
         super().__init__(name=f"tenant-{seed}", daemon=True)
         self._url, self._seed, self._actions, self._put_away = url, seed, actions, put_away
+        self._calm = calm
         self._random = random.Random(seed)
         self.notes: list[Any] = []
         self.trouble: BaseException | None = None
@@ -119,7 +125,8 @@ class Tenant(threading.Thread):
         self.notes.append(("step", self._wait(run.optim_step(ADAM)).metrics["optimizer_step"]))
 
     def _doze(self, run: tinkex.TrainingClient) -> None:
-        """Say nothing until the session has lapsed (a kill may have come in between), then go on."""
+        """Say nothing until the session has lapsed, then go on."""
+        self._calm.wait(PATIENCE)
         self._train(run)
         for _ in range(150):
             if self._put_away(run.model_id):

@@ -27,9 +27,11 @@ def test_a_rough_day_ends_like_a_quiet_one(tmp_path: Path) -> None:
         assert report.resolved == expected.resolved
         assert differences(report, expected) == []
 
-        server.settles({"files and sockets": 30})
-        before = server.holds()
-        rough_work(server, range(SEED + 100, SEED + 100 + TENANTS), ACTIONS // 2, 0, SEED)
+        # The last kill may have left it little to do since; what it loads for good, it loads on the first day
+        for day in (100, 200):
+            server.settles({"files and sockets": 30})
+            before = server.holds()
+            rough_work(server, range(SEED + day, SEED + day + TENANTS), ACTIONS // 2, 0, SEED)
         slack = {"files and sockets": 4, "threads": 2, "MB resident": 80}
         limits = {name: held + slack[name] for name, held in before.items() if name in slack}
         nothing = dict.fromkeys(("KV pages", "slots", "published adapters", "queued"), 0)
