@@ -200,7 +200,9 @@ class Service:
             await asyncio.sleep(TICK)
             try:
                 await self.tick(thorough=round % THOROUGH == 0)
-            except Exception:
+            except Exception as error:
+                if "after shutdown" in str(error):  # of the executor: the user's process is ending
+                    return
                 log.exception("upkeep failed; trying again")
 
     async def tick(self, *, thorough: bool = True) -> None:
