@@ -9,7 +9,7 @@ CLIENT_PIP = $(@D)/bin/pip --disable-pip-version-check --retries 10
 TINKERS := 0.26.0 0.13.1 0.4.1
 COOKBOOK := 0.5.8
 
-.PHONY: help setup check test demo compat compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
+.PHONY: help setup check test demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -37,7 +37,9 @@ test: setup      ## the whole test suite
 demo: setup      ## watch a real model learn, on this machine's CPU
 	$(BIN)/tinkex demo $(ARGS)
 
-compat: setup compat-env cookbook-env  ## other people's clients, unmodified, against `tinkex serve`
+compat: compat-sdk compat-cookbook  ## both of them
+
+compat-sdk: setup compat-env cookbook-env  ## other people's clients, old and new, unmodified, against `tinkex serve`
 	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 
 compat-ci: setup .venv-cookbook/.ready  ## of both, what every change must pass: the newest SDK, some recipes

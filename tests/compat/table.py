@@ -1,6 +1,6 @@
 """What works with what, from test results: docs/compat.md and the table in the README.
 
-    make compat ARGS=--junitxml=compat.xml && make compat-cookbook ARGS=--junitxml=cookbook.xml
+    make compat-sdk ARGS=--junitxml=compat.xml && make compat-cookbook ARGS=--junitxml=cookbook.xml
     python -m tests.compat.table compat.xml cookbook.xml      # records results.json and writes both tables
 
 Without files it writes the tables from what was recorded. A test fails where they differ from it. Tests that
@@ -22,7 +22,7 @@ END = "<!-- end of table -->"
 SERVED, OLDER = "unmodified, on `tinkex serve`", r"compat\.test_older::.*"
 COOKBOOK = "`tinker-cookbook` 0.5.8"
 INTRODUCTION = """
-Generated from the results of `make compat` and `make compat-cookbook` by `python -m tests.compat.table`:
+Generated from the results of `make compat` by `python -m tests.compat.table`:
 other people's programs, unmodified, each in an environment of its own, over real sockets. vLLM is not among
 them, since it needs a GPU: it reads PEFT adapters, but not one whose unembedding was trained.
 """.strip()

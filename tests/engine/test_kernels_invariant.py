@@ -6,43 +6,26 @@ interpreter, which shows that the logic is right.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.streams import stream_keys
-from tinkex.engine.torch import sample
+from tinkex.engine.torch import grouped, sample
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.drawing import TorchRows
 from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.kernels import draw, logprobs, packed
+from tinkex.engine.torch.kernels.product import product
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.engine.torch.ops import linear
+from tinkex.engine.torch.paged import PackedForward
 from tinkex.types.params import LoraConfig
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
-    pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
-]
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs Triton", allow_module_level=True)
-
-from tinkex.engine.torch import grouped  # noqa: E402
-from tinkex.engine.torch.kernels import draw, logprobs, packed  # noqa: E402
-from tinkex.engine.torch.kernels.product import product  # noqa: E402
-from tinkex.engine.torch.paged import PackedForward  # noqa: E402
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BF16 = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bf16
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, BF16)
+pytestmark = MARKS
 
 
 def assert_near(got: Tensor, want: Tensor, bound: float = 8e-3) -> None:

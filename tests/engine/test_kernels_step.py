@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,25 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch import plain
+from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tinkex.engine.torch import grouped, plain
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.kernels import lora, step
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
-    pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
-]
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs Triton", allow_module_level=True)
+pytestmark = MARKS
 
-from tinkex.engine.torch import grouped  # noqa: E402
-from tinkex.engine.torch.kernels import lora, step  # noqa: E402
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bf16
 BOUND = 1e-5 if INTERPRETED else 1e-2
 
 HEADS, DIM, WIDTH, MLP = (4, 2), 32, 96, 160
@@ -39,11 +28,6 @@ SITES = {
     GATE_UP: (WIDTH, (Part("gate", MLP, "mlp"), Part("up", MLP, "mlp"))),
     DOWN: (1100, (Part("down", WIDTH, "mlp"),)),
 }
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(DEVICE, DTYPE)
 
 
 def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
@@ -66,7 +50,7 @@ def case(site: Site, lengths: list[int], *, library: bool) -> Case:
     ones = [adapter(4, 1), None, adapter(16, 2, train_mlp=False), adapter(8, 3)]
     want = PlainLora(ones, lengths)(site, x.float(), x.float() @ weight.float().t())
     there = [one for one in ones if one is not None]
-    table = torch.from_numpy(grouped.table_rows(there, [one.flat_as(DTYPE) for one in there]))
+    table = torch.from_numpy(grouped.table_rows(there, [one.flat_as(BF16) for one in there]))
     table = torch.cat((table, torch.zeros(1, table.shape[1], dtype=torch.int64)))
     scales = torch.tensor([one.scale for one in there] + [0.0])
     slots = iter(there.index(one) if one in there else len(there) for one in ones)
@@ -80,7 +64,7 @@ def case(site: Site, lengths: list[int], *, library: bool) -> Case:
     if not library:
         return Case(step.project(x, weight, adapters), want, ones)
     u = lora.shrink(x, adapters.table, adapters.tiles, adapters.site)
-    return Case(step.Summands((x @ weight.t())[None], u, adapters, DTYPE), want, ones)
+    return Case(step.Summands((x @ weight.t())[None], u, adapters, BF16), want, ones)
 
 
 def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -106,7 +90,7 @@ products = pytest.mark.parametrize(
 def test_rotation(lengths: list[int], library: bool, normed: bool) -> None:
     one = case(QKV, lengths, library=library)
     angle = random(sum(lengths), DIM // 2, seed=5).float()
-    cos, sin = angle.cos().to(DTYPE), angle.sin().to(DTYPE)
+    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
     norms = (1 + 0.2 * random(DIM, seed=6), 1 + 0.2 * random(DIM, seed=7)) if normed else None
     wide = None if norms is None else (norms[0].float(), norms[1].float())
     got = one.sums.rotate(cos, sin, HEADS, norms, 1e-5)

@@ -200,9 +200,7 @@ class Service:
             await asyncio.sleep(TICK)
             try:
                 await self.tick(thorough=round % THOROUGH == 0)
-            except Exception as error:
-                if "after shutdown" in str(error):  # of the executor: the user's process is ending
-                    return
+            except Exception:
                 log.exception("upkeep failed; trying again")
 
     async def tick(self, *, thorough: bool = True) -> None:
@@ -216,7 +214,7 @@ class Service:
             if await self.live.put_away(run):
                 log.info("run %s was put on disk: its session has not been heard of", run.id)
         if thorough:
-            await asyncio.to_thread(self.core.archives.sweep)
+            self.core.archives.sweep()
             self.accounts.count_storage()
             self.sessions.expire()
             for session_id in list(self.core.seen):

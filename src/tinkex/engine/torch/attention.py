@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch import kernels
+from tinkex.engine.torch.upload import to_device
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
@@ -103,9 +104,7 @@ class PackedAttend:
                 packed.cut_tiles(self._lengths, packed.QUERIES, later_first=True),
                 packed.cut_tiles(self._lengths, packed.KEYS, later_first=False),
             )
-            self._tiles = packed.Tiles(
-                *(torch.from_numpy(a).pin_memory().to(q_THC.device, non_blocking=True) for a in arrays)
-            )
+            self._tiles = packed.Tiles(*(to_device(array, q_THC.device) for array in arrays))
         if self._invariant:
             return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._in_sampler_tiles(q_THC))  # type: ignore[return-value]
         window = None if window is None or window >= max(self._lengths) else window

@@ -107,7 +107,7 @@ class Graphs:
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
         self._decoder, self._cache = decoder, cache
         device = decoder.unembed_weight.device
-        self.device, self.dtype, self.capacity = device, decoder.unembed_weight.dtype, bucket(capacity)
+        self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
         self._sites = {
             site: lora_kernel.Site(grouped.column_of(site), i, [part.out_features for part in parts])

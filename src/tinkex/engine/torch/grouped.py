@@ -20,6 +20,7 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import lora as kernel
 from tinkex.engine.torch.ops import frozen_product
+from tinkex.engine.torch.upload import to_device
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
 _COLUMNS = 4  # of a site: A's address and those of up to three parts
@@ -113,10 +114,7 @@ class GroupedLora:
         return kernel.Table(rows, self._to(scales), widest, self._invariant)
 
     def _to(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return (
-            tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
-        )
+        return to_device(np.ascontiguousarray(array), self._device)
 
     def site(self, site: Site) -> kernel.Site | None:
         """How the kernels know `site`; None if no adapter is there."""

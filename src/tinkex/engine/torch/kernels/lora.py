@@ -77,6 +77,12 @@ def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray
 
 
 @triton.jit
+def tile_at(cells, tiles, tile):
+    """A tile's slot, first row and number of rows."""
+    return tl.load(cells + tile), tl.load(cells + tiles + tile), tl.load(cells + 2 * tiles + tile)
+
+
+@triton.jit
 def _part(part, n0, n1, n2, EVEN: tl.constexpr):
     """The width of a part and the columns before it; EVEN: all of them are multiples of 16."""
     width = tl.where(part == 0, n0, tl.where(part == 1, n1, n2))
@@ -106,11 +112,7 @@ def _shrink(
     after_previous()
     tile, split = tl.program_id(0), tl.program_id(2)
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
-    slot, start, count = (
-        tl.load(cells + tile),
-        tl.load(cells + tiles + tile),
-        tl.load(cells + 2 * tiles + tile),
-    )
+    slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     if (count > 0) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
@@ -146,11 +148,7 @@ def _expand(
     after_previous()
     tile = tl.program_id(1)
     part, first = _part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
-    slot, start, count = (
-        tl.load(cells + tile),
-        tl.load(cells + tiles + tile),
-        tl.load(cells + 2 * tiles + tile),
-    )
+    slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     if (count > 0) & (address != 0):
@@ -192,11 +190,7 @@ def _write(
     after_previous()
     tile = tl.program_id(1)
     part, first = _part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
-    slot, start, count = (
-        tl.load(cells + tile),
-        tl.load(cells + tiles + tile),
-        tl.load(cells + 2 * tiles + tile),
-    )
+    slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     wide = tl.where(address != 0, rank * MULTIPLE, 0)
@@ -230,11 +224,7 @@ def _outer(
     after_previous()
     tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     part, first = _part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
-    slot, start, count = (
-        tl.load(cells + tile),
-        tl.load(cells + tiles + tile),
-        tl.load(cells + 2 * tiles + tile),
-    )
+    slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)

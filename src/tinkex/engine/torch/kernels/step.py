@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import Site, Table, Tiles
+from tinkex.engine.torch.kernels.lora import Site, Table, Tiles, tile_at
 
 _WIDEST = 128  # columns of x·Aᵀ, of all parts, that one program computes
 # as measured on an H200
@@ -51,8 +51,7 @@ def _shrink(
 ):  # fmt: skip
     """u[rows of a tile] = x · Aᵀ over one part of the features."""
     tile, split = pid // SPLITS, pid % SPLITS
-    slot, start = tl.load(cells + tile), tl.load(cells + tiles + tile)
-    count = tl.load(cells + 2 * tiles + tile)
+    slot, start, count = tile_at(cells, tiles, tile)
     wide = tl.load(table + slot * columns).to(tl.int32) * MULTIPLE
     address = tl.load(table + slot * columns + column)
     matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -144,12 +143,6 @@ def _project(
 
 
 @triton.jit
-def _rows(cells, tiles, tile):
-    """A tile's slot, first row and number of rows."""
-    return tl.load(cells + tile), tl.load(cells + tiles + tile), tl.load(cells + 2 * tiles + tile)
-
-
-@triton.jit
 def _adapter(
     table, scales, slot, columns, column, part, width, col, have_n, RANK: tl.constexpr, DTYPE: tl.constexpr
 ):
@@ -190,7 +183,7 @@ def _total(
     SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    slot, start, count = _rows(cells, tiles, tl.program_id(1))
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
     m, col = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (start + m).to(tl.int64)
     have_m, have_n = (m < count)[:, None], (col < N)[None, :]
@@ -212,7 +205,7 @@ def _swiglu(
     SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    slot, start, count = _rows(cells, tiles, tl.program_id(1))
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
     m, col = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (start + m).to(tl.int64)
     have_m, have_n = (m < count)[:, None], (col < F)[None, :]
@@ -245,7 +238,7 @@ def _rotate(
     SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    slot, start, count = _rows(cells, tiles, tl.program_id(1))
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
     head = tl.program_id(0)
     part = tl.where(head < H, 0, tl.where(head < H + G, 1, 2))
     first = tl.where(part == 0, 0, tl.where(part == 1, H, H + G))  # the part's first head
