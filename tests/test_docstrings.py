@@ -51,10 +51,10 @@ def readers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
         stub.script("stream_sample", events(TOKENS, DONE))
         stub.script("metrics", status(200, body=b'{"loss": 1.5}\n'))
         service = ServiceClient()
-        run = service.create_lora_training_client("stub/base", timeout=5)
+        run = service.create_lora_training_client("stub/base", timeout=20)
         yield {
             "service": service, "run": run, "run_id": run.model_id, "rest": service.create_rest_client(),
-            "sampler": service.create_sampling_client(base_model="stub/base", timeout=5),
+            "sampler": service.create_sampling_client(base_model="stub/base", timeout=20),
             "prompt": PROMPT, "tokens": [1, 2], "data": [datum()], "AdamParams": AdamParams, "date": date,
             "ModelInput": ModelInput, "SamplingParams": SamplingParams, "http://127.0.0.1:8000": stub.url,
         }  # fmt: skip

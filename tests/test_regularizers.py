@@ -253,7 +253,7 @@ def test_a_loss_of_the_servers_is_regularized_by_a_second_pass() -> None:
         scored = datum(3, logprobs=[-1.0] * 3, advantages=[1.0] * 3)
         run.forward_backward([scored], "ppo")
         output = run.forward_backward_custom([datum(3)], reg.regularized(None, [reg.l2()])).result(10)
-        run.optim_step().result(5)
+        run.optim_step().result(20)
         assert [op for _, _, op in stub.executed] == [
             "forward_backward", "forward", "forward_backward", "optim_step",
         ]  # fmt: skip

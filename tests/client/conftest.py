@@ -60,7 +60,7 @@ def fast_retries(service: ServiceClient, **changes: Any) -> None:
 
 def close(service: ServiceClient) -> None:
     try:
-        service.close().result(5)
+        service.close().result(20)
     except Exception:
         pass  # the test broke the server on purpose
 
@@ -70,7 +70,7 @@ def datum(length: int = 4, **inputs: Any) -> Datum:
     return Datum(ModelInput.from_ints(tokens), {"target_tokens": TensorData(tokens + 1), **inputs})
 
 
-def eventually(condition: Callable[[], Any], timeout: float = 5.0) -> None:
+def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> None:
     """Wait until something is true; fail if it never is."""
     end = time.monotonic() + timeout
     while not condition():

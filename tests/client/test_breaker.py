@@ -177,9 +177,9 @@ def test_a_lost_server_is_not_hammered_and_everyone_goes_on_when_it_is_back(stub
     for service in services:
         fast_retries(service, probe_cap=0.05)
     runs = [
-        service.create_lora_training_client("stub/base", timeout=5) for service in services for _ in range(5)
+        service.create_lora_training_client("stub/base", timeout=20) for service in services for _ in range(5)
     ]
-    samplers = [service.create_sampling_client(base_model="stub/base", timeout=5) for service in services]
+    samplers = [service.create_sampling_client(base_model="stub/base", timeout=20) for service in services]
     host = shared_host(stub.url)
     before = stub.total_requests
     stub.stop()
@@ -203,7 +203,7 @@ def test_a_lost_server_is_not_hammered_and_everyone_goes_on_when_it_is_back(stub
 def test_a_host_that_is_lost_is_given_its_time_and_the_error_says_what_is_known(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(lost=1.0, close=0.5))
     fast_retries(service)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.stop()
     began = time.monotonic()
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(50)]
@@ -221,21 +221,21 @@ def test_once_it_is_open_who_does_not_retry_fails_at_once(stub: Stub) -> None:
     """Fail fast: without another attempt, which would wait for a timeout of its own."""
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(close=0.5))
     fast_retries(service)
-    patient = service.create_sampling_client(base_model="stub/base", timeout=5)
+    patient = service.create_sampling_client(base_model="stub/base", timeout=20)
     hasty = service.create_sampling_client(
-        base_model="stub/base", retry_config=RetryConfig(enable_retry_logic=False), timeout=5
+        base_model="stub/base", retry_config=RetryConfig(enable_retry_logic=False), timeout=20
     )
-    hasty.sample(PROMPT, 1, PARAMS).result(5)
+    hasty.sample(PROMPT, 1, PARAMS).result(20)
     stub.stop()
     waiting = patient.sample(PROMPT, 1, PARAMS)
     eventually(lambda: shared_host(stub.url).breaker.is_open)
     began = time.monotonic()
     with pytest.raises(APIConnectionError, match="circuit open"):
-        hasty.sample(PROMPT, 1, PARAMS).result(5)
+        hasty.sample(PROMPT, 1, PARAMS).result(20)
     assert time.monotonic() - began < 4
     stub.start()
     waiting.result(10)
-    hasty.sample(PROMPT, 1, PARAMS).result(5)
+    hasty.sample(PROMPT, 1, PARAMS).result(20)
     close(service)
 
 
@@ -248,7 +248,7 @@ def test_a_host_never_reached_is_tried_again_by_a_later_call() -> None:
         with pytest.raises(APIConnectionError, match=r"refused.*circuit open"):
             service.get_server_capabilities()
     with Stub(port=port):
-        assert service.get_server_capabilities(timeout=5)
+        assert service.get_server_capabilities(timeout=20)
         close(service)
 
 
@@ -256,13 +256,13 @@ def test_a_host_never_reached_is_tried_again_by_a_later_call() -> None:
 def test_a_server_that_answers_badly_is_there(stub: Stub, service: ServiceClient, mishap: Any) -> None:
     """Only a host that cannot be reached opens the circuit; one request's trouble is not everybody's."""
     fast_retries(service, status_budget=20)
-    run = service.create_lora_training_client("stub/base", timeout=5)
+    run = service.create_lora_training_client("stub/base", timeout=20)
     stub.script("optim_step", *[mishap] * 12)
     step = run.optim_step()
     for _ in range(30):
-        run.get_info(timeout=5)
+        run.get_info(timeout=20)
     step.result(10)
-    run.forward_backward([datum()], "cross_entropy").result(5)
+    run.forward_backward([datum()], "cross_entropy").result(20)
 
 
 def test_a_server_that_is_slow_is_there(stub: Stub) -> None:

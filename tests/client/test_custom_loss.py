@@ -40,7 +40,7 @@ def test_a_custom_pass_is_a_forward_and_a_backward_in_one_turn(stub: Stub, run: 
     future = run.forward_backward_custom([datum(3), datum(2)], squares)
     step = run.optim_step()
     output = future.result(20)
-    step.result(5)
+    step.result(20)
     assert [op for _, _, op in stub.executed] == ["forward", "forward_backward", "optim_step"]
     assert output.metrics["loss:sum"] == pytest.approx(5 * 0.25)
     assert output.metrics["surrogate_loss:sum"] == 1.5
@@ -83,8 +83,8 @@ def test_async_and_the_ignored_argument(stub: Stub, run: Any) -> None:
 def test_what_a_loss_returns_is_checked(stub: Stub, run: Any, loss: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         run.forward_backward_custom([datum()], loss).result(10)
-    run.forward_backward([datum()], "cross_entropy").result(5)
-    run.optim_step().result(5)
+    run.forward_backward([datum()], "cross_entropy").result(20)
+    run.optim_step().result(20)
     assert [op for _, _, op in stub.executed] == ["forward", "forward_backward", "optim_step"]
 
 
@@ -95,7 +95,7 @@ def test_a_loss_that_raises_fails_its_pass_alone(stub: Stub, run: Any, error: Ba
 
     with pytest.raises(ValueError if isinstance(error, ValueError) else TinkerError):
         run.forward_backward_custom([datum()], loss).result(10)
-    run.optim_step().result(5)
+    run.optim_step().result(20)
 
 
 def test_a_loss_runs_beside_the_loop(stub: Stub) -> None:
@@ -112,7 +112,7 @@ def test_a_loss_runs_beside_the_loop(stub: Stub) -> None:
     future = run.forward_backward_custom([datum()], slow)
     assert inside.wait(20)
     stub.wait_for("session_heartbeat", stub.count("session_heartbeat") + 3)
-    other.forward_backward([datum()], "cross_entropy").result(5)
+    other.forward_backward([datum()], "cross_entropy").result(20)
     assert not future.done()
     release.set()
     future.result(10)
@@ -124,8 +124,8 @@ def test_a_loss_may_sample(stub: Stub, run: Any, sampler: Any) -> None:
     drawn: list[Any] = []
 
     def loss(data: Any, logprobs: Any) -> Any:
-        drawn.append(sampler.sample(PROMPT, 1, PARAMS).result(5))
-        drawn.append(run.get_info(timeout=5))
+        drawn.append(sampler.sample(PROMPT, 1, PARAMS).result(20))
+        drawn.append(run.get_info(timeout=20))
         return squares(data, logprobs)
 
     run.forward_backward_custom([datum()], loss).result(10)
@@ -156,14 +156,14 @@ def test_a_loss_that_calls_its_own_run_is_told(stub: Stub, run: Any) -> None:
 
     with pytest.raises(TinkerError, match="forward was called inside a custom loss of the same run"):
         run.forward_backward_custom([datum()], loss).result(10)
-    run.optim_step().result(5)
+    run.optim_step().result(20)
 
 
 def test_a_loss_may_use_another_run(stub: Stub, service: ServiceClient, run: Any) -> None:
     other = service.create_lora_training_client("stub/base")
 
     def loss(data: Any, logprobs: Any) -> Any:
-        other.forward_backward_custom([datum()], squares).result(5)
+        other.forward_backward_custom([datum()], squares).result(20)
         return squares(data, logprobs)
 
     run.forward_backward_custom([datum()], loss).result(10)
@@ -181,7 +181,7 @@ def test_a_cancelled_custom_pass_sends_no_gradient(stub: Stub, run: Any) -> None
     step = run.optim_step()
     assert inside.wait(20)
     future.cancel()
-    step.result(5)  # at once: a loss that nobody waits for does not hold the run up
+    step.result(20)  # at once: a loss that nobody waits for does not hold the run up
     release.set()
     time.sleep(0.1)
     assert [op for _, _, op in stub.executed] == ["forward", "optim_step"]
@@ -218,7 +218,7 @@ def test_a_traced_loss_is_uploaded_where_the_server_takes_it() -> None:
         handle = service.create_custom_loss(traced_squares, RANKS).result(10)
         assert (handle.name, handle.loss_id, handle.input_names) == ("traced_squares", "loss-0", ("gain",))
         run.forward_backward_custom([gaining(1, 2), gaining(3, 4, 5)], handle).result(10)
-        run.optim_step().result(5)
+        run.optim_step().result(20)
         assert [op for _, _, op in stub.executed] == ["forward_backward", "optim_step"]
         sent = next(request for request in stub.requests if request.op == "forward_backward")
         assert b"loss-0" in sent.body

@@ -59,9 +59,9 @@ def test_everything_inherited_is_refused_at_once(stub: Stub) -> None:
         client = service()
         run = client.create_lora_training_client("stub/base")
         sampler = client.create_sampling_client(base_model="stub/base")
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
         done, pickled = sampler.sample(PROMPT, 1, PARAMS), pickle.dumps(sampler)
-        done.result(5)
+        done.result(20)
         pending = run.optim_step()
 
         def check():
@@ -79,7 +79,7 @@ def test_everything_inherited_is_refused_at_once(stub: Stub) -> None:
             assert done.result().sequences, "what had arrived before the fork can be read"
 
         assert in_fork(check)
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
         """,
     )
 
@@ -98,7 +98,7 @@ def test_a_child_that_drops_what_it_inherited_leaves_the_parents_session_alone(s
             gc.collect()
 
         assert in_fork(check)
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
         """,
     )
     assert [session["finished"]["reason"]["type"] for session in stub.sessions.values()] == ["success"]
@@ -112,8 +112,8 @@ def test_a_child_forked_before_any_use_works(stub: Stub) -> None:
         client = service()  # made, but not used
 
         def check():
-            service().create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(5)
-            client.create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(5)
+            service().create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(20)
+            client.create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(20)
 
         assert in_fork(check)
         check()
@@ -132,7 +132,7 @@ def test_a_fork_while_many_threads_use_the_client(stub: Stub) -> None:
 
         def use():
             while going:
-                sampler.sample(PROMPT, 1, PARAMS).result(5)
+                sampler.sample(PROMPT, 1, PARAMS).result(20)
 
         threads = [threading.Thread(target=use) for _ in range(3)]
         for thread in threads:
@@ -164,7 +164,7 @@ def test_multiprocessing(stub: Stub, method: str, tmp_path) -> None:
                 context = multiprocessing.get_context(sys.argv[2])
                 answers = context.Queue()
                 sampler = service().create_sampling_client(base_model="stub/base")
-                sampler.sample(PROMPT, 1, PARAMS).result(5)
+                sampler.sample(PROMPT, 1, PARAMS).result(20)
                 process = context.Process(target=work, args=(sampler, answers))
                 process.start()
                 print(answers.get(timeout=15))

@@ -36,7 +36,7 @@ async def serving(handler: Handler):
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    http = Http1(url, timeout=5, connect_timeout=2, keep=4)
+    http = Http1(url, timeout=20, connect_timeout=2, keep=4)
     try:
         yield http, url
     finally:

@@ -156,7 +156,7 @@ def test_a_429_pauses_every_sampler_with_the_same_credential_and_no_other(stub: 
         ServiceClient(base_url=stub.url.upper() + "/", api_key="tml-one" if same_key else "tml-two"),
     ]
     first, second = (
-        service.create_sampling_client(base_model="stub/base", timeout=5) for service in services
+        service.create_sampling_client(base_model="stub/base", timeout=20) for service in services
     )
     stub.script("asample", status(429, {"retry-after": "1.5"}))
     limited = first.sample(PROMPT, 1, PARAMS)
@@ -165,7 +165,7 @@ def test_a_429_pauses_every_sampler_with_the_same_credential_and_no_other(stub: 
     eventually(lambda: not shared_rate_limit(stub.url, identity).open)
     other = second.sample(PROMPT, 1, PARAMS)
     for future in (limited, other):
-        future.result(5)
+        future.result(20)
     refused = stub.sent("asample")[0].time
     (sent,) = [
         request.time
@@ -205,7 +205,7 @@ def test_prompts_on_their_way_are_limited_by_their_bytes(
     time.sleep(0.2)
     assert stub.count("asample") == at_once
     for future in futures:
-        future.result(5)
+        future.result(20)
 
 
 @pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 4), (9_000, 2), (1, 1)])
@@ -219,7 +219,7 @@ def test_passes_on_their_way_are_limited_by_their_bytes(
     stub.wait_for("forward_backward", at_once)
     time.sleep(0.2)
     assert stub.count("forward_backward") == at_once
-    assert len(future.result(5).loss_fn_outputs) == 5
+    assert len(future.result(20).loss_fn_outputs) == 5
 
 
 @pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 5), (1, 1)])
@@ -231,7 +231,7 @@ def test_results_on_their_way_are_limited_by_their_bytes(
     stub.config = {"inflight_response_bytes_semaphore_size": limit, "sample_use_retrieve_futures": batch}
     stub.metadata_first = True
     sampler = service.create_sampling_client(base_model="stub/base")
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     before = len(fetched := [r for r in stub.sent("retrieve_future") if not r.json["allow_metadata_only"]])
     assert before == 1, fetched
     wanted = lambda request: not request.json["allow_metadata_only"]  # noqa: E731
@@ -241,7 +241,7 @@ def test_results_on_their_way_are_limited_by_their_bytes(
     time.sleep(0.2)
     assert sum(map(wanted, stub.sent("retrieve_future"))) == before + at_once
     for future in futures:
-        assert future.result(5).sequences[0].tokens == [1, 2, 3, 4]
+        assert future.result(20).sequences[0].tokens == [1, 2, 3, 4]
 
 
 def test_a_server_that_wants_no_retries_of_samples_gets_none(stub: Stub, service: ServiceClient) -> None:
@@ -249,15 +249,15 @@ def test_a_server_that_wants_no_retries_of_samples_gets_none(stub: Stub, service
     sampler = service.create_sampling_client(base_model="stub/base")
     stub.script("asample", status(500))
     with pytest.raises(InternalServerError):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     stub.script("retrieve_future", status(410))
     with pytest.raises(ExpiredError):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert stub.count("asample") == 2
     stub.script("asample", status(429, {"retry-after-ms": "20"}))  # its pace, not a failure
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     stub.script("optim_step", status(500))
-    service.create_lora_training_client("stub/base").optim_step().result(5)  # said of samples only
+    service.create_lora_training_client("stub/base").optim_step().result(20)  # said of samples only
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -38,7 +38,7 @@ class Server:
 
     def listing(self) -> Listing[Page, str]:
         return Listing(
-            self.fetch, items=lambda page: page.items, identify=str, total=lambda page: page.total, timeout=5
+            self.fetch, items=lambda page: page.items, identify=str, total=lambda page: page.total, timeout=20
         )
 
 

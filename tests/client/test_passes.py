@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said_at_the_call_and_nothing_is_sent(
     with pytest.raises(InvalidInputError, match=words):
         run.forward_backward(data, loss_fn, config)
     assert len(stub.requests) == before
-    run.forward_backward([datum()], "cross_entropy").result(5)
+    run.forward_backward([datum()], "cross_entropy").result(20)
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
@@ -100,7 +100,7 @@ def test_good_passes_are_let_through(loss_fn: str) -> None:
 def test_every_loss_of_the_official_list_and_our_own_is_sent(stub: Stub, run: Any, loss_fn: str) -> None:
     """C4, T6: whether a server has it is the server's to say; what no one has is refused with the list."""
     config = {"loss_id": "loss-0"} if loss_fn == "custom" else None
-    run.forward_backward([datum(**RL)], loss_fn, config).result(5)
+    run.forward_backward([datum(**RL)], loss_fn, config).result(20)
     assert loss_fn.encode() in stub.sent("forward_backward")[0].body
     with pytest.raises(InvalidInputError, match=rf"no loss_fn is called 'l0ss'.*There are: .*{loss_fn}"):
         run.forward_backward([datum()], "l0ss")
@@ -170,7 +170,7 @@ def test_no_name_and_no_count_breaks_a_finished_pass(stub: Stub, run: Any, name:
     metrics = {name: 2.0}
     assert reduce_metrics([(metrics, outputs), (metrics, outputs)])[name] in (2.0, 4.0)
     stub.metrics = metrics
-    assert run.forward_backward([datum()], "cross_entropy").result(5).metrics == metrics
+    assert run.forward_backward([datum()], "cross_entropy").result(20).metrics == metrics
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.text(max_size=8), st.floats()), st.integers(0, 3)), max_size=4))

@@ -102,12 +102,12 @@ def test_an_observer_hears_of_runs_and_samplers_off_the_loop(
     stub: Stub, observed: ServiceClient, seen: Seen
 ) -> None:
     """M3: capacity, as polls tell it; on the change and on recovery."""
-    run = observed.create_lora_training_client("stub/base", timeout=5)
+    run = observed.create_lora_training_client("stub/base", timeout=20)
     stub.script("retrieve_future", status(408, body=CAPACITY))
-    run.optim_step().result(5)
-    sampler = observed.create_sampling_client(base_model="stub/base", timeout=5)
+    run.optim_step().result(20)
+    sampler = observed.create_sampling_client(base_model="stub/base", timeout=20)
     stub.script("retrieve_future", *[status(408, body=CAPACITY)] * 2)
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     eventually(lambda: len(seen.changes) == 4)
     assert seen.changes == [("paused_capacity", "the engine is full"), ("active", None)] * 2
     assert seen.threads == {"tinkex-observer"}
@@ -122,15 +122,15 @@ def test_what_submissions_meet_is_a_state_too(
     stub: Stub, observed: ServiceClient, seen: Seen, code: int, state: str
 ) -> None:
     """M3, K16: rate limits and billing, of samples and of training."""
-    run = observed.create_lora_training_client("stub/base", timeout=5)
-    sampler = observed.create_sampling_client(base_model="stub/base", timeout=5)
+    run = observed.create_lora_training_client("stub/base", timeout=20)
+    sampler = observed.create_sampling_client(base_model="stub/base", timeout=20)
     for op, call in (
         ("optim_step", run.optim_step),
         ("asample", lambda: sampler.sample(PROMPT, 1, PARAMS)),
     ):
         seen.changes.clear()
         stub.script(op, *[status(code, {"retry-after-ms": "20"})] * 2)
-        call().result(5)
+        call().result(20)
         eventually(lambda: len(seen.changes) == 2)
         assert seen.states == [state, "active"]
         assert f"scripted {code}" in (seen.changes[0][1] or "")
@@ -147,7 +147,7 @@ def test_an_observer_that_takes_its_time_holds_nothing_up(stub: Stub) -> None:
             raise RuntimeError("an observer's own trouble")
 
     service = ServiceClient(base_url=stub.url, queue_state_observer=Slow())
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.script("retrieve_future", status(408, body=CAPACITY))
     sampler.sample(PROMPT, 1, PARAMS).result(10)
     assert not enough.is_set()

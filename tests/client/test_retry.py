@@ -209,14 +209,14 @@ def test_sampling_waits_as_long_as_the_server_says(
 def test_x_should_retry_false_ends_it_at_once(stub: Stub, run: Any, sampler: Any, op: str) -> None:
     """H2, weakness 5.2(11): for sampling too."""
     if op == "forward_backward":
-        run.forward_backward([datum()], "cross_entropy").result(5)
+        run.forward_backward([datum()], "cross_entropy").result(20)
     stub.script(op, status(503, {"x-should-retry": "false"}), always=True)
     before = stub.count(op)
     call = (
         run.forward_backward([datum()], "cross_entropy") if "for" in op else sampler.sample(PROMPT, 1, PARAMS)
     )
     with pytest.raises(InternalServerError, match="scripted 503"):
-        call.result(5)
+        call.result(20)
     assert stub.count(op) == before + 1
 
 
@@ -224,7 +224,7 @@ def test_x_should_retry_false_ends_it_at_once(stub: Stub, run: Any, sampler: Any
 def test_x_should_retry_true_tries_what_would_be_final(stub: Stub, run: Any, sampler: Any, op: str) -> None:
     stub.script(op, status(404, {"x-should-retry": "true"}))
     call = run.optim_step() if op == "optim_step" else sampler.sample(PROMPT, 1, PARAMS)
-    call.result(5)
+    call.result(20)
     assert stub.count(op) == 2
 
 
@@ -232,17 +232,17 @@ def test_x_should_retry_true_tries_what_would_be_final(stub: Stub, run: Any, sam
 def test_polls_honour_both_headers_too(stub: Stub, service: ServiceClient, batch: bool) -> None:
     """C7, H2: every layer is the one policy, those that wait for a result as well."""
     stub.config = {"sample_use_retrieve_futures": batch}
-    run = service.create_lora_training_client("stub/base", timeout=5)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    run = service.create_lora_training_client("stub/base", timeout=20)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     for call in (run.optim_step, lambda: sampler.sample(PROMPT, 1, PARAMS)):
         stub.script("retrieve_future", status(503, {"x-should-retry": "false"}))
         with pytest.raises(InternalServerError, match="retrieve_future: scripted 503"):
-            call().result(5)
+            call().result(20)
         stub.script("retrieve_future", status(404, {"x-should-retry": "true"}))
-        call().result(5)
+        call().result(20)
     before = stub.count("retrieve_future")
     stub.script("retrieve_future", status(503, {"retry-after-ms": "400"}))
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     first, second = stub.sent("retrieve_future")[before:]
     assert second.time - first.time >= 0.35, "its own backoff would have been 0.05 s at most"
 
@@ -254,7 +254,7 @@ def test_a_persistent_5xx_on_sampling_is_bounded(stub: Stub, service: ServiceCli
     with pytest.raises(
         InternalServerError, match=r"500 from POST .*asample: scripted 500 \(\d+ attempts in 0"
     ):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert stub.count("asample") > 2
 
 
@@ -264,29 +264,29 @@ def test_a_wait_for_the_rate_limit_is_not_held_against_the_next_failure(
     """However long a 429 made a sample wait, a 503 after it is tried again like any other."""
     fast_retries(service, status_budget=0.3)
     stub.script("asample", *[status(429, {"retry-after": "0.2"})] * 3, status(503))
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert stub.count("asample") == 5
 
 
 def test_a_429_on_training_is_tried_again_and_bounded(stub: Stub, service: ServiceClient, run: Any) -> None:
     fast_retries(service, status_budget=0.2)
     stub.script("optim_step", status(429))
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     stub.script("optim_step", status(429), always=True)
     with pytest.raises(RateLimitError):
-        run.optim_step().result(5)
+        run.optim_step().result(20)
 
 
 def test_billing_is_waited_for_as_long_as_the_server_says(stub: Stub) -> None:
     stub.config = {"billing_exception_max_pause_duration_sec": 1}
     service = ServiceClient(base_url=stub.url)
     fast_retries(service, billing_delay=0.05)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.script("asample", status(402), status(402))
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     stub.script("asample", status(402), always=True)
     with pytest.raises(APIStatusError) as caught:
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert caught.value.status_code == 402
     close(service)
 
@@ -294,8 +294,8 @@ def test_billing_is_waited_for_as_long_as_the_server_says(stub: Stub) -> None:
 def test_the_idempotency_key_is_one_for_one_logical_call(stub: Stub, run: Any) -> None:
     """H9: the same over retries, another for the next call."""
     stub.script("optim_step", status(503), status(500))
-    run.optim_step().result(5)
-    run.optim_step().result(5)
+    run.optim_step().result(20)
+    run.optim_step().result(20)
     keys = [request.headers["x-idempotency-key"] for request in stub.sent("optim_step")]
     assert len(keys) == 4
     assert len(set(keys[:3])) == 1
@@ -303,16 +303,16 @@ def test_the_idempotency_key_is_one_for_one_logical_call(stub: Stub, run: Any) -
 
 
 def _calls(service: ServiceClient) -> dict[str, Any]:
-    run = service.create_lora_training_client("stub/base", timeout=5)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
-    path = run.save_state("kept").result(5).path
+    run = service.create_lora_training_client("stub/base", timeout=20)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
+    path = run.save_state("kept").result(20).path
     return {
-        "forward_backward": lambda: run.forward_backward([datum()], "cross_entropy").result(5),
-        "save_weights": lambda: run.save_state("again").result(5),
-        "asample": lambda: sampler.sample(PROMPT, 1, PARAMS).result(5),
-        "create_model": lambda: service.create_lora_training_client("stub/base", timeout=5),
-        "create_sampling_session": lambda: service.create_sampling_client(base_model="stub/base", timeout=5),
-        "copy_weights": lambda: service.copy_weights(path).result(5),
+        "forward_backward": lambda: run.forward_backward([datum()], "cross_entropy").result(20),
+        "save_weights": lambda: run.save_state("again").result(20),
+        "asample": lambda: sampler.sample(PROMPT, 1, PARAMS).result(20),
+        "create_model": lambda: service.create_lora_training_client("stub/base", timeout=20),
+        "create_sampling_session": lambda: service.create_sampling_client(base_model="stub/base", timeout=20),
+        "copy_weights": lambda: service.copy_weights(path).result(20),
     }
 
 
@@ -354,7 +354,7 @@ def test_messages_are_for_people(stub: Stub, run: Any, where: str) -> None:
     else:
         stub.script("optim_step" if where == "submission" else "retrieve_future", status(404, body=words))
     with pytest.raises(TinkerError) as caught:
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     said = str(caught.value)
     assert said.endswith("no such thing")
     assert not re.search(r"self\.|<class|object at|[A-Za-z]+\(|\{", said), said
@@ -367,7 +367,7 @@ def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) 
     with pytest.raises(
         BadRequestError, match=r"400 from POST http://.*/optim_step: the moon is full"
     ) as caught:
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     assert time.monotonic() - began < 5
     assert caught.value.status_code == 400
     assert caught.value.body == {"detail": "the moon is full"}

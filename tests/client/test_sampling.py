@@ -14,6 +14,7 @@ from tests.client.conftest import PARAMS, PROMPT, close, eventually, fast_retrie
 from tests.stub import Stub, delay, drop, fail, status
 from tinkex import (
     APIConnectionError,
+    APIFuture,
     ClientClosedError,
     ExpiredError,
     InternalServerError,
@@ -23,6 +24,7 @@ from tinkex import (
     RequestFailedError,
     ResultTimeoutError,
     RetryConfig,
+    SampleResponse,
     SamplingClient,
     SamplingParams,
     ServiceClient,
@@ -35,7 +37,7 @@ from tinkex import (
 def either(request: pytest.FixtureRequest, stub: Stub, service: ServiceClient) -> SamplingClient:
     """A sampler of a server without and with batch retrieval."""
     stub.config = {"sample_use_retrieve_futures": request.param}
-    return service.create_sampling_client(base_model="stub/base", timeout=5)
+    return service.create_sampling_client(base_model="stub/base", timeout=20)
 
 
 def test_a_sample_and_what_was_asked_about_it(stub: Stub, either: SamplingClient) -> None:
@@ -45,7 +47,7 @@ def test_a_sample_and_what_was_asked_about_it(stub: Stub, either: SamplingClient
         include_prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets,
         prompt_logprobs_last_n=2,
     )  # fmt: skip
-    response = future.result(5)
+    response = future.result(20)
     assert [sequence.tokens for sequence in response.sequences] == [[1, 2, 3]] * 2
     assert len({sequence.sequence_id for sequence in response.sequences}) == 2
     body = stub.sent("asample")[0].json
@@ -86,7 +88,7 @@ def test_cancelling_cancels_on_the_server_too(stub: Stub, either: SamplingClient
     (request,) = stub.wait_for("cancel_future")
     assert stub.cancelled == [request.json["request_id"]]
     stub.release()
-    either.sample(PROMPT, 1, PARAMS).result(5)
+    either.sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_a_cancelled_sample_async_takes_its_request_with_it(stub: Stub, either: SamplingClient) -> None:
@@ -114,7 +116,7 @@ def test_a_sample_cancelled_while_it_queues_is_never_sent(stub: Stub, service: S
     second.cancel()
     stub.release()
     for future in (first, third):
-        future.result(5)
+        future.result(20)
     assert stub.count("asample") == 2
 
 
@@ -130,7 +132,7 @@ def test_max_connections_of_the_user_is_honoured(stub: Stub, service: ServiceCli
     assert stub.count("asample") == 3
     stub.release()
     for future in futures:
-        future.result(5)
+        future.result(20)
 
 
 def test_the_servers_limit_holds_where_the_user_gives_none(stub: Stub, service: ServiceClient) -> None:
@@ -143,7 +145,7 @@ def test_the_servers_limit_holds_where_the_user_gives_none(stub: Stub, service: 
     assert stub.count("asample") == 2
     stub.release()
     for future in futures:
-        future.result(5)
+        future.result(20)
 
 
 def test_a_timeout_leaves_the_sample_running(stub: Stub, either: SamplingClient) -> None:
@@ -153,32 +155,71 @@ def test_a_timeout_leaves_the_sample_running(stub: Stub, either: SamplingClient)
     with pytest.raises(ResultTimeoutError):
         future.result(0.05)
     stub.release()
-    future.result(5)
+    future.result(20)
     assert stub.cancelled == []
 
 
 # -- forgotten results -------------------------------------------------------------------------------------
 
 
-def test_a_result_the_server_forgot_is_asked_for_anew(stub: Stub, either: SamplingClient) -> None:
-    """§2.7: a restart loses samples, which answer 410; under a new seq id, or the old answer would return."""
-    either.retry_config = RetryConfig(retry_delay_base=0.01)
+def waiting_sample(stub: Stub, sampler: SamplingClient) -> APIFuture[SampleResponse]:
+    """The fourth sample of a sampler, under way and polled for."""
+    sampler.retry_config = RetryConfig(retry_delay_base=0.01)
     for _ in range(3):
-        either.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     stub.hold("asample")
+    time.sleep(0.2)  # a batch's last poll, of what was retrieved
     polls = stub.count("retrieve_future*")
-    future = either.sample(PROMPT, 1, PARAMS)
+    future = sampler.sample(PROMPT, 1, PARAMS)
     stub.wait_for("asample", 4)
-    stub.wait_for("retrieve_future*", polls)
-    time.sleep(0.1)
-    stub.stop()
-    stub.forget_results()
-    stub.release()
-    stub.channels.clear()
-    stub.start()
+    stub.wait_for("retrieve_future*", polls + 1)
+    return future
+
+
+def assert_asked_anew(stub: Stub, sampler: SamplingClient, future: APIFuture[SampleResponse]) -> None:
     assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
     assert [r.json["seq_id"] for r in stub.sent("asample")] == [0, 1, 2, 3, 4]
-    either.sample(PROMPT, 1, PARAMS).result(10)
+    sampler.sample(PROMPT, 1, PARAMS).result(10)
+
+
+def test_a_result_the_server_forgot_is_asked_for_anew(stub: Stub, either: SamplingClient) -> None:
+    """§2.7: a restart loses samples, which answer 410; under a new seq id, or the old answer would return."""
+    future = waiting_sample(stub, either)
+    stub.stop()
+    stub.forget_samples(abruptly=False)
+    stub.release()
+    stub.start()
+    assert_asked_anew(stub, either, future)
+
+
+def test_a_server_that_is_back_before_anyone_looked(stub: Stub, either: SamplingClient) -> None:
+    """The connections break, and the next one works: whoever waits must not take the poll up again."""
+    future = waiting_sample(stub, either)
+    stub.held_ops = set()
+    stub.forget_samples(abruptly=True)
+    assert_asked_anew(stub, either, future)
+
+
+def test_a_server_behind_a_proxy_that_answered_for_it(stub: Stub, either: SamplingClient) -> None:
+    stub.poll_seconds = 0.3
+    future = waiting_sample(stub, either)
+    stub.held_ops = set()
+    stub.poll_seconds = 30
+    stub.script("retrieve_future*", status(502))
+    stub.forget_samples(abruptly=False)
+    assert_asked_anew(stub, either, future)
+
+
+def test_a_server_that_restarts_between_two_polls(stub: Stub, either: SamplingClient) -> None:
+    """Nothing breaks, and cursors go on: after a poll for nothing one of those who wait asks on its own."""
+    stub.poll_seconds = 1.2
+    future = waiting_sample(stub, either)
+    others = [either.sample(PROMPT, 1, PARAMS) for _ in range(2)]
+    stub.wait_for("asample", 6)
+    stub.held_ops = set()
+    stub.forget_results()
+    assert [len(f.result(10).sequences) for f in [future, *others]] == [1, 1, 1]
+    assert sorted(r.json["seq_id"] for r in stub.sent("asample")) == list(range(9))
 
 
 def test_without_retry_logic_a_forgotten_result_is_an_error(stub: Stub, service: ServiceClient) -> None:
@@ -186,7 +227,7 @@ def test_without_retry_logic_a_forgotten_result_is_an_error(stub: Stub, service:
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
     stub.script("retrieve_future", status(410))
     with pytest.raises(ExpiredError):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_samples_fail_in_their_own_time_however_many_there_are(stub: Stub, service: ServiceClient) -> None:
@@ -216,7 +257,7 @@ def test_exceptions_that_the_user_wants_retried(stub: Stub, service: ServiceClie
     config = RetryConfig(retryable_exceptions=(RequestFailedError,), retry_delay_base=0.01)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
     stub.script("asample", fail("flaky"), fail("flaky"))
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert stub.count("asample") == 3
 
 
@@ -227,7 +268,7 @@ def test_without_retry_logic_a_5xx_is_an_error_at_once(
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
     stub.script("asample", status(500), always=True)
     with pytest.raises(InternalServerError):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert stub.count("asample") == 1
 
 
@@ -236,7 +277,7 @@ def test_the_users_delays_are_those_between_two_tries(stub: Stub, service: Servi
     fast_retries(service, base=30, cap=30)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
     stub.script("asample", *[status(500)] * 5)
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert stub.count("asample") == 6
 
 
@@ -248,9 +289,9 @@ def test_a_closed_client_is_not_retried_whatever_the_user_wants_retried(
     stub.hold("asample")
     future = sampler.sample(PROMPT, 1, PARAMS)
     stub.wait_for("asample", 1)
-    service.close().result(5)
+    service.close().result(20)
     with pytest.raises(ClientClosedError):
-        future.result(5)
+        future.result(20)
 
 
 def test_the_batch_poller_forgets_what_failed_or_was_cancelled(stub: Stub, service: ServiceClient) -> None:
@@ -259,7 +300,7 @@ def test_the_batch_poller_forgets_what_failed_or_was_cancelled(stub: Stub, servi
     stub.script("asample", *[fail("no")] * 20)
     for _ in range(20):
         with pytest.raises(RequestFailedError):
-            sampler.sample(PROMPT, 1, PARAMS).result(5)
+            sampler.sample(PROMPT, 1, PARAMS).result(20)
     poller: Any = sampler._batch
     eventually(lambda: not poller._waiting and len(poller._early) + len(poller._retrieved) < 5)
 
@@ -274,7 +315,7 @@ def test_a_poller_with_nothing_to_wait_for_does_not_have_the_server_hold_it(
     stub.config = {"sample_use_retrieve_futures": True}
     sampler = service.create_sampling_client(base_model="stub/base")
     for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(6)]:
-        future.result(5)
+        future.result(20)
 
     def told() -> int:
         return sum(len(sent.json.get("retrieved_request_ids", [])) for sent in stub.sent("retrieve_futures"))
@@ -288,7 +329,7 @@ def test_a_dead_batch_poller_falls_back(stub: Stub, service: ServiceClient, code
     """Weakness 5.2(12): what waits and what comes later is polled for one by one."""
     stub.config = {"sample_use_retrieve_futures": True}
     sampler = service.create_sampling_client(base_model="stub/base")
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     stub.hold("asample")
     stub.script("retrieve_futures", status(code), always=True)
     waiting = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]
@@ -303,7 +344,7 @@ def test_an_unreadable_batch_poll_falls_back(stub: Stub, service: ServiceClient)
     stub.config = {"sample_use_retrieve_futures": True}
     stub.script("retrieve_futures", status(200, body={"completions": "all of them"}))
     sampler = service.create_sampling_client(base_model="stub/base")
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_a_batch_poll_survives_failures_that_pass(stub: Stub, service: ServiceClient) -> None:
@@ -312,12 +353,16 @@ def test_a_batch_poll_survives_failures_that_pass(stub: Stub, service: ServiceCl
     sampler = service.create_sampling_client(base_model="stub/base")
     for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]:
         future.result(10)
+    for _ in range(20):
+        if stub.count("retrieve_futures") < 3:
+            sampler.sample(PROMPT, 1, PARAMS).result(10)
+    singly = stub.count("retrieve_future")
     stub.hold("asample")
     later = sampler.sample(PROMPT, 1, PARAMS)
     eventually(lambda: stub.count("retrieve_futures") >= 4)
+    assert stub.count("retrieve_future") == singly  # polled for with the batch again
     stub.release()
     later.result(10)
-    assert not sampler._batch._broken  # type: ignore[union-attr]
 
 
 def test_a_batch_poll_that_always_fails_is_given_up(
@@ -327,8 +372,10 @@ def test_a_batch_poll_that_always_fails_is_given_up(
     stub.config = {"sample_use_retrieve_futures": True}
     stub.script("retrieve_futures", status(503), always=True)
     sampler = service.create_sampling_client(base_model="stub/base")
-    for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]:
-        future.result(10)
+    for _ in range(5):
+        sampler.sample(PROMPT, 1, PARAMS).result(10)
+    eventually(lambda: stub.count("retrieve_futures") == 3)
+    sampler.sample(PROMPT, 1, PARAMS).result(10)
     assert stub.count("retrieve_futures") == 3
 
 
@@ -344,7 +391,7 @@ def test_a_server_that_never_holds_a_batch_poll_is_paced(stub: Stub, service: Se
     assert stub.count("retrieve_futures") < 25
     stub.unscript()
     stub.release()
-    future.result(5)
+    future.result(20)
 
 
 # -- being stuck -------------------------------------------------------------------------------------------
@@ -356,10 +403,10 @@ def test_samples_that_make_no_progress_give_up(stub: Stub, service: ServiceClien
     stub.hold("asample")
     future = sampler.sample(PROMPT, 1, PARAMS)
     with pytest.raises(APIConnectionError, match=r"no sample of .* finished for .*progress_timeout"):
-        future.result(5)
+        future.result(20)
     stub.wait_for("cancel_future")
     stub.release()
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_idleness_is_not_being_stuck(stub: Stub, service: ServiceClient) -> None:
@@ -367,10 +414,10 @@ def test_idleness_is_not_being_stuck(stub: Stub, service: ServiceClient) -> None
     config = RetryConfig(progress_timeout=0.4)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
     kept = sampler.sample(PROMPT, 1, PARAMS)
-    kept.result(5)
+    kept.result(20)
     time.sleep(0.8)
     stub.script("asample", delay(0.25))
-    assert len(sampler.sample(PROMPT, 1, PARAMS).result(5).sequences) == 1
+    assert len(sampler.sample(PROMPT, 1, PARAMS).result(20).sequences) == 1
 
 
 # -- queue states ------------------------------------------------------------------------------------------
@@ -392,7 +439,7 @@ def test_a_paused_queue_is_said_once_and_so_is_its_end(
     paused = {"type": "try_again", "queue_state": "paused_rate_limit", "queue_state_reason": "too keen"}
     stub.script("retrieve_future", *[status(408, body=paused)] * 3)
     with caplog.at_level(logging.INFO, "tinkex"):
-        watching.sample(PROMPT, 1, PARAMS).result(5)
+        watching.sample(PROMPT, 1, PARAMS).result(20)
     eventually(lambda: len(seen) == 2)
     assert seen == [("paused_rate_limit", "too keen"), ("active", None)]
     assert caplog.text.count("is paused (paused_rate_limit): too keen") == 1
@@ -402,7 +449,7 @@ def test_a_paused_queue_is_said_once_and_so_is_its_end(
 
 
 def test_logprobs_of_a_prompt(stub: Stub, either: SamplingClient) -> None:
-    assert either.compute_logprobs(PROMPT).result(5) == [None, -0.5, -0.5]
+    assert either.compute_logprobs(PROMPT).result(20) == [None, -0.5, -0.5]
     assert asyncio.run(either.compute_logprobs_async(PROMPT)) == [None, -0.5, -0.5]
     stub.hold("asample")
     polls = stub.count("retrieve_future*")
@@ -431,7 +478,7 @@ def test_bad_input_is_refused_at_the_call(stub: Stub, sampler: Any, arguments: A
     with pytest.raises(InvalidInputError, match=words):
         sampler.sample(*arguments)
     assert len(stub.requests) == before
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_a_misspelt_parameter_is_refused() -> None:
@@ -443,14 +490,14 @@ def test_a_misspelt_parameter_is_refused() -> None:
 def test_what_the_server_left_out_is_said(stub: Stub, sampler: Any) -> None:
     stub.script("retrieve_future", status(200, body={"sequences": [{"stop_reason": "stop", "tokens": [9]}]}))
     with pytest.raises(TinkerError, match="1 sequences for num_samples=2"):
-        sampler.sample(PROMPT, 2, PARAMS).result(5)
+        sampler.sample(PROMPT, 2, PARAMS).result(20)
     stub.script("retrieve_future", status(200, body={"sequences": [{"stop_reason": "stop", "tokens": [9]}]}))
     with pytest.raises(TinkerError, match="prompt_alt_tokens_k"):
-        sampler.sample(PROMPT, 1, PARAMS, prompt_alt_tokens_k=2).result(5)
+        sampler.sample(PROMPT, 1, PARAMS, prompt_alt_tokens_k=2).result(20)
 
 
 def test_what_it_samples_from(stub: Stub, sampler: Any) -> None:
-    assert sampler.get_base_model(timeout=5) == "stub/base"
+    assert sampler.get_base_model(timeout=20) == "stub/base"
     assert asyncio.run(sampler.get_base_model_async()) == "stub/base"
     assert sampler._sampling_session_id in repr(sampler)
     assert sampler.get_telemetry() is None
@@ -463,7 +510,7 @@ def test_a_failed_sample_is_not_logged_besides_being_raised(
     fast_retries(service, status_budget=0.1)
     stub.script("asample", status(500), always=True)
     with caplog.at_level(logging.INFO), pytest.raises(TinkerError):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert caplog.records == []
 
 

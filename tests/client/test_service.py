@@ -86,14 +86,14 @@ def test_going_on_from_a_checkpoint(stub: Stub, via_load: bool, with_optimizer: 
     stub.config = {"create_model_via_load_weights": via_load}
     service = ServiceClient(base_url=stub.url)
     first = service.create_lora_training_client("stub/other", rank=4)
-    path = first.save_state("a").result(5).path
+    path = first.save_state("a").result(20).path
     name = "create_training_client_from_state" + ("_with_optimizer" if with_optimizer else "")
-    run = getattr(service, name)(path, timeout=5)
+    run = getattr(service, name)(path, timeout=20)
     assert run.model_id != first.model_id
     assert stub.sent("load_weights")[0].json["optimizer"] is with_optimizer
     assert stub.runs[run.model_id].base_model == "stub/other"
-    run.forward_backward([datum()], "cross_entropy").result(5)
-    run.optim_step(AdamParams()).result(5)
+    run.forward_backward([datum()], "cross_entropy").result(20)
+    run.optim_step(AdamParams()).result(20)
     assert asyncio.run(getattr(service, f"{name}_async")(path)).model_id not in (run.model_id, first.model_id)
     close(service)
 
@@ -109,7 +109,7 @@ def test_going_on_from_another_accounts_checkpoint(
     """§3.3: what it is, is asked in that account's name; the rest in one's own. Both forms do the same."""
     stub.config = {"pjwt_auth_enabled": jwt}
     service = ServiceClient(base_url=stub.url, api_key="tml-mine")
-    path = service.create_lora_training_client("stub/base", rank=4).save_state("a").result(5).path
+    path = service.create_lora_training_client("stub/base", rank=4).save_state("a").result(20).path
     if kind == "sync":
         service.create_training_client_from_state(path, weights_access_token=token)
     else:
@@ -124,8 +124,8 @@ def test_going_on_from_another_accounts_checkpoint(
 
 
 def test_copying_weights(stub: Stub, service: ServiceClient) -> None:
-    path = service.create_lora_training_client("stub/base").save_state("a").result(5).path
-    assert service.copy_weights(path, ttl_seconds=9).result(5).endswith("/weights/a")
+    path = service.create_lora_training_client("stub/base").save_state("a").result(20).path
+    assert service.copy_weights(path, ttl_seconds=9).result(20).endswith("/weights/a")
     assert stub.sent("copy_weights")[0].json["ttl_seconds"] == 9
     assert stub.sent("copy_weights")[0].json["session_id"] == next(iter(stub.sessions))
 
@@ -135,8 +135,8 @@ def test_a_copy_goes_into_the_clients_project(stub: Stub, monkeypatch: pytest.Mo
     if said == "environment":
         monkeypatch.setenv("TINKER_PROJECT_ID", "mine")
     service = ServiceClient(base_url=stub.url, project_id="mine" if said == "argument" else None)
-    path = service.create_lora_training_client("stub/base").save_state("a").result(5).path
-    service.copy_weights(path, ttl_seconds=9, weights_access_token="t").result(5)
+    path = service.create_lora_training_client("stub/base").save_state("a").result(20).path
+    service.copy_weights(path, ttl_seconds=9, weights_access_token="t").result(20)
     (copy,) = stub.sent("copy_weights")
     assert copy.json == {"source_path": path, "destination_project_id": "mine", "ttl_seconds": 9}
     assert copy.headers["x-tinker-weights-access-token"] == "t"
@@ -148,7 +148,7 @@ def test_a_failed_creation_is_raised_and_can_be_repeated(stub: Stub, service: Se
     with pytest.raises(RequestFailedError, match=r"create_model failed .*no room"):
         service.create_lora_training_client("stub/base")
     stub.script("create_session", status(422))
-    service.create_lora_training_client("stub/base").optim_step().result(5)
+    service.create_lora_training_client("stub/base").optim_step().result(20)
 
 
 def test_a_session_that_could_not_be_opened_is_opened_later(stub: Stub, service: ServiceClient) -> None:
@@ -174,7 +174,7 @@ def test_bad_input_is_refused_at_the_call(stub: Stub, service: ServiceClient, ca
     with pytest.raises(InvalidInputError, match=words):
         call(service)
     assert stub.requests == []
-    service.create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(5)
+    service.create_sampling_client(base_model="stub/base").sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_unknown_arguments_are_ignored_with_a_warning(stub: Stub) -> None:
@@ -235,7 +235,7 @@ def test_a_bad_url_is_refused() -> None:
 
 
 def test_models_console_and_repr(stub: Stub, service: ServiceClient) -> None:
-    models = service.get_server_capabilities(timeout=5).supported_models
+    models = service.get_server_capabilities(timeout=20).supported_models
     assert [model.model_name for model in models] == ["stub/base", "stub/other"]
     assert service.get_console_url() == f"{stub.url}/sessions"
     assert stub.url in repr(service)

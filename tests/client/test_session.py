@@ -33,8 +33,8 @@ def test_nothing_is_sent_before_it_is_needed(stub: Stub) -> None:
     assert stub.requests == []
     service.get_server_capabilities()
     assert stub.count("create_session") == 0
-    service.create_lora_training_client("stub/base", timeout=5)
-    service.create_sampling_client(base_model="stub/base", timeout=5)
+    service.create_lora_training_client("stub/base", timeout=20)
+    service.create_sampling_client(base_model="stub/base", timeout=20)
     assert stub.count("create_session") == 1
     assert stub.count("client/config") == 1
     close(service)
@@ -49,7 +49,7 @@ def test_a_session_says_what_it_is_for(
     stub.script("create_session", status(200, body={"session_id": "s", "type": "create_session", **words}))
     service = ServiceClient({"who": "me"}, display_name="mine", base_url=stub.url)
     with caplog.at_level(logging.INFO, "tinkex"):
-        service.create_sampling_client(base_model="stub/base", timeout=5)
+        service.create_sampling_client(base_model="stub/base", timeout=20)
     body = stub.sent("create_session")[0].json
     assert (body["tags"], body["project_id"]) == (["b", "a", "c"], "from-env")
     assert (body["user_metadata"], body["display_name"]) == ({"who": "me"}, "mine")
@@ -63,9 +63,9 @@ def test_a_session_says_what_it_is_for(
 
 def test_it_beats_until_it_is_closed(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=BEATING)
-    service.create_sampling_client(base_model="stub/base", timeout=5)
+    service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.wait_for("session_heartbeat", 3)
-    service.close("errored", "it was me").result(5)
+    service.close("errored", "it was me").result(20)
     assert next(iter(stub.sessions.values()))["finished"] == {
         "reason": {"type": "errored"},
         "detail": "it was me",
@@ -82,7 +82,7 @@ def test_a_failing_heartbeat_goes_on_and_is_said_once_in_a_while(
     stub.script("session_heartbeat", status(500), always=True)
     service = ServiceClient(base_url=stub.url, timeouts=BEATING)
     with caplog.at_level(logging.WARNING, "tinkex"):
-        service.create_sampling_client(base_model="stub/base", timeout=5)
+        service.create_sampling_client(base_model="stub/base", timeout=20)
         stub.wait_for("session_heartbeat", 8)
     assert 1 <= caplog.text.count("no heartbeat for") <= 3
     stub.unscript()
@@ -94,15 +94,15 @@ def test_a_heartbeat_that_gets_no_answer_is_not_waited_for_long(stub: Stub) -> N
     """A request may take a minute; a heartbeat that does has failed, and the next one is due."""
     stub.script("session_heartbeat", hang(), hang())
     service = ServiceClient(base_url=stub.url, timeouts=BEATING)
-    service.create_sampling_client(base_model="stub/base", timeout=5)
-    stub.wait_for("session_heartbeat", 4, timeout=5)
+    service.create_sampling_client(base_model="stub/base", timeout=20)
+    stub.wait_for("session_heartbeat", 4, timeout=20)
     close(service)
 
 
 def test_a_session_the_server_ended_stops_beating(stub: Stub) -> None:
     stub.script("session_heartbeat", status(410), always=True)
     service = ServiceClient(base_url=stub.url, timeouts=BEATING)
-    service.create_sampling_client(base_model="stub/base", timeout=5)
+    service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.wait_for("session_heartbeat")
     time.sleep(0.2)
     assert stub.count("session_heartbeat") == 1
@@ -115,11 +115,11 @@ def test_a_session_the_server_ended_stops_beating(stub: Stub) -> None:
 def test_a_dropped_client_is_collected_and_its_session_finished(stub: Stub) -> None:
     """Weakness 5.2(10), K8, K9: service, run and sampler; the heart stops with them."""
     service = ServiceClient(base_url=stub.url, timeouts=BEATING)
-    run = service.create_lora_training_client("stub/base", timeout=5)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
-    run.forward_backward([datum()], "cross_entropy").result(5)
-    run.optim_step().result(5)
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    run = service.create_lora_training_client("stub/base", timeout=20)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
+    run.forward_backward([datum()], "cross_entropy").result(20)
+    run.optim_step().result(20)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     gone = [weakref.ref(each) for each in (service, run, sampler)]
     del service, run
     gc.collect()
@@ -143,9 +143,9 @@ def test_nothing_in_the_process_remembers_a_client_that_is_gone(stub: Stub) -> N
 
     for ends in (close, lambda service: None):
         service = ServiceClient(base_url=stub.url, timeouts=BEATING)
-        sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
-        pickle.loads(pickle.dumps(sampler)).sample(PROMPT, 1, PARAMS).result(5)
+        sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
+        pickle.loads(pickle.dumps(sampler)).sample(PROMPT, 1, PARAMS).result(20)
         assert len(remembered()) >= 3
         ends(service)
         del service, sampler
@@ -154,32 +154,32 @@ def test_nothing_in_the_process_remembers_a_client_that_is_gone(stub: Stub) -> N
 
 def test_a_pending_future_keeps_its_client(stub: Stub) -> None:
     stub.hold("optim_step")
-    run = ServiceClient(base_url=stub.url).create_lora_training_client("stub/base", timeout=5)
+    run = ServiceClient(base_url=stub.url).create_lora_training_client("stub/base", timeout=20)
     future = run.optim_step()
     stub.wait_for("optim_step")
     del run
     gc.collect()
     stub.release()
-    assert future.result(5).metrics
+    assert future.result(20).metrics
     del future
     eventually(lambda: gc.collect() is not None and finished(stub) == ["success"])
 
 
 def test_a_rest_client_outlives_the_session(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url)
-    service.create_sampling_client(base_model="stub/base", timeout=5)
+    service.create_sampling_client(base_model="stub/base", timeout=20)
     rest = service.create_rest_client()
     del service
     eventually(lambda: gc.collect() is not None and finished(stub) == ["success"])
-    assert len(rest.list_sessions().result(5).sessions) == 1
+    assert len(rest.list_sessions().result(20).sessions) == 1
 
 
 def test_finishing_a_session_of_a_dead_server_takes_no_longer_than_it_may(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(close=0.3))
-    service.create_sampling_client(base_model="stub/base", timeout=5)
+    service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.stop()
     with pytest.raises(TinkerError, match=r"could not be finished within 0.3 s"):
-        service.close().result(5)
+        service.close().result(20)
 
 
 ENDINGS = {

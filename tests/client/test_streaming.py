@@ -94,7 +94,7 @@ def test_a_seeded_stream_is_the_seeded_sample(place: Place, num_samples: int) ->
     whole = place.sampler.sample(PROMPT, num_samples, SEEDED, topk_sample_logprobs=2).result(30)
     stream = place.sampler.sample_stream(PROMPT, SEEDED, num_samples, topk_sample_logprobs=2)
     pieces = list(stream)
-    response = stream.result(5)
+    response = stream.result(20)
     assert len(pieces) > num_samples, "it came in pieces"
     for index, (sequence, other) in enumerate(zip(whole.sequences, response.sequences, strict=True)):
         mine = [piece for piece in pieces if piece.sequence == index]
@@ -284,7 +284,7 @@ def test_closing_the_client_ends_its_streams(place: Place) -> None:
     sampler = service.create_sampling_client(base_model=MODEL, timeout=30)
     stream = sampler.sample_stream(PROMPT, FOREVER)
     next(stream)
-    service.close().result(5)
+    service.close().result(20)
     if service._connection.base_url:  # an embedded service outlives its clients, and so does its work
         with pytest.raises(ClientClosedError):
             for _ in stream:
@@ -315,13 +315,13 @@ def test_a_server_without_streams_is_a_typed_error_that_names_sample(stub: Stub,
     for code in (404, 405):
         stub.script("stream_sample", status(code))
         with pytest.raises(StreamingUnsupportedError, match=r"use sample\(\) instead") as caught:
-            sampler.sample_stream(PROMPT, PARAMS).result(5)
+            sampler.sample_stream(PROMPT, PARAMS).result(20)
         assert caught.value.status_code == code
     assert stub.count("stream_sample") == 2
     text = f"sampler {sampler._sampling_session_id} does not exist"
     stub.script("stream_sample", status(404, body={"detail": text}))
     with pytest.raises(NotFoundError, match=text):
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
 
 
 def test_what_comes_over_the_wire(stub: Stub, sampler: Any) -> None:
@@ -331,7 +331,7 @@ def test_what_comes_over_the_wire(stub: Stub, sampler: Any) -> None:
     stream = sampler.sample_stream(PROMPT, PARAMS)
     (new,) = stream
     assert (new.sequence, new.tokens, new.logprobs) == (0, [7, 8], [-0.5, -1.0])
-    (sequence,) = stream.result(5).sequences
+    (sequence,) = stream.result(20).sequences
     assert (sequence.tokens, sequence.sequence_id) == ([7, 8], "s-0")
     (request,) = stub.sent("stream_sample")
     assert request.headers["accept"] == "text/event-stream"
@@ -342,7 +342,7 @@ def test_what_comes_over_the_wire(stub: Stub, sampler: Any) -> None:
 def test_the_last_event_needs_no_empty_line_after_it(stub: Stub, sampler: Any) -> None:
     """H7: an unterminated tail is not lost."""
     stub.script("stream_sample", events(raw=f"event: done\ndata: {json.dumps(DONE[1])}".encode()))
-    assert sampler.sample_stream(PROMPT, PARAMS).result(5).sequences[0].tokens == [7, 8]
+    assert sampler.sample_stream(PROMPT, PARAMS).result(20).sequences[0].tokens == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -385,12 +385,12 @@ def test_a_sample_that_fails_half_way_says_so_and_has_what_came(stub: Stub, samp
 
 def test_without_retries_it_is_sent_once(stub: Stub, service: ServiceClient) -> None:
     config = RetryConfig(enable_retry_logic=False)
-    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config, timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config, timeout=20)
     stub.script("stream_sample", status(503), events())
     with pytest.raises(InternalServerError):
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
     with pytest.raises(StreamBrokenError):
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
     assert stub.count("stream_sample") == 2
 
 
@@ -398,17 +398,17 @@ def test_a_server_that_wants_no_retries_of_samples_gets_none_of_streams(
     stub: Stub, service: ServiceClient
 ) -> None:
     stub.config = {"sample_no_retries": True}
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     for mishap, error in [(status(503), InternalServerError), (events(), StreamBrokenError)]:
         stub.script("stream_sample", mishap)
         with pytest.raises(error):
-            sampler.sample_stream(PROMPT, PARAMS).result(5)
+            sampler.sample_stream(PROMPT, PARAMS).result(20)
     stub.script("stream_sample", status(410))
     with pytest.raises(ExpiredError):
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
     assert stub.count("stream_sample") == 3
     stub.script("stream_sample", status(429, {"retry-after-ms": "20"}), events(TOKENS, DONE))  # its pace
-    assert sampler.sample_stream(PROMPT, PARAMS).result(5).sequences[0].tokens == [7, 8]
+    assert sampler.sample_stream(PROMPT, PARAMS).result(20).sequences[0].tokens == [7, 8]
 
 
 def test_a_stream_that_breaks_off_at_once_is_given_up_in_time(
@@ -417,7 +417,7 @@ def test_a_stream_that_breaks_off_at_once_is_given_up_in_time(
     fast_retries(service, lost_budget=0.3)
     stub.script("stream_sample", events(), always=True)
     with pytest.raises(StreamBrokenError):
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
 
 
 @pytest.mark.parametrize(
@@ -435,17 +435,17 @@ def test_a_stream_that_breaks_off_at_once_is_given_up_in_time(
 def test_an_answer_that_cannot_be_read_is_a_typed_error(stub: Stub, sampler: Any, answer: Any) -> None:
     stub.script("stream_sample", answer)
     with pytest.raises(APIResponseValidationError, match="an event cannot be read"):
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
 
 
 def test_silence_is_an_error(stub: Stub) -> None:
     """One that says nothing is tried again; pings are not silence."""
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(request=0.3))
     fast_retries(service)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.script("stream_sample", hang(), events(TOKENS, DONE))
     began = time.monotonic()
-    assert sampler.sample_stream(PROMPT, PARAMS).result(5)
+    assert sampler.sample_stream(PROMPT, PARAMS).result(20)
     assert time.monotonic() - began > 0.25
     close(service)
 
@@ -453,7 +453,7 @@ def test_silence_is_an_error(stub: Stub) -> None:
 def test_streams_share_the_samplers_limit(stub: Stub, service: ServiceClient) -> None:
     """K7: `max_connections` counts streams and samples alike."""
     config = RetryConfig(max_connections=2)
-    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config, timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", retry_config=config, timeout=20)
     stub.script("stream_sample", hang(), hang())
     held = [sampler.sample_stream(PROMPT, PARAMS) for _ in range(2)]
     stub.wait_for("stream_sample", 2)
@@ -461,7 +461,7 @@ def test_streams_share_the_samplers_limit(stub: Stub, service: ServiceClient) ->
     time.sleep(0.2)
     assert stub.count("asample") == 0
     held[0].close()
-    sample.result(5)
+    sample.result(20)
 
 
 def test_streams_have_connections_of_their_own(stub: Stub, sampler: Any) -> None:
@@ -469,7 +469,7 @@ def test_streams_have_connections_of_their_own(stub: Stub, sampler: Any) -> None
     stub.script("stream_sample", hang(), always=True)
     held = [sampler.sample_stream(PROMPT, PARAMS) for _ in range(40)]
     stub.wait_for("stream_sample", 40)
-    assert sampler.sample(PROMPT, 1, PARAMS).result(5)
+    assert sampler.sample(PROMPT, 1, PARAMS).result(20)
     for stream in held:
         stream.close()
     eventually(lambda: stub.connections < 20)
@@ -485,8 +485,8 @@ def test_a_stream_that_is_put_off_puts_off_all_samples_of_the_key(
     stub.wait_for("stream_sample")
     time.sleep(0.1)
     sample = sampler.sample(PROMPT, 1, PARAMS)
-    assert stream.result(5)
-    sample.result(5)
+    assert stream.result(20)
+    sample.result(20)
     first = stub.sent("stream_sample")[0].time
     assert min(stub.sent("asample")[0].time, stub.sent("stream_sample")[1].time) - first >= 0.4
 
@@ -503,7 +503,7 @@ def test_the_http_library_streams_too(place: Place) -> None:
     tokens = [token for new in stream for token in new.tokens]
     assert tokens == place.sampler.sample(PROMPT, 1, SEEDED).result(30).sequences[0].tokens
     with pytest.raises(BadRequestError):
-        sampler.sample_stream(PROMPT, SamplingParams(max_tokens=100_000)).result(5)
+        sampler.sample_stream(PROMPT, SamplingParams(max_tokens=100_000)).result(20)
     with sampler.sample_stream(PROMPT, FOREVER) as stream:
         next(stream)
     eventually(lambda: place.used("sequences_running") == 0)
@@ -515,7 +515,7 @@ def test_the_http_library_breaking_off(stub: Stub, service: ServiceClient, sampl
     transport._pools.plain = False
     stub.script("stream_sample", drop(), events(), events(TOKENS))
     with pytest.raises(StreamBrokenError) as caught:
-        sampler.sample_stream(PROMPT, PARAMS).result(5)
+        sampler.sample_stream(PROMPT, PARAMS).result(20)
     assert caught.value.received[0].tokens == [7, 8]
     assert stub.count("stream_sample") == 3
 

@@ -63,7 +63,7 @@ def clients(stub: Stub) -> Iterator[dict[type, Any]]:
         "SamplingClient": service.create_sampling_client(base_model="stub/base"),
         "RestClient": service.create_rest_client(),
     }
-    made["SamplingClient"].sample(PROMPT, 1, PARAMS).result(5)
+    made["SamplingClient"].sample(PROMPT, 1, PARAMS).result(20)
     found = {kind: made.get(kind.__name__) or kind(service._connection) for kind in CLIENTS}
     yield found
     stub.unscript()
@@ -130,12 +130,12 @@ LOCAL = NEVER_WAIT | {"close", "get_sampler_handle"}
 @pytest.mark.parametrize("call", [c for c in calls() if c.name not in LOCAL], ids=named)
 def test_every_call_of_a_closed_client_says_so(stub: Stub, clients: dict[type, Any], call: Call) -> None:
     """K8: at the call, or from what it gave; and nothing is sent."""
-    clients[ServiceClient].close().result(5)
+    clients[ServiceClient].close().result(20)
     stub.requests.clear()
 
     def use() -> None:
         given = do(clients[call.client], call, **call.arguments())
-        given.result(5) if hasattr(given, "result") else next(iter(given))
+        given.result(20) if hasattr(given, "result") else next(iter(given))
 
     with pytest.raises(ClientClosedError, match="make a new ServiceClient"):
         use()
@@ -156,7 +156,7 @@ def there(clients: dict[type, Any]) -> dict[str, Any]:
     """What the arguments of calls name, where it must be there for them to succeed."""
     run = clients[CLIENTS[1]]
     saves = (run.save_state, run.save_weights_for_sampler, run.save_weights_external)
-    paths = [save("step-1").result(5).path for save in saves]
+    paths = [save("step-1").result(20).path for save in saves]
     return {
         "training_run_id": run.model_id, "session_id": run.model_id.partition(":")[0],
         "sampler_id": clients[CLIENTS[2]]._sampling_session_id, "path": paths[0],
@@ -182,7 +182,7 @@ def test_every_call_gives_what_its_annotation_says(
     given, says = do(clients[call.client], call, **arguments), call.gives
     if says.startswith("APIFuture["):
         assert type(given) is APIFuture
-        given, says = given.result(5), says.removeprefix("APIFuture[").removesuffix("]")
+        given, says = given.result(20), says.removeprefix("APIFuture[").removesuffix("]")
     assert is_what_it_says(given, says), f"{type(given)} is not {says}"
 
 
@@ -212,8 +212,8 @@ def test_what_is_wrong_is_refused_at_the_call_and_nothing_is_sent(
         with pytest.raises(InvalidInputError):
             do(clients[call.client], call, **call.arguments(**{parameter.name: value}))
     assert [r.op for r in stub.requests if r.op != "session_heartbeat"] == []
-    clients[CLIENTS[1]].forward_backward([datum()], "cross_entropy").result(5)
-    clients[CLIENTS[2]].sample(PROMPT, 1, PARAMS).result(5)
+    clients[CLIENTS[1]].forward_backward([datum()], "cross_entropy").result(20)
+    clients[CLIENTS[2]].sample(PROMPT, 1, PARAMS).result(20)
 
 
 def test_a_future_refuses_a_timeout_that_is_none(stub: Stub, clients: dict[type, Any]) -> None:
@@ -222,4 +222,4 @@ def test_a_future_refuses_a_timeout_that_is_none(stub: Stub, clients: dict[type,
         for wait in (future.result, future.exception, lambda w: asyncio.run(future.result_async(w))):
             with pytest.raises(InvalidInputError, match="timeout must be a number of seconds, or None"):
                 wait(wrong)  # type: ignore[arg-type]
-    future.result(5)
+    future.result(20)

@@ -59,8 +59,8 @@ def talking(stub: Stub) -> Any:
 def test_nothing_is_told_unless_it_was_asked_for(stub: Stub, service: ServiceClient, run: Any) -> None:
     stub.script("optim_step", status(400))
     with pytest.raises(BadRequestError):
-        run.optim_step().result(5)
-    service.close().result(5)
+        run.optim_step().result(20)
+    service.close().result(20)
     assert stub.count("telemetry") == 0
     for client in (service, run, service.create_rest_client()):
         assert client.get_telemetry() is None
@@ -70,7 +70,7 @@ def test_nothing_is_told_unless_it_was_asked_for(stub: Stub, service: ServiceCli
 def test_the_environment_can_ask_for_it(stub: Stub, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", value)
     with ServiceClient(base_url=stub.url) as service:
-        sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+        sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
         assert sampler.get_telemetry() is service.get_telemetry() is not None
     assert kinds(stub) == ["SESSION_START", "SESSION_END"]
 
@@ -94,7 +94,7 @@ def test_a_client_without_a_session_says_so(stub: Stub, monkeypatch: pytest.Monk
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
     stub.script("sessions", status(403))
     with RestClient(base_url=stub.url) as rest, pytest.raises(TinkerError):
-        rest.list_sessions().result(5)
+        rest.list_sessions().result(20)
     (request,) = stub.wait_for("telemetry")
     assert request.json["session_id"].startswith("sessionless-")
 
@@ -105,10 +105,10 @@ def test_a_client_without_a_session_says_so(stub: Stub, monkeypatch: pytest.Monk
 def test_a_sessions_life_in_the_official_form(stub: Stub) -> None:
     """§1.1 of the wire: the common fields, an index from 0, a session, a process; in one request."""
     with ServiceClient(base_url=stub.url, telemetry=True) as service:
-        run = service.create_lora_training_client("stub/base", timeout=5)
+        run = service.create_lora_training_client("stub/base", timeout=20)
         stub.script("optim_step", fail("because", "server"))
         with pytest.raises(RequestFailedError):
-            run.optim_step().result(5)
+            run.optim_step().result(20)
         telemetry = service.get_telemetry()
         assert telemetry is not None
         assert telemetry.log("my_event", {"steps": 3, "kind": "warm-up", "ok": True})
@@ -133,10 +133,10 @@ def test_a_sessions_life_in_the_official_form(stub: Stub) -> None:
 
 def test_a_users_mistake_is_a_warning(stub: Stub, talking: ServiceClient) -> None:
     """C8: and a 429 is not one: it is a pause, which is over when anything else is answered."""
-    run = talking.create_lora_training_client("stub/base", timeout=5)
+    run = talking.create_lora_training_client("stub/base", timeout=20)
     stub.script("optim_step", status(429), status(422))
     with pytest.raises(TinkerError):
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     eventually(lambda: len(told(stub)) == 4)
     start, pause, end, mistake = told(stub)
     assert start["event"] == "SESSION_START"
@@ -157,8 +157,8 @@ def _whole_session(stub: Stub) -> None:
     )  # fmt: skip
     fast_retries(service, status_budget=0.1, lost_budget=0.2)
     words = {"detail": f"{SERVERS_WORDS} {KEY} {HEADER} {PROMPT_IDS}"}
-    run = service.create_lora_training_client("stub/base", timeout=5)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    run = service.create_lora_training_client("stub/base", timeout=20)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.gap_seconds = 0.05
     for code in (400, 401, 403, 404, 410, 422, 500):
         stub.script("optim_step", *[status(code, body=words)] * 9)
@@ -175,11 +175,11 @@ def _whole_session(stub: Stub) -> None:
         stub.unscript()
     stub.script("asample", fail(f"{SERVERS_WORDS} {PROMPT_IDS} {KEY}", "server"), drop())
     with pytest.raises(RequestFailedError):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
-    sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1, stop=SERVERS_WORDS)).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
+    sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1, stop=SERVERS_WORDS)).result(20)
     paused = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": SERVERS_WORDS}
     stub.script("retrieve_future", status(408, body=paused))
-    sampler.sample(PROMPT, 1, PARAMS).result(5)
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
     telemetry = service.get_telemetry()
     assert telemetry is not None
     telemetry.log(f"name-{KEY}", {
@@ -229,7 +229,7 @@ def test_the_same_holds_for_what_is_said_in_the_log(stub: Stub, caplog: pytest.L
         service = ServiceClient(base_url=stub.url, api_key=KEY, timeouts=QUICK, telemetry=True)
         fast_retries(service, status_budget=0.1)
         with pytest.raises(InternalServerError):
-            service.get_server_capabilities(timeout=5)
+            service.get_server_capabilities(timeout=20)
         close(service)
     assert KEY not in caplog.text
 
@@ -245,17 +245,17 @@ def test_errors_are_not_delayed_and_calls_not_broken(stub: Stub, trouble: Action
     """M1, M2; weakness 5.2(6): the official client holds every error back for 30 s."""
     stub.script("telemetry", trouble, always=True)
     service = ServiceClient(base_url=stub.url, timeouts=QUICK, telemetry=True)
-    run = service.create_lora_training_client("stub/base", timeout=5)
+    run = service.create_lora_training_client("stub/base", timeout=20)
     for _ in range(3):
         stub.script("optim_step", status(400))
         began = time.monotonic()
         with pytest.raises(BadRequestError):
-            run.optim_step().result(5)
+            run.optim_step().result(20)
         assert time.monotonic() - began < 4
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     stub.wait_for("telemetry")
     began = time.monotonic()
-    service.close().result(5)
+    service.close().result(20)
     assert time.monotonic() - began < QUICK.close + 4, "close is bounded"
     telemetry = service.get_telemetry()
     assert telemetry is not None
@@ -268,13 +268,13 @@ def test_an_exception_is_told_at_once(stub: Stub, talking: ServiceClient) -> Non
     """M1: not at the next flush, ten seconds later, nor at the end."""
     stub.script("get_server_capabilities", status(403))
     with pytest.raises(TinkerError):
-        talking.get_server_capabilities(timeout=5)
+        talking.get_server_capabilities(timeout=20)
     stub.wait_for("telemetry", timeout=3)
     assert kinds(stub) == ["GENERIC_EVENT"]
 
 
 def test_what_is_not_urgent_waits_for_company(stub: Stub, talking: ServiceClient) -> None:
-    talking.create_sampling_client(base_model="stub/base", timeout=5)
+    talking.create_sampling_client(base_model="stub/base", timeout=20)
     telemetry = talking.get_telemetry()
     assert telemetry is not None
     for n in range(20):
@@ -294,9 +294,9 @@ def test_it_has_a_connection_of_its_own(stub: Stub, talking: ServiceClient) -> N
     telemetry.log("x")
     telemetry.flush()
     (hanging,) = stub.wait_for("telemetry")
-    sampler = talking.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = talking.create_sampling_client(base_model="stub/base", timeout=20)
     for _ in range(20):
-        sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
     assert hanging.connection not in {r.connection for r in stub.requests if r is not hanging}
 
 
@@ -341,7 +341,7 @@ def test_a_batch_that_cannot_be_sent_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 def test_with_nothing_to_tell_nothing_runs(stub: Stub, talking: ServiceClient) -> None:
     """K8: no task of its own keeps a client alive."""
-    talking.create_sampling_client(base_model="stub/base", timeout=5)
+    talking.create_sampling_client(base_model="stub/base", timeout=20)
     telemetry = talking.get_telemetry()
     assert telemetry is not None
     telemetry.flush()
@@ -371,7 +371,7 @@ def test_each_client_tells_its_own_server(stub: Stub) -> None:
         for server, service in ((stub, talking), (other, silent)):
             server.script("get_server_capabilities", status(403))
             with pytest.raises(TinkerError):
-                service.get_server_capabilities(timeout=5)
+                service.get_server_capabilities(timeout=20)
         stub.wait_for("telemetry")
         close(talking)
         close(silent)

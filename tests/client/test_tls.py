@@ -51,7 +51,7 @@ def test_a_whole_session(stub: Stub, batch: bool) -> None:
         prompts = [ModelInput.from_ints(range(n)) for n in range(1, 60)]
         for future in [sampler.sample(prompt, 1, PARAMS) for prompt in prompts]:
             assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
-        assert len(service.create_rest_client().list_sessions().result(5).sessions) == 1
+        assert len(service.create_rest_client().list_sessions().result(20).sessions) == 1
     assert [session["finished"]["reason"]["type"] for session in stub.sessions.values()] == ["success"]
     assert {request.headers["x-api-key"] for request in stub.requests} == {"tml-k"}
 
@@ -85,8 +85,8 @@ def test_what_passes_is_survived(stub: Stub, run: Any, sampler: Any, op: str, mi
 def test_what_does_not_pass_is_raised(stub: Stub, run: Any) -> None:
     stub.script("optim_step", status(400, body={"detail": "the moon is full"}))
     with pytest.raises(BadRequestError, match=r"400 from POST https://.*/optim_step: the moon is full"):
-        run.optim_step().result(5)
-    run.optim_step().result(5)
+        run.optim_step().result(20)
+    run.optim_step().result(20)
 
 
 def test_silence_is_a_timeout(stub: Stub) -> None:
@@ -139,10 +139,10 @@ def test_cancelling_and_closing(stub: Stub, service: ServiceClient, run: Any, sa
     asyncio.run(give_up())
     assert samples[0].cancel()
     stub.wait_for("cancel_future", 2)
-    service.close().result(5)
+    service.close().result(20)
     for future in (samples[1], passing):
         with pytest.raises(ClientClosedError):
-            future.result(5)
+            future.result(20)
 
 
 @pytest.mark.parametrize("seed", range(2))

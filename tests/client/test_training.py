@@ -31,8 +31,8 @@ def executed(stub: Stub) -> list[tuple[int, str]]:
 
 
 def train(run: Any) -> None:
-    run.forward_backward([datum()], "cross_entropy").result(5)
-    run.optim_step().result(5)
+    run.forward_backward([datum()], "cross_entropy").result(20)
+    run.optim_step().result(20)
 
 
 def small_chunks(stub: Stub, datums: int = 1, **more: Any) -> Any:
@@ -40,7 +40,7 @@ def small_chunks(stub: Stub, datums: int = 1, **more: Any) -> Any:
     stub.config = {"fwdbwd_max_chunk_len": datums, **more}
     service = ServiceClient(base_url=stub.url)
     fast_retries(service)
-    return service.create_lora_training_client("stub/base", timeout=5)
+    return service.create_lora_training_client("stub/base", timeout=20)
 
 
 # -- order -------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_a_step_is_sent_before_the_pass_has_its_result(stub: Stub, run: Any) -> 
     assert request.json["seq_id"] == 2
     assert not passing.done()
     stub.release()
-    step.result(5)
+    step.result(20)
 
 
 def test_the_async_twins_return_futures(stub: Stub, run: Any) -> None:
@@ -103,7 +103,7 @@ def test_the_callers_list_may_change_afterwards(stub: Stub, run: Any) -> None:
     data = [datum(3), datum(5)]
     future = run.forward_backward(data, "cross_entropy")
     data.clear()
-    assert len(future.result(5).loss_fn_outputs) == 2
+    assert len(future.result(20).loss_fn_outputs) == 2
 
 
 # -- giving up ---------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_cancelling_a_queued_request_leaves_no_trace(stub: Stub, run: Any) -> No
     queued, after = run.save_state("never"), run.optim_step()
     assert queued.cancel()
     for future in (passing, after):
-        future.result(5)
+        future.result(20)
     train(run)
     assert stub.count("save_weights") == 0
     assert [seq_id for seq_id, _ in executed(stub)] == [1, 2, 3, 4]
@@ -132,7 +132,7 @@ def test_cancelling_a_sent_request_stops_the_wait_alone(stub: Stub, run: Any) ->
         passing.result()
     step = run.optim_step()
     stub.release()
-    step.result(5)
+    step.result(20)
     assert executed(stub) == [(1, "forward_backward"), (2, "optim_step")]
 
 
@@ -158,7 +158,7 @@ def test_a_timeout_while_queued_changes_nothing(stub: Stub, run: Any) -> None:
         asyncio.run(wait())
     with pytest.raises(ResultTimeoutError):
         queued.result(timeout=0.05)
-    assert queued.result(5).metrics == {"grad_norm": 1.0}
+    assert queued.result(20).metrics == {"grad_norm": 1.0}
     train(run)
 
 
@@ -178,11 +178,11 @@ def test_a_step_after_a_partly_refused_pass_is_held_back_once(
     passing = run.forward_backward([datum()] * 3, "cross_entropy")
     step = run.optim_step()
     with pytest.raises(BadRequestError, match="not this one"):
-        passing.result(5)
+        passing.result(20)
     with pytest.raises(PassIncompleteError, match=r"2 of 3 requests.*not this one.*optim_step again"):
-        step.result(5)
+        step.result(20)
     assert stub.count("optim_step") == 1
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     train(run)
 
 
@@ -192,7 +192,7 @@ def test_a_step_is_held_back_when_its_custom_loss_failed(stub: Stub, run: Any) -
     with pytest.raises(ZeroDivisionError):
         failed.result(10)
     with pytest.raises(PassIncompleteError, match="division by zero"):
-        step.result(5)
+        step.result(20)
     assert stub.count("optim_step") == 0
     train(run)
 
@@ -201,9 +201,9 @@ def test_a_step_is_held_back_when_its_pass_could_not_be_encoded(stub: Stub, run:
     failed = run.forward_backward([datum()], "cross_entropy", {"x": 10**400})
     step = run.optim_step()
     with pytest.raises(InvalidInputError):
-        failed.result(5)
+        failed.result(20)
     with pytest.raises(PassIncompleteError):
-        step.result(5)
+        step.result(20)
     train(run)
 
 
@@ -211,19 +211,19 @@ def test_saving_after_a_partly_refused_pass_does_not_lift_the_guard(stub: Stub, 
     train(run)
     stub.script("forward_backward", status(422))
     with pytest.raises(TinkerError):
-        run.forward_backward([datum()], "cross_entropy").result(5)
-    run.save_state("meanwhile").result(5)
+        run.forward_backward([datum()], "cross_entropy").result(20)
+    run.save_state("meanwhile").result(20)
     with pytest.raises(PassIncompleteError, match="0 of 1"):
-        run.optim_step().result(5)
-    run.optim_step().result(5)
+        run.optim_step().result(20)
+    run.optim_step().result(20)
 
 
 def test_a_refused_forward_holds_nothing_back(stub: Stub, run: Any) -> None:
     train(run)
     stub.script("forward_backward", status(422))
     with pytest.raises(TinkerError):
-        run.forward([datum()], "cross_entropy").result(5)
-    run.optim_step().result(5)
+        run.forward([datum()], "cross_entropy").result(20)
+    run.optim_step().result(20)
 
 
 @pytest.mark.parametrize("op", ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"])
@@ -237,8 +237,8 @@ def test_a_refusal_fails_one_call_and_no_other(stub: Stub, run: Any, op: str) ->
     stub.script(op, status(400))
     bad, good = calls[op](), calls[op]()
     with pytest.raises(BadRequestError):
-        bad.result(5)
-    good.result(5)
+        bad.result(20)
+    good.result(20)
     train(run)
 
 
@@ -247,7 +247,7 @@ def test_a_failed_request_is_told_as_it_was_said(stub: Stub, run: Any, word: str
     """C2, K3: the server took it, and failed it; a word that is not known is not lost."""
     stub.script("optim_step", fail("the loss is made of cheese", word))
     with pytest.raises(RequestFailedError, match=r"optim_step failed .*made of cheese") as caught:
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     assert word.lower() in str(caught.value)
     assert caught.value.category is RequestErrorCategory(category)
     assert caught.value.request_id.startswith("r")
@@ -260,7 +260,7 @@ def test_a_failed_request_is_told_as_it_was_said(stub: Stub, run: Any, word: str
 def test_a_failed_pass_is_called_what_it_was(stub: Stub, run: Any, name: str) -> None:
     stub.script("forward_backward", fail("no"))
     with pytest.raises(RequestFailedError, match=f"^{name} failed "):
-        getattr(run, name)([datum()], "cross_entropy").result(5)
+        getattr(run, name)([datum()], "cross_entropy").result(20)
 
 
 def test_a_failed_chunk_fails_the_pass(stub: Stub) -> None:
@@ -268,7 +268,7 @@ def test_a_failed_chunk_fails_the_pass(stub: Stub) -> None:
     where = lambda request: read_pass(request.body).seq_id == 2  # noqa: E731
     stub.script("forward_backward", fail("no"), where=where)
     with pytest.raises(RequestFailedError):
-        run.forward_backward([datum()] * 3, "cross_entropy").result(5)
+        run.forward_backward([datum()] * 3, "cross_entropy").result(20)
     train(run)
 
 
@@ -284,7 +284,7 @@ def test_what_was_never_sent_uses_no_seq_id(stub: Stub, run: Any, monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(credential, "current", broken)
             with pytest.raises(InvalidInputError, match="no key today"):
-                call().result(5)
+                call().result(20)
     train(run)
     assert [seq_id for seq_id, _ in executed(stub)] == [1, 2, 3, 4]
 
@@ -296,7 +296,7 @@ def test_a_submission_lost_for_good_fails_its_call_alone(
     fast_retries(service, lost_budget=0.2)
     stub.script("optim_step", *[drop()] * 50)
     with pytest.raises(APIConnectionError):
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     stub.unscript()
     train(run)
 
@@ -308,7 +308,7 @@ def test_a_pass_is_cut_by_the_servers_limits_and_its_first_chunk_comes_last(stub
     """§2.5, §2.6: so that the server has the whole pass when it can begin."""
     run = small_chunks(stub, 2)
     stub.metrics = lambda given: {"loss:sum": 1.0, "n:unique": float(given.seq_id)}
-    output = run.forward_backward([datum(n) for n in range(1, 6)], "cross_entropy").result(5)
+    output = run.forward_backward([datum(n) for n in range(1, 6)], "cross_entropy").result(20)
     assert [record["logprobs"].dense_shape for record in output.loss_fn_outputs] == [
         (n,) for n in range(1, 6)
     ]
@@ -316,13 +316,13 @@ def test_a_pass_is_cut_by_the_servers_limits_and_its_first_chunk_comes_last(stub
     sent = [read_pass(request.body).seq_id for request in stub.sent("forward_backward")]
     assert sorted(sent) == [1, 2, 3]
     assert sent[-1] == 1
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     assert executed(stub)[-1] == (4, "optim_step")
 
 
 def test_chunks_by_size(stub: Stub) -> None:
     run = small_chunks(stub, 1000, fwdbwd_max_chunk_bytes_count=1000)
-    run.forward_backward([datum(40), datum(40), datum(200), datum(1)], "cross_entropy").result(5)
+    run.forward_backward([datum(40), datum(40), datum(200), datum(1)], "cross_entropy").result(20)
     assert stub.count("forward_backward") == 3
 
 
@@ -359,30 +359,30 @@ def test_bad_input_is_refused_at_the_call(stub: Stub, run: Any, call: Any, words
 
 
 def test_saving_loading_and_sampling(stub: Stub, run: Any) -> None:
-    saved = run.save_state("a", ttl_seconds=60, overwrite=True, user_metadata={"k": "v"}).result(5)
+    saved = run.save_state("a", ttl_seconds=60, overwrite=True, user_metadata={"k": "v"}).result(20)
     (request,) = stub.sent("save_weights")
     wanted = {"path": "a", "ttl_seconds": 60, "overwrite": True, "user_metadata": {"k": "v"}}
     assert {name: request.json[name] for name in wanted} == wanted
     with pytest.warns(DeprecationWarning, match="load_state is deprecated"):
-        run.load_state(saved.path).result(5)
+        run.load_state(saved.path).result(20)
     with pytest.warns(DeprecationWarning, match="with_optimizer"):
-        run.load_state_with_optimizer(saved.path, weights_access_token="t").result(5)
+        run.load_state_with_optimizer(saved.path, weights_access_token="t").result(20)
     assert [r.json["optimizer"] for r in stub.sent("load_weights")] == [False, True]
-    published = run.save_weights_for_sampler("p").result(5)
+    published = run.save_weights_for_sampler("p").result(20)
     assert run.create_sampling_client(published.path).get_base_model() == "stub/base"
-    external = run.save_weights_external("e", age_encryption_recipients=["age1"]).result(5)
+    external = run.save_weights_external("e", age_encryption_recipients=["age1"]).result(20)
     assert external.path.endswith("/external_weights/e")
 
 
 def test_deprecation_is_warned_of_at_the_callers_line(stub: Stub, run: Any) -> None:
-    saved = run.save_state("a").result(5)
+    saved = run.save_state("a").result(20)
 
     async def scenario(name: str) -> None:
         await (await getattr(run, name)(saved.path))
 
     for name in ("load_state", "load_state_with_optimizer"):
         with pytest.warns(DeprecationWarning, match=f"{name} is deprecated") as caught:
-            getattr(run, name)(saved.path).result(5)
+            getattr(run, name)(saved.path).result(20)
         assert [warning.filename for warning in caught] == [__file__]
         with pytest.warns(DeprecationWarning, match=f"{name} is deprecated") as caught:
             asyncio.run(scenario(f"{name}_async"))
@@ -393,13 +393,13 @@ def test_deprecation_is_warned_of_at_the_callers_line(stub: Stub, run: Any) -> N
 def test_publishing_sees_every_step_called_before_it(stub: Stub, run: Any) -> None:
     run.optim_step()
     sampler = run.save_weights_and_get_sampling_client("ignored")
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     assert [op for _, op in executed(stub)] == ["optim_step", "save_weights_for_sampler", "optim_step"]
     assert sampler._sampling_session_id in stub.samplers
 
 
 def test_info_and_console(stub: Stub, run: Any) -> None:
-    info = run.get_info(timeout=5)
+    info = run.get_info(timeout=20)
     assert (info.model_data.model_name, info.lora_rank, info.is_lora) == ("stub/base", 32, True)
     assert run.model_id in run.get_console_url()
     assert run.model_id in repr(run)

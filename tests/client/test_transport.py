@@ -107,10 +107,10 @@ def test_a_server_that_comes_back_is_not_noticed(stub: Stub, run: Any, sampler: 
 def test_a_server_that_is_lost_for_good_is_given_up(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(lost=0.5, close=0.5))
     fast_retries(service)
-    run = service.create_lora_training_client("stub/base", timeout=5)
+    run = service.create_lora_training_client("stub/base", timeout=20)
     stub.stop()
     with pytest.raises(APIConnectionError, match=r"refused.*attempts in"):
-        run.optim_step().result(5)
+        run.optim_step().result(20)
     close(service)
 
 
@@ -130,7 +130,7 @@ def test_losing_a_server_is_said(
 def test_a_dropped_submission_is_done_once(stub: Stub, run: Any, effect: bool) -> None:
     """H9: whether or not the server had taken it before the connection broke."""
     stub.script("optim_step", drop(effect=effect), drop(effect=effect))
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     assert [op for _, _, op in stub.executed] == ["optim_step"]
 
 
@@ -164,7 +164,7 @@ def test_closing_ends_everything_under_way(
     ]
     stub.wait_for("optim_step", 2)
     stub.wait_for("retrieve_future", 3)
-    service.close().result(5)
+    service.close().result(20)
     for future in waiting:
         with pytest.raises(ClientClosedError, match="make a new ServiceClient"):
             future.result(2)
@@ -173,17 +173,17 @@ def test_closing_ends_everything_under_way(
             call()
     with pytest.raises(ClientClosedError):
         service.create_lora_training_client("stub/base")
-    assert service.close().result(5) is None, "closing twice is no error"
+    assert service.close().result(20) is None, "closing twice is no error"
 
 
 def test_closing_ends_a_batch_poll_too() -> None:
     with Stub(sample_use_retrieve_futures=True) as stub:
         service = ServiceClient(base_url=stub.url)
-        sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+        sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
         stub.hold("asample")
         future = sampler.sample(PROMPT, 1, PARAMS)
         stub.wait_for("retrieve_futures")
-        service.close().result(5)
+        service.close().result(20)
         with pytest.raises(ClientClosedError):
             future.result(2)
 
@@ -197,10 +197,10 @@ def test_a_server_that_only_speaks_json_gets_json(stub: Stub, run: Any, code: in
     is_proto = lambda request: "protobuf" in request.headers.get("content-type", "")  # noqa: E731
     stub.script("forward_backward", status(code), where=is_proto, always=True)
     stub.json_only = True
-    output = run.forward_backward([datum()], "cross_entropy").result(5)
+    output = run.forward_backward([datum()], "cross_entropy").result(20)
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == [-0.5] * 4
     refused = len([r for r in stub.requests if is_proto(r)])
-    run.forward([datum()], "cross_entropy").result(5)
+    run.forward([datum()], "cross_entropy").result(20)
     assert len([r for r in stub.requests if is_proto(r)]) == refused
     assert [op for _, _, op in stub.executed] == ["forward_backward", "forward"]
 
@@ -208,27 +208,27 @@ def test_a_server_that_only_speaks_json_gets_json(stub: Stub, run: Any, code: in
 def test_one_500_does_not_make_it_a_json_server(stub: Stub, run: Any) -> None:
     stub.script("forward_backward", status(500))
     for _ in range(2):
-        run.forward_backward([datum()], "cross_entropy").result(5)
+        run.forward_backward([datum()], "cross_entropy").result(20)
     kinds = [request.headers["content-type"] for request in stub.sent("forward_backward")]
     assert kinds == ["application/x-protobuf"] * 3
 
 
 def test_a_failing_server_is_not_given_up_because_json_fails_too(stub: Stub, run: Any) -> None:
     stub.script("forward_backward", *[status(500)] * 5)
-    run.forward_backward([datum()], "cross_entropy").result(5)
+    run.forward_backward([datum()], "cross_entropy").result(20)
     assert stub.count("forward_backward") == 6
 
 
 def test_a_refusal_that_is_not_about_protobuf_is_the_one_raised(stub: Stub, run: Any) -> None:
     stub.script("forward_backward", status(400, body={"detail": "first"}), status(422))
     with pytest.raises(BadRequestError, match="first"):
-        run.forward_backward([datum()], "cross_entropy").result(5)
+        run.forward_backward([datum()], "cross_entropy").result(20)
 
 
 def test_a_server_without_client_config(stub: Stub, service: ServiceClient) -> None:
     """The defaults describe it."""
     stub.script("client/config", status(404), always=True)
-    service.create_lora_training_client("stub/base", timeout=5).optim_step().result(5)
+    service.create_lora_training_client("stub/base", timeout=20).optim_step().result(20)
 
 
 def test_a_server_without_sequence_ids(stub: Stub, sampler: Any) -> None:
@@ -237,7 +237,7 @@ def test_a_server_without_sequence_ids(stub: Stub, sampler: Any) -> None:
     stub.script(
         "retrieve_future", status(200, body={"sequences": [{"stop_reason": "length", "tokens": [9]}]})
     )
-    (sequence,) = sampler.sample(PROMPT, 1, PARAMS).result(5).sequences
+    (sequence,) = sampler.sample(PROMPT, 1, PARAMS).result(20).sequences
     assert sequence.tokens == [9]
 
 
@@ -245,7 +245,7 @@ def test_a_server_without_sequence_ids(stub: Stub, sampler: Any) -> None:
 def test_not_yet_comes_in_two_forms(stub: Stub, run: Any, code: int) -> None:
     pending = status(code, body={"type": "try_again", "request_id": "r", "queue_state": "active"})
     stub.script("retrieve_future", pending, pending, status(408, body=b""))
-    assert run.optim_step().result(5).metrics == {"grad_norm": 1.0}
+    assert run.optim_step().result(20).metrics == {"grad_norm": 1.0}
     assert stub.count("retrieve_future") == 1 + 4  # the run's creation, then this
 
 
@@ -258,14 +258,14 @@ def test_a_server_that_never_holds_a_poll_is_not_asked_in_a_hot_loop(stub: Stub,
     time.sleep(1.5)
     assert stub.count("retrieve_future") - before < 12
     stub.release()
-    step.result(5)
+    step.result(20)
 
 
 def test_a_failing_poll_is_paced_and_survived(stub: Stub, service: ServiceClient, run: Any) -> None:
     fast_retries(service, base=0.2, cap=0.2)
     stub.script("retrieve_future", *[status(code) for code in (500, 503, 502, 429)])
     before = stub.count("retrieve_future")
-    run.optim_step().result(5)
+    run.optim_step().result(20)
     times = [request.time for request in stub.sent("retrieve_future")[before:]]
     assert len(times) == 5
     assert min(b - a for a, b in itertools.pairwise(times)) > 0.1
@@ -274,7 +274,7 @@ def test_a_failing_poll_is_paced_and_survived(stub: Stub, service: ServiceClient
 def test_metadata_before_the_result(stub: Stub, run: Any) -> None:
     ready = status(200, body={"status": "complete_metadata", "response_payload_size": 10})
     stub.script("retrieve_future", ready)
-    assert run.optim_step().result(5).metrics == {"grad_norm": 1.0}
+    assert run.optim_step().result(20).metrics == {"grad_norm": 1.0}
 
 
 # -- odd ---------------------------------------------------------------------------------------------------
@@ -283,16 +283,16 @@ def test_metadata_before_the_result(stub: Stub, run: Any) -> None:
 def test_an_empty_400_is_tried_again(stub: Stub, run: Any) -> None:
     """§2.4: a proxy that lost its backend, not a refusal."""
     stub.script("optim_step", status(400, body=b""), status(400, body=b""))
-    run.optim_step().result(5)
+    run.optim_step().result(20)
 
 
 @pytest.mark.parametrize(
     ("op", "call"),
     [
         ("get_info", lambda run: run.get_info()),
-        ("optim_step", lambda run: run.optim_step().result(5)),
-        ("retrieve_future", lambda run: run.optim_step().result(5)),
-        ("retrieve_future", lambda run: run.forward([datum()], "cross_entropy").result(5)),
+        ("optim_step", lambda run: run.optim_step().result(20)),
+        ("retrieve_future", lambda run: run.optim_step().result(20)),
+        ("retrieve_future", lambda run: run.forward([datum()], "cross_entropy").result(20)),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_a_typed_error(stub: Stub, run: Any, op: str, call: Any) -> None:
@@ -300,7 +300,7 @@ def test_an_answer_that_cannot_be_read_is_a_typed_error(stub: Stub, run: Any, op
     stub.script(op, garbage("application/x-protobuf" if op == "retrieve_future" else "application/json"))
     with pytest.raises(APIResponseValidationError, match=f"{op}: the answer cannot be read"):
         call(run)
-    run.optim_step().result(5)
+    run.optim_step().result(20)
 
 
 def test_a_redirect_within_the_server_keeps_method_body_and_key(stub: Stub, run: Any) -> None:
@@ -318,7 +318,7 @@ def test_a_redirect_elsewhere_never_sees_the_key(stub: Stub) -> None:
             "get_server_capabilities",
             status(302, {"location": f"{other.url}/api/v1/get_server_capabilities"}),
         )
-        assert service.get_server_capabilities(timeout=5).supported_models
+        assert service.get_server_capabilities(timeout=20).supported_models
         (request,) = other.sent("get_server_capabilities")
         assert "x-api-key" not in request.headers
         assert b"tml-secret" not in request.head
@@ -343,15 +343,15 @@ def test_a_poll_that_is_refused_is_the_documented_class(stub: Stub, run: Any) ->
     for code, kind in kinds.items():
         stub.script("retrieve_future", status(code, body={"detail": "because"}))
         with pytest.raises(kind, match="because"):
-            run.optim_step().result(5)
-    run.optim_step().result(5)
+            run.optim_step().result(20)
+    run.optim_step().result(20)
 
 
 def test_a_persistent_5xx_on_a_poll_is_bounded(stub: Stub, service: ServiceClient, run: Any) -> None:
     fast_retries(service, status_budget=0.3)
     stub.script("retrieve_future", status(500), always=True)
     with pytest.raises(InternalServerError):
-        run.optim_step().result(5)
+        run.optim_step().result(20)
 
 
 def test_a_deprecation_note_is_logged(stub: Stub, run: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -381,8 +381,8 @@ def test_headers_of_the_user_and_of_ours(stub: Stub, monkeypatch: pytest.MonkeyP
 def test_bodies_are_compressed_where_the_server_asks_for_it() -> None:
     with Stub(proto_compress_fwdbwd=True) as stub:
         service = ServiceClient(base_url=stub.url)
-        run = service.create_lora_training_client("stub/base", timeout=5)
-        run.forward_backward([datum(4096)], "cross_entropy").result(5)
+        run = service.create_lora_training_client("stub/base", timeout=20)
+        run.forward_backward([datum(4096)], "cross_entropy").result(20)
         (request,) = stub.sent("forward_backward")
         assert request.headers["content-encoding"] == "zstd"
         assert len(request.body) < 4096 * 8
@@ -401,22 +401,22 @@ def test_big_bodies_are_built_and_read_off_the_loop(
             return _real(*args, **more)
 
         monkeypatch.setattr(codec, name, spy)
-    run.forward([datum()] * 128, "cross_entropy").result(5)
-    run.forward([datum(100_000)], "cross_entropy").result(5)  # its arrays are not copied into the body
+    run.forward([datum()] * 128, "cross_entropy").result(20)
+    run.forward([datum(100_000)], "cross_entropy").result(20)  # its arrays are not copied into the body
     assert threads == {"encode_request": {"tinkex"}, "decode_result": {"tinkex"}}
-    run.forward([datum(2_200)] * 129, "cross_entropy").result(5)
+    run.forward([datum(2_200)] * 129, "cross_entropy").result(20)
     assert "tinkex-worker" in threads["encode_request"]
     assert "tinkex-worker" in threads["decode_result"]
     threads["encode_request"].clear()
     service.create_sampling_client(base_model="stub/base").sample(
         ModelInput.from_ints(range(50_000)), 1, PARAMS
-    ).result(5)
+    ).result(20)
     assert "tinkex-worker" in threads["encode_request"], "a long prompt is written as JSON"
 
 
 def test_kinds_of_traffic_do_not_wait_for_each_other(stub: Stub, service: ServiceClient, run: Any) -> None:
     """K12: more held polls and stuck submissions than any pool has room for, and a REST call goes through."""
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.hold("asample")
     stub.script("asample", *[delay(2)] * 20)
     stub.script("optim_step", delay(2))
@@ -433,7 +433,7 @@ def test_sockets_are_bounded(stub: Stub) -> None:
     """K12, issue §4: at most 16 sockets for 2,000 samples in flight, with batch retrieval."""
     stub.config = {"sample_use_retrieve_futures": True}
     service = ServiceClient(base_url=stub.url)
-    sampler = service.create_sampling_client(base_model="stub/base", timeout=5)
+    sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.hold("asample")
     samples = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(2000)]
     stub.wait_for("asample", 2000, timeout=30)
@@ -487,9 +487,9 @@ def test_two_servers_at_once(stub: Stub) -> None:
             ServiceClient(base_url=url, api_key=key, timeouts=QUICK)
             for url, key in ((stub.url, "tml-a"), (other.url, "tml-b"))
         ]
-        runs = [service.create_lora_training_client("stub/base", timeout=5) for service in services]
+        runs = [service.create_lora_training_client("stub/base", timeout=20) for service in services]
         for run in runs:
-            run.optim_step().result(5)
+            run.optim_step().result(20)
         assert {r.headers["x-api-key"] for r in stub.requests} == {"tml-a"}
         assert {r.headers["x-api-key"] for r in other.requests} == {"tml-b"}
         for service in services:

@@ -44,7 +44,7 @@ def test_sends_go_in_the_order_of_the_calls() -> None:
     """K1."""
     sender = Sender()
     futures = [sender.send(n) for n in range(200)]
-    assert [future.result(5) for future in futures] == list(range(200))
+    assert [future.result(20) for future in futures] == list(range(200))
     assert sender.sent == list(range(200))
 
 
@@ -53,7 +53,7 @@ def test_each_thread_keeps_its_order() -> None:
 
     def call(thread: int) -> None:
         for n in range(50):
-            sender.send((thread, n)).result(5)
+            sender.send((thread, n)).result(20)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(call, range(4)))
@@ -68,7 +68,7 @@ def test_a_cancelled_send_that_waited_was_never_sent() -> None:
     first, second, third = (sender.send(n) for n in range(3))
     assert second.cancel()
     sender.gate.set()
-    assert (first.result(5), third.result(5)) == (0, 2)
+    assert (first.result(20), third.result(20)) == (0, 2)
     assert sender.sent == [0, 2]
 
 
@@ -82,9 +82,9 @@ def test_the_next_turn_comes_whatever_happens_to_one(error: BaseException, when:
     sender.gate.clear()
     bad, good = sender.send("bad", **{when: error}), sender.send("good")
     sender.gate.set()
-    assert good.result(5) == "good"
+    assert good.result(20) == "good"
     with pytest.raises((ValueError, concurrent.futures.CancelledError)):
-        bad.result(5)
+        bad.result(20)
 
 
 def test_a_later_turn_does_not_wait_for_an_earlier_result() -> None:
@@ -107,7 +107,7 @@ def test_a_later_turn_does_not_wait_for_an_earlier_result() -> None:
         return result()
 
     first, second = turns.enqueue("slow", slow), turns.enqueue("quick", quick)
-    assert second.result(5) == "quick"
+    assert second.result(20) == "quick"
     assert not first.done()
     release.set()
-    assert first.result(5) == "slow"
+    assert first.result(20) == "slow"

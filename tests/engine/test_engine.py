@@ -272,6 +272,54 @@ def test_a_thread_that_dies_takes_nobody_with_it():
     worker._thread.join(timeout=10)
 
 
+def test_a_device_that_is_gone_ends_the_thread_and_everyone_is_told():
+    """Errors like an illegal address stay with a CUDA context: whatever is tried afterwards fails too."""
+    gone = threading.Event()
+
+    def probe() -> None:
+        if gone.is_set():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    worker = Worker(Idle(), lambda: lambda: None, probe)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        worker.job(lambda: 1 // 0).result(timeout=10)
+    assert worker.job(lambda: worker.alive).result(timeout=10), "one command's own failure"
+    begun = threading.Event()
+    broken = worker.job(lambda: (begun.wait(), gone.set(), 1 // 0))
+    behind = worker.job(lambda: None)
+    begun.set()
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        broken.result(timeout=10)
+    with pytest.raises(EngineError, match="only a restart helps: CUDA error: an illegal"):
+        behind.result(timeout=10)
+    assert not worker.alive
+    with pytest.raises(EngineError, match="only a restart helps"):
+        worker.job(lambda: None)
+
+
+def test_a_decoding_step_that_loses_the_device_stops_the_engine(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+):
+    def sample() -> None:
+        asyncio.run(engine.sampler.sample(work(0, 2)))
+
+    monkeypatch.setattr(engine._batch, "_forward", lambda plan: 1 // 0)
+    with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
+        sample()
+    assert engine.working
+
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr("tinkex.engine.torch.engine.probe", lost)
+    with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
+        sample()
+    engine._worker._thread.join(timeout=10)
+    assert not engine.working
+    with pytest.raises(EngineError, match="unspecified launch failure"):
+        sample()
+
+
 def test_errands_that_came_before_the_end_are_still_run():
     """So that a request which just arrived is known to the steps, and fails with all others."""
     worker = Worker(Idle(), lambda: lambda: None)

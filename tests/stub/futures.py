@@ -180,7 +180,14 @@ class Futures:
             promise.run.current = None
             self.advance(promise.run)
 
-    def long_poll(self, call: Call, waiters: list[Callable[[], None]], ready: Callable[[], Reply]) -> None:
+    def long_poll(
+        self,
+        call: Call,
+        waiters: list[Callable[[], None]],
+        ready: Callable[[], Reply],
+        not_yet: Callable[[], Reply],
+        seconds: float | None = None,
+    ) -> None:
         def wake_up() -> None:
             timer.cancel()
             call.answer(ready())
@@ -188,9 +195,9 @@ class Futures:
         def expire() -> None:
             if wake_up in waiters:
                 waiters.remove(wake_up)
-                call.answer(reply({"type": "try_again", "request_id": "", **self.queue_state}, 408))
+                call.answer(not_yet())
 
-        timer = self.loop.call_later(self.poll_seconds, expire)
+        timer = self.loop.call_later(self.poll_seconds if seconds is None else seconds, expire)
         waiters.append(wake_up)
 
     def retrieve_future(self, call: Call) -> Reply | None:
@@ -200,7 +207,11 @@ class Futures:
             return reply({"detail": f"no future {request_id}"}, 410 if request_id in self.gone else 404)
         if promise.done:
             return self.result(call, promise)
-        return self.long_poll(call, promise.waiters, lambda: self.result(call, promise))
+
+        def not_yet() -> Reply:
+            return reply({"type": "try_again", "request_id": request_id, **self.queue_state}, 408)
+
+        return self.long_poll(call, promise.waiters, lambda: self.result(call, promise), not_yet)
 
     def result(self, call: Call, promise: Promise) -> Reply:
         if promise.failure:
@@ -217,12 +228,12 @@ class Futures:
         target, cursor = call.json["target"], call.json["prev_cursor"]
         channel = self.channel(target["sampling_session_id"], target.get("cloned_sampler_id") or 0)
 
-        def ready() -> Reply:
+        def ready() -> Reply:  # none, when the poll's time is up
             return reply({"completions": channel.events[cursor:], "cursor": len(channel.events)})
 
         if len(channel.events) > cursor:
             return ready()
-        return self.long_poll(call, channel.waiters, ready)
+        return self.long_poll(call, channel.waiters, ready, ready, call.json.get("timeout"))
 
     def channel(self, sampler_id: str, clone: int) -> Channel:
         return self.channels.setdefault((sampler_id, clone), Channel())

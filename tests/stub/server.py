@@ -160,6 +160,17 @@ class Stub(Api):
         """Lose every future, as a restart without a journal would: asking for one answers 410."""
         self._on_loop(self.lose_results)
 
+    def forget_samples(self, *, abruptly: bool) -> None:
+        """As above, and nothing of it is told to batch polls; `abruptly` breaks every connection too."""
+
+        def forget() -> None:
+            self.lose_results()
+            self.channels.clear()
+            for connection in list(self._connections) if abruptly else ():
+                connection.transport.abort()
+
+        self._on_loop(forget)
+
     def reset(self) -> None:
         """A fresh server at the same address: no state, no script, no records."""
         self.unscript()

@@ -3,7 +3,8 @@
 A third of the CPU of a full HTTP library, because it does a third: no TLS, no proxies, no redirects, no
 HTTP/2 (https:// goes through http_library.py). Promises: arrays are written without being copied;
 a connection is used again only after a whole answer; one that the server closed while it was idle is replaced
-without anyone noticing. Raises OSError and nothing else. Knows nothing of Tinker.
+without anyone noticing, unless that is news (`resend`). Raises OSError and nothing else. Knows nothing of
+Tinker.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ class Stale(ConnectionError):
 
 
 class Http1:
-    """Connections to one server, those not in use kept for the next request."""
+    """Connections to one server, those not in use kept for the next request.
 
-    def __init__(self, base_url: str, *, timeout: float, connect_timeout: float, keep: int) -> None:
+    Without `resend` a request that was written goes out once: that its connection broke is an error, though
+    it may only have been idle for too long. A poll for many must know when the server went away.
+    """
+
+    def __init__(
+        self, base_url: str, *, timeout: float, connect_timeout: float, keep: int, resend: bool = True
+    ) -> None:
         parts = urlsplit(base_url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._origin, self._netloc = f"{parts.scheme}://{parts.netloc}", parts.netloc
         self._timeout, self._connect_timeout = timeout, connect_timeout
-        self._keep = keep
+        self._keep, self._resend = keep, resend
         self._idle: list[_Connection] = []
         self._scratch = memoryview(bytearray(SCRATCH))  # all connections are one loop's: none keeps it
         self._closed = False
@@ -46,10 +53,14 @@ class Http1:
         target = url.removeprefix(self._origin) or "/"
         pieces = write_request(method, target, {"host": self._netloc, **headers}, content)
         while self._idle:
-            try:
-                return await self._on(self._idle.pop(), pieces, method)
-            except Stale:
+            connection = self._idle.pop()
+            if not connection.is_open:
                 continue
+            try:
+                return await self._on(connection, pieces, method)
+            except Stale:
+                if not self._resend:
+                    raise
         connection = await self._connect()
         return await self._on(connection, pieces, method)
 
@@ -127,8 +138,12 @@ class _Connection(asyncio.BufferedProtocol):
 
     # -- asking --------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     async def exchange(self, pieces: list[bytes | memoryview], method: str, timeout: float) -> Answer:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None:
             raise Stale("the server closed the connection")
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()

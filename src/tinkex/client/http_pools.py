@@ -140,7 +140,10 @@ class HttpPools:
         times, keep = self._timeouts, self._keep[pool]
         timeout = times.long_poll if pool in (Pool.RETRIEVE, Pool.POLL) else times.request
         if plain:
-            return Http1(self._base_url, timeout=timeout, connect_timeout=times.connect, keep=keep)
+            return Http1(
+                self._base_url, timeout=timeout, connect_timeout=times.connect, keep=keep,
+                resend=pool is not Pool.POLL,
+            )  # fmt: skip
         return Library(timeout, times.connect, keep, endless=pool is Pool.STREAM)
 
     def _is_plain(self, url: str) -> bool:

@@ -1,8 +1,8 @@
 """Waiting for results: one long poll per request, or one per sampler where the server offers it.
 
 Promises: polls are paced whatever the server answers; a batch poll that breaks falls back to single polls
-instead of failing everyone; queue states reach an observer on each change. Knows nothing of what a
-result means.
+instead of failing everyone; a server that forgot what is waited for is found out, even if it never seemed
+to be away; queue states reach an observer on each change. Knows nothing of what a result means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from tinkex.client import loop as background
 from tinkex.client.connection import Connection
 from tinkex.client.queue_state import Listener
 from tinkex.client.retry import retryable
-from tinkex.errors import APIConnectionError, APIStatusError, RequestErrorCategory, RequestFailedError
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    ExpiredError,
+    RequestErrorCategory,
+    RequestFailedError,
+)
 from tinkex.types.futures import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
@@ -113,6 +119,7 @@ class BatchPoller:
         self._retrieved: list[str] = []
         self._cursor = 0
         self._task: asyncio.Task[None] | None = None
+        self._failures = 0  # of polls, in a row
         self._broken = False
 
     async def retrieve(self, op: Op[Any, Any], request_id: str, observe: Listener | None = None) -> Any:
@@ -134,6 +141,9 @@ class BatchPoller:
         try:
             owner = self._target.sampling_session_id
             return await retrieve(self._connection, op, request_id, observe=observe, size=size, owner=owner)
+        except ExpiredError:
+            self._let_go()  # forgotten, and perhaps not alone
+            raise
         finally:  # whatever came of it, nobody will ask again
             self._fetching -= 1
             self._moved.set()
@@ -142,7 +152,6 @@ class BatchPoller:
                 self._retrieved.append(request_id)
 
     async def _poll(self) -> None:
-        failures = 0
         try:
             # One more round after the last caller was served, to tell the server what may be forgotten.
             while self._waiting or self._fetching or self._retrieved:
@@ -152,14 +161,15 @@ class BatchPoller:
                     continue
                 try:
                     await self._poll_once()
-                    failures = 0
+                    self._failures = 0
                 except (APIConnectionError, APIStatusError) as error:
-                    failures += 1
-                    if failures > MAX_FAILURES or not retryable(getattr(error, "status_code", 0)):
+                    self._failures += 1
+                    status = getattr(error, "status_code", 0)
+                    if self._failures > MAX_FAILURES or not retryable(status):
                         raise
-                    if isinstance(error, APIConnectionError):
+                    if status == 0 or status >= 500:
                         self._let_go()
-                    await asyncio.sleep(min(0.1 * 2**failures, QUICK_POLL))
+                    await asyncio.sleep(min(0.1 * 2**self._failures, QUICK_POLL))
         except Exception as error:
             log.debug("batch retrieval gave up (%s); polling one by one", error)
             self._broken = True
@@ -205,6 +215,11 @@ class BatchPoller:
                 waiter.set_result(size)
         while self._early and next(iter(self._early.values()))[0] < asked - EARLY_KEPT:
             del self._early[next(iter(self._early))]
-        quick = asyncio.get_running_loop().time() - asked < QUICK_POLL
-        if not reply.completions and quick and self._waiting:
+        if reply.completions or not self._waiting:
+            return
+        if asyncio.get_running_loop().time() - asked < QUICK_POLL:
             await asyncio.sleep(0.1)
+        else:  # nothing for so long: let the one that waits longest see whether the server still knows it
+            oldest = next(iter(self._waiting.values()))
+            if not oldest.done():
+                oldest.set_result(None)

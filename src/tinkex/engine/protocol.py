@@ -251,7 +251,7 @@ class Engine(Protocol):
 
     @property
     def working(self) -> bool:
-        """False once it can do nothing any more: it was closed, or its thread has died."""
+        """False once it can do nothing any more: it was closed, or its thread has died, or its device."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -100,7 +100,7 @@ def refused(service: Any) -> None:
     passing = run.forward_backward(batch, "stable_reinforce")
     say("refused", error=error_of(lambda: passing.result(timeout=20)))
     stepping = run.optim_step(tinker.AdamParams())
-    say("after a refusal", error=error_of(lambda: stepping.result(timeout=5)))
+    say("after a refusal", error=error_of(lambda: stepping.result(timeout=20)))
 
 
 def main() -> None:

@@ -84,8 +84,9 @@ class TorchEngine:
         threads = config.threads or (usable_cores() if config.deterministic else None)
         if config.deterministic:
             self._trainer.share_from = 0
-        self._worker = Worker(self._batch, lambda: ComputeThreads(threads).adjust)
+        self._worker = Worker(self._batch, lambda: ComputeThreads(threads).adjust, lambda: probe(device))
         self._trainer.between = self._worker.between
+        self._batch.after_failure = self._worker.examine
         self.trainer = _Trainer(self._worker, self._trainer)
         self.sampler = _Sampler(self._worker, self._trainer, self._batch)
         self.info = ModelInfo(
@@ -122,6 +123,12 @@ class TorchEngine:
 
     def close(self) -> None:
         self._worker.close()
+
+
+def probe(device: torch.device) -> None:
+    """Raise if the device cannot be used any more: what it was given to do is done, or fails here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -73,6 +73,7 @@ class Batch:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.after_failure: Callable[[], None] = lambda: None  # called when a step has failed
         self._requests: set[Request] = set()
         self._device = decoder.unembed_weight.device
         if compiled is not None:
@@ -184,6 +185,7 @@ class Batch:
         failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
         for request in {sequence.request for sequence in sequences} & self._requests:
             self._fail(request, failure)
+        self.after_failure()
 
     def _step_ahead(self, pipeline: Pipeline) -> bool:
         """Let the device decode one step ahead of us, if there is nothing else to do; True if that was all.

@@ -3,11 +3,13 @@
 Two kinds of work come in from other threads. A job (a command, a publication) runs alone, in the order given.
 An errand (a request that arrives or is cancelled) is cheap, and runs before the next decoding step, even in
 the middle of a job that calls `between`. Promises: nobody waits for ever: when the thread ends, everything
-that was not done fails with EngineError. Knows nothing of models.
+that was not done fails with EngineError. A failure after which the device cannot be used any more ends the
+thread. Knows nothing of models.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from tinkex.engine.protocol import EngineError
 
+log = logging.getLogger("tinkex")
 T = TypeVar("T")
 
 
@@ -31,10 +34,16 @@ class Steps(Protocol):
 
 
 class Worker:
-    """Starts its thread at once. `begin` runs on it first; what it returns runs before every turn."""
+    """Starts its thread at once. `begin` runs on it first; what it returns runs before every turn.
 
-    def __init__(self, steps: Steps, begin: Callable[[], Callable[[], None]]) -> None:
-        self._steps, self._begin = steps, begin
+    `probe` is tried after each failure that nobody expected: if it fails too, the device is lost.
+    """
+
+    def __init__(
+        self, steps: Steps, begin: Callable[[], Callable[[], None]], probe: Callable[[], None] = lambda: None
+    ) -> None:
+        self._steps, self._begin, self._probe = steps, begin, probe
+        self._why = "the engine was closed"
         self._wake = threading.Condition()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -60,7 +69,7 @@ class Worker:
         future: Future[T] = Future()
         with self._wake:
             if self._closed:
-                raise EngineError("the engine is closed")
+                raise EngineError(self._why)
             queue.append((function, future))
             self._wake.notify()
         return future
@@ -89,48 +98,56 @@ class Worker:
             look()
             self._turn()
             if self._jobs and not self._closed:
-                _do(*self._jobs.popleft())
+                self._do(*self._jobs.popleft())
 
     def _end(self) -> None:
         with self._wake:
             self._closed = True  # also when the thread dies of a bug: nothing more is taken in
         self._run_errands()  # so that requests that just came are among those that fail
-        self._steps.fail_all(EngineError("the engine was closed"))
+        self._steps.fail_all(EngineError(self._why))
         for _, future in self._jobs:
-            _settle(future, EngineError("the engine was closed"))
+            _settle(future, EngineError(self._why))
 
     def between(self) -> None:
         """Called by a job that takes long, where it can be interrupted: errands and one decoding step."""
         if self._closed:
-            raise EngineError("the engine was closed")
+            raise EngineError(self._why)
         self._turn()
 
     def _run_errands(self) -> None:
         while self._errands:
-            _do(*self._errands.popleft())
+            self._do(*self._errands.popleft())
 
     def _turn(self) -> None:
         self._run_errands()
         if self._steps.busy:
             try:
                 self._steps.step()
-            except (
-                Exception
-            ) as error:  # the step looks after its own; this is a bug, and not the thread's end
+            except Exception as error:  # the step looks after its own: a bug, and not the thread's end
                 self._steps.fail_all(EngineError(f"decoding failed: {type(error).__name__}: {error}"))
+                self.examine()
 
+    def _do(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            outcome = function()
+        except EngineError as error:
+            outcome = error
+        except Exception as error:
+            outcome = EngineError(f"{type(error).__name__}: {error}")
+            outcome.__cause__ = error
+            self.examine()
+        _settle(future, outcome)
 
-def _do(function: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        outcome = function()
-    except EngineError as error:
-        outcome = error
-    except Exception as error:
-        outcome = EngineError(f"{type(error).__name__}: {error}")
-        outcome.__cause__ = error
-    _settle(future, outcome)
+    def examine(self) -> None:
+        """Stop if the device does not work any more: some errors of a GPU are for the rest of the process."""
+        try:
+            self._probe()
+        except Exception as error:
+            self._why = f"the device has failed, and only a restart helps: {error}"
+            log.error("%s", self._why)
+            self._closed = True
 
 
 def _settle(future: Future[Any], outcome: Any) -> None:
