@@ -18,6 +18,7 @@ from torch import Tensor
 from tinkex.engine.torch.kernels import logprobs
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 from tinkex.engine.torch.sample import BLOCK, COLDEST
 
 _AT_ONCE = 16  # blocks that one program reads
@@ -115,10 +116,10 @@ def draw(
 
     `invariant`: with the normaliser of a trainer that is, to the last bit.
     """
-    (rows, v), n = logits_BV.shape, triton.cdiv(logits_BV.shape[1], BLOCK)
+    (rows, v), n = logits_BV.shape, cdiv(logits_BV.shape[1], BLOCK)
     best, mass, whole = torch.empty(3, rows, n, dtype=torch.float32, device=logits_BV.device)
     sizes = (n, v, vocab, logits_BV.stride(0))
-    _blocks[(rows, triton.cdiv(n, _AT_ONCE))](
+    _blocks[(rows, cdiv(n, _AT_ONCE))](
         logits_BV,
         temperature_B,
         best,
@@ -132,7 +133,7 @@ def draw(
     )
     _pick[(rows,)](
         logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
-        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(n), **CHAINED,
+        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), **CHAINED,
     )  # fmt: skip
     if invariant:
         logprobs.chosen(logits_BV, temperature_B, tokens_B, logprobs_B)

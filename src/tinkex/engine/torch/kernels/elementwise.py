@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 
 _HEADS = 8  # heads that one program rotates
 _COLUMNS = 1024  # numbers of one program where each is computed by itself
@@ -91,7 +92,7 @@ def normalise(
     y = torch.empty_like(x)
     total, left = (x, rest) if delta is None else (torch.empty_like(x), torch.empty_like(x))
     rstd = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     _norm[(rows,)](
         x, x if rest is None else rest, x if delta is None else delta, weight,
         total, x if left is None else left, y, rstd, eps, width,
@@ -103,7 +104,7 @@ def normalise(
 def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor]:
     """x + rest + delta in x's dtype, and what rounding took from it."""
     total, left = torch.empty_like(x), torch.empty_like(x)
-    grid = (triton.cdiv(x.numel(), _COLUMNS),)
+    grid = (cdiv(x.numel(), _COLUMNS),)
     _add[grid](
         x, x if rest is None else rest, delta, total, left, x.numel(),
         REST=rest is not None, BLOCK=_COLUMNS, **CHAINED,
@@ -114,7 +115,7 @@ def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor]:
 def normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, more: Tensor | None) -> Tensor:
     """The gradient to x through its norm, and `more` added to it."""
     rows, width = x.shape
-    out, block = torch.empty_like(x), triton.next_power_of_2(width)
+    out, block = torch.empty_like(x), power_of_2(width)
     _norm_backward[(rows,)](
         grad, x, rstd, weight, grad if more is None else more, out, width,
         ADD=more is not None, BLOCK=block, num_warps=_warps(block), **CHAINED,
@@ -228,9 +229,9 @@ def rotate(
     q, k, v = (torch.empty(tokens, n, c, dtype=qkv.dtype, device=qkv.device) for n in (h, g, g))
     rstd = torch.empty(tokens, h + g, dtype=torch.float32, device=qkv.device) if norms else None
     q_norm, k_norm = norms or (cos, cos)
-    _rotate[(tokens, triton.cdiv(h + 2 * g, _HEADS))](
+    _rotate[(tokens, cdiv(h + 2 * g, _HEADS))](
         qkv, cos, sin, q_norm, k_norm, q, k, v, cos if rstd is None else rstd, eps, h, g,
-        C=c, HALF=triton.next_power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
+        C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
         num_warps=2, **CHAINED,
     )  # fmt: skip
     return q, k, v, rstd
@@ -249,10 +250,10 @@ def rotate_backward(
     (tokens, h, c), g = grad_q.shape, grad_k.shape[1]
     out = torch.empty(tokens, (h + 2 * g) * c, dtype=grad_q.dtype, device=grad_q.device)
     q_norm, k_norm = norms or (cos, cos)
-    _rotate_backward[(tokens, triton.cdiv(h + 2 * g, _HEADS))](
+    _rotate_backward[(tokens, cdiv(h + 2 * g, _HEADS))](
         grad_q, grad_k, grad_v, out if qkv is None else qkv, cos, sin, q_norm, k_norm,
         cos if rstd is None else rstd, out, h, g,
-        C=c, HALF=triton.next_power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
+        C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
         num_warps=2, **CHAINED,
     )  # fmt: skip
     return out
@@ -292,7 +293,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[(rows, triton.cdiv(width, _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, **CHAINED)
+    _swiglu[(rows, cdiv(width, _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, **CHAINED)
     return out
 
 
@@ -300,7 +301,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient to the fused [T, 2F]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty_like(gate_up)
-    _swiglu_backward[(rows, triton.cdiv(width, _COLUMNS))](
+    _swiglu_backward[(rows, cdiv(width, _COLUMNS))](
         grad.contiguous(),
         gate_up,
         out,

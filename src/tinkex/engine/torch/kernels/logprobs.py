@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import cdiv
 from tinkex.engine.torch.sample import COLDEST
 
 _COLUMNS = 4096  # of a row that one round reads
@@ -96,7 +97,7 @@ def chosen(logits_NV: Tensor, temperature_N: Tensor, ids_N: Tensor, out_N: Tenso
 def gradient_(logits_NV: Tensor, normaliser_N: Tensor, ids_N: Tensor, grads_N: Tensor) -> Tensor:
     """In place: grads · (onehot(ids) − softmax(logits)). An id below 0 is no target: −grads · softmax."""
     rows, v = logits_NV.shape
-    grid = rows, triton.cdiv(v, _COLUMNS)
+    grid = rows, cdiv(v, _COLUMNS)
     _gradient[grid](
         logits_NV,
         normaliser_N,

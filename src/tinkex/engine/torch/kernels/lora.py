@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 
 _PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
@@ -277,8 +278,8 @@ def _shrunk(
 ) -> Tensor:
     count, parts = tiles.cells.shape[1], len(sizes)
     width = multiple * table.widest
-    block_n = max(16, min(_WIDEST, triton.next_power_of_2(width)))
-    blocks = triton.cdiv(width, block_n)
+    block_n = max(16, min(_WIDEST, power_of_2(width)))
+    blocks = cdiv(width, block_n)
     block_k = 128
     wanted = _SHRINKING // (count * parts * blocks)
     most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
@@ -305,9 +306,9 @@ def _expanded(
     multiple: int,
 ) -> None:
     count, block_n = tiles.cells.shape[1], 128
-    wide = 64 if table.invariant else triton.next_power_of_2(multiple * table.widest)
+    wide = 64 if table.invariant else power_of_2(multiple * table.widest)
     block_k = max(16, min(64, wide))
-    blocks = sum(triton.cdiv(size, block_n) for size in sizes)
+    blocks = sum(cdiv(size, block_n) for size in sizes)
     stages = 2 if count <= 64 else 1  # few programs wait for memory, many hide it from each other
     _expand[(blocks, count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
@@ -321,8 +322,8 @@ def _written(
     u: Tensor, y: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
 ) -> None:
     count, group = tiles.cells.shape[1], 512
-    block_k = max(16, triton.next_power_of_2(multiple * table.widest))
-    _write[(sum(triton.cdiv(size, group) for size in sizes), count)](
+    block_k = max(16, power_of_2(multiple * table.widest))
+    _write[(sum(cdiv(size, group) for size in sizes), count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
@@ -342,11 +343,11 @@ def _add_outer(
     atomic: bool,
 ) -> None:
     count, block_n, block_k = segments.cells.shape[1], 256, 64
-    block_m = max(16, min(64, triton.next_power_of_2(multiple * grads.widest)))
-    blocks_m = triton.cdiv(multiple * grads.widest, block_m)
-    blocks = sum(triton.cdiv(size, block_n) for size in sizes)
+    block_m = max(16, min(64, power_of_2(multiple * grads.widest)))
+    blocks_m = cdiv(multiple * grads.widest, block_m)
+    blocks = sum(cdiv(size, block_n) for size in sizes)
     wanted = _PROGRAMS // (count * blocks * blocks_m)
-    splits = max(1, min(wanted, triton.cdiv(segments.rows, 4 * block_k)))
+    splits = max(1, min(wanted, cdiv(segments.rows, 4 * block_k)))
     _outer[(blocks, count * splits, blocks_m)](
         u, g, grads.addresses, grads.scales, segments.cells, count, grads.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), g.stride(0),

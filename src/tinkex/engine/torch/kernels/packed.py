@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import power_of_2
 
 QUERIES, KEYS = 64, 64  # positions of a tile: of queries where they stay, of keys where those do
 
@@ -277,9 +278,7 @@ def backward(
     """The gradients to q, k and v."""
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
     delta, block_c = torch.empty_like(lse), _columns(c)
-    _along[(tokens,)](
-        out_THC, grad_THC, delta, tokens, H=h, C=c, HEADS=triton.next_power_of_2(h), BLOCK_C=block_c
-    )
+    _along[(tokens,)](out_THC, grad_THC, delta, tokens, H=h, C=c, HEADS=power_of_2(h), BLOCK_C=block_c)
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q_THC, k_TGC, v_TGC))
     shape = {"H": h, "G": g, "C": c, "WINDOW": window or 0, "BLOCK_C": block_c}
     scales = c**-0.5, c**-0.5 * _LOG2E
@@ -298,4 +297,4 @@ def backward(
 
 
 def _columns(c: int) -> int:
-    return max(16, triton.next_power_of_2(c))
+    return max(16, power_of_2(c))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import power_of_2
 
 
 class Queries(NamedTuple):
@@ -47,9 +48,7 @@ def _write(k, v, k_pool, v_pool, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T: Tensor) -> None:
     """Put new keys and values into their slots; a slot below 0 is nowhere."""
     tokens, width = k_TGC.shape[0], k_TGC.shape[1] * k_TGC.shape[2]
-    _write[(tokens,)](
-        k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=triton.next_power_of_2(width), **CHAINED
-    )
+    _write[(tokens,)](k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=power_of_2(width), **CHAINED)
 
 
 @launched
@@ -158,8 +157,8 @@ def attend(
     out = torch.empty_like(q_THC)
     parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
     lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
-    heads = max(triton.next_power_of_2(h // kv_heads), 16 // queries.tokens)
-    block_c = max(16, triton.next_power_of_2(c))
+    heads = max(power_of_2(h // kv_heads), 16 // queries.tokens)
+    block_c = max(16, power_of_2(c))
     count = queries.tiles.shape[1]
     keys, warps, stages = _loop(queries.tokens, splits, count * kv_heads)
     _attend[(count, kv_heads, splits)](

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import cdiv
 
 _TOGETHER = 8  # tiles of rows that share the weights they read, while those are in the cache
 
@@ -79,7 +80,7 @@ def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
     """x · weightᵀ + bias, [M, N] in x's dtype; the weight may lie in memory either way round."""
     (rows, k), n, tile = x_MK.shape, weight_NK.shape[0], _shape(x_MK.shape[0])
     y_MN = torch.empty(rows, n, dtype=x_MK.dtype, device=x_MK.device)
-    _product[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)](
+    _product[(cdiv(rows, tile.m) * cdiv(n, tile.n),)](
         x_MK, weight_NK, x_MK if bias_N is None else bias_N, y_MN, rows, n, k,
         x_MK.stride(0), *weight_NK.stride(), y_MN.stride(0),
         BIAS=bias_N is not None, EVEN=k % 128 == 0, TOGETHER=_TOGETHER,

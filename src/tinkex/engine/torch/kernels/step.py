@@ -23,6 +23,7 @@ from torch import Tensor
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.lora import Site, Table, Tiles, tile_at
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 
 _WIDEST = 128  # columns of x·Aᵀ, of all parts, that one program computes
 # as measured on an H200
@@ -309,7 +310,7 @@ class Summands:
         (_, rows, width), y = self.y_SMO.shape, self.y_SMO
         given, strides, constants = self._given()
         out = torch.empty(rows, width // 2, dtype=self.dtype, device=y.device)
-        _swiglu[(triton.cdiv(width // 2, _COLUMNS), self._tiles)](
+        _swiglu[(cdiv(width // 2, _COLUMNS), self._tiles)](
             y, self.u_SMR, out, *given, width // 2, *strides,
             **constants, BLOCK_N=_COLUMNS, num_warps=4, **CHAINED,
         )  # fmt: skip
@@ -331,7 +332,7 @@ class Summands:
         q_norm, k_norm = norms or (cos, cos)
         _rotate[(h + 2 * g, self._tiles)](
             y, self.u_SMR, cos, sin, q_norm, k_norm, q, k, v, *given, h, g, eps, *strides,
-            **constants, C=c, HALF=max(16, triton.next_power_of_2(c // 2)),
+            **constants, C=c, HALF=max(16, power_of_2(c // 2)),
             NORM=norms is not None, num_warps=4, **CHAINED,
         )  # fmt: skip
         return q, k, v
@@ -341,7 +342,7 @@ class Summands:
         (_, rows, width), y = self.y_SMO.shape, self.y_SMO
         given, strides, constants = self._given()
         out = torch.empty(rows, width, dtype=self.dtype, device=y.device)
-        _total[(triton.cdiv(width, _COLUMNS), self._tiles)](
+        _total[(cdiv(width, _COLUMNS), self._tiles)](
             y, self.u_SMR, out, *given, width, *strides,
             **constants, BLOCK_N=_COLUMNS, num_warps=4, **CHAINED,
         )  # fmt: skip
@@ -357,7 +358,7 @@ class Summands:
         columns = table.addresses.shape[1]
         given = table.addresses, table.scales, tiles.cells, self._tiles, columns, site.column + 1
         constants = {"SPLITS": y.shape[0], "U_SPLITS": u.shape[0], "BLOCK_M": tiles.rows}
-        constants["RANK"] = max(16, triton.next_power_of_2(table.widest))
+        constants["RANK"] = max(16, power_of_2(table.widest))
         return given, (y.stride(0), u.stride(1), u.stride(0)), constants
 
 
@@ -384,14 +385,14 @@ def project(x_MI: Tensor, weight_OI: Tensor, adapters: Adapters) -> Summands:
     y = torch.empty(splits, rows, outs, dtype=torch.float32, device=x_MI.device)
     u = torch.empty(u_splits, rows, wide, dtype=torch.float32, device=x_MI.device)
     count = tiles.cells.shape[1]
-    shrinks, products = count * u_splits, triton.cdiv(outs, _COLUMNS) * splits
+    shrinks, products = count * u_splits, cdiv(outs, _COLUMNS) * splits
     _project[(shrinks + products,)](
         x_MI, weight_OI, y, u, table.addresses, tiles.cells, shrinks, count, table.addresses.shape[1],
         site.column, rows, outs, k, x_MI.stride(0), weight_OI.stride(1), weight_OI.stride(0),
         u.stride(1), u.stride(0),
         EVEN=k % (_FEATURES * splits) == 0 and outs % _COLUMNS == 0, SPLITS=splits,
         MULTIPLE=len(site.outs), U_SPLITS=u_splits, BLOCK_M=_ROWS, BLOCK_N=_COLUMNS, BLOCK_K=_FEATURES,
-        U_ROWS=tiles.rows, U_COLUMNS=max(16, triton.next_power_of_2(wide)), U_FEATURES=_SHRUNK,
+        U_ROWS=tiles.rows, U_COLUMNS=max(16, power_of_2(wide)), U_FEATURES=_SHRUNK,
         num_warps=4, num_stages=4, **CHAINED,
     )  # fmt: skip
     return Summands(y, u, adapters, x_MI.dtype)
