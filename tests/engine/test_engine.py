@@ -306,6 +306,7 @@ def test_a_decoding_step_that_loses_the_device_stops_the_engine(
     monkeypatch.setattr(engine._batch, "_forward", lambda plan: 1 // 0)
     with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
         sample()
+    engine._worker.job(lambda: None).result(timeout=10)  # the step is over, and the device was looked at
     assert engine.working
 
     def lost(device: torch.device) -> None:
