@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,3 +205,20 @@ def test_paths_are_names_in_ones_own_process_only(engines: Engines, tmp_path: Pa
     assert own.find(str(tmp_path / "secret")).source == str(tmp_path / "secret")
     with pytest.raises(Refusal, match=r"no base model is called 'none'.*can be named by its path"):
         own.find("none")
+
+
+def test_clients_that_are_made_at_once_share_one_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = Settings(home=tmp_path / "home", base_url="local")
+    look, together = importlib.util.find_spec, threading.Barrier(4)
+
+    def slowly(name: str) -> object:
+        time.sleep(0.1)
+        return look(name)
+
+    def make(_: int) -> object:
+        together.wait()
+        return local.connection(settings).transport
+
+    monkeypatch.setattr(importlib.util, "find_spec", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(make, range(4)))) == 1

@@ -138,8 +138,9 @@ def connection(settings: Settings) -> Connection:
     if home not in _transports:
         if importlib.util.find_spec("torch") is None:
             raise TinkerError(NOT_INSTALLED)
-        _transports[home] = LocalTransport(Service(service_config(settings)))
-        if settings.base_url != LOCAL:  # whoever asked for it need not be told
+        made = LocalTransport(Service(service_config(settings)))
+        first = _transports.setdefault(home, made) is made  # else another thread has just made one
+        if first and settings.base_url != LOCAL:  # whoever asked for it need not be told
             print(  # noqa: T201
                 f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
                 file=sys.stderr,

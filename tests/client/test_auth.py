@@ -564,6 +564,27 @@ def test_an_exchange_that_is_refused_fails_the_call_and_shows_no_key(stub: Stub)
     assert KEY not in repr(vars(caught.value))
 
 
+def test_a_token_that_the_server_takes_no_longer_is_exchanged_for_another(stub: Stub):
+    """It ended while this machine slept, the server's clock is ahead of ours, or its secret has changed."""
+    stub.config = {"pjwt_auth_enabled": True}
+    with RestClient(base_url=stub.url, api_key=KEY) as rest:
+        rest.list_sessions().result(10)
+        old = stub.sent("sessions")[0].headers["x-api-key"]
+        stub.script("sessions", status(401), where=lambda r: r.headers["x-api-key"] == old, always=True)
+        for future in [rest.list_sessions() for _ in range(40)]:
+            future.result(10)
+    assert stub.count("auth/token") == 2
+
+
+def test_a_refusal_that_a_new_token_does_not_change_is_raised(stub: Stub):
+    stub.config = {"pjwt_auth_enabled": True}
+    stub.script("sessions", status(401), always=True)
+    with RestClient(base_url=stub.url, api_key=KEY) as rest:
+        with pytest.raises(AuthenticationError, match="sessions"):
+            rest.list_sessions().result(10)
+    assert (stub.count("sessions"), stub.count("auth/token")) == (2, 2)
+
+
 # -- tinkex.auth -----------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,12 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/forbidden":
             self.send_error(403)
             return
+        if path == "/cut-in-a-chunk":
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"1000\r\nshort")
+            return
         body = PAGES.get(path, BODY)
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -71,7 +77,11 @@ def test_a_file_with_progress(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "error", "says"),
-    [("cut", APIConnectionError, "1000 of 2560000 bytes"), ("forbidden", PermissionDeniedError, "HTTP 403")],
+    [
+        ("cut", APIConnectionError, "1000 of 2560000 bytes"),
+        ("cut-in-a-chunk", APIConnectionError, "the download of .* failed: IncompleteRead"),
+        ("forbidden", PermissionDeniedError, "HTTP 403"),
+    ],
 )
 def test_what_fails_leaves_nothing(url: str, tmp_path: Path, page: str, error: type, says: str) -> None:
     (tmp_path / "f").write_text("older")

@@ -24,7 +24,7 @@ from tinkex import (
     ServiceClient,
     TrainingClient,
 )
-from tinkex.client.future import completed, fail, resolve, start
+from tinkex.client.future import _Condition, completed, fail, resolve, start
 
 
 class Work:
@@ -265,6 +265,26 @@ def test_the_requests_own_timeout_is_not_taken_for_the_waits() -> None:
     with pytest.raises(TimeoutError, match="the server's") as caught:
         future.result(20)
     assert not isinstance(caught.value, ResultTimeoutError)
+
+
+def test_a_result_that_comes_just_after_the_wait_ran_out_is_given() -> None:
+    class Late(APIFuture[int]):
+        """Its result comes when the wait for it is over, and before anything is said of that."""
+
+        def done(self) -> bool:
+            if waited and not super().done():
+                self.set_result(7)
+            return super().done()
+
+    class Condition(_Condition):
+        def wait(self, timeout: float | None = None) -> None:
+            waited.append(timeout)
+
+    waited: list[float | None] = []
+    future = Late("late")
+    future._condition = Condition()  # type: ignore[assignment]
+    assert future.result(0) == 7
+    assert waited == [0]
 
 
 def test_waiting_on_the_background_thread_raises_instead_of_hanging() -> None:

@@ -212,3 +212,49 @@ async def test_a_cancelled_request_does_not_give_its_answer_to_the_next() -> Non
             await slow
         go.set()
         assert (await http.execute("GET", url + "/fast", {}, None))[2] == b"/fast"
+
+
+async def test_a_way_that_fell_silent_is_left_with_all_its_connections() -> None:
+    """A VPN that was built up anew, a laptop that slept: what was open stays open, and nothing comes."""
+    silent: set[asyncio.StreamWriter] = set()
+    known: set[asyncio.StreamWriter] = set()
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        known.add(writer)
+        await asyncio.sleep(0.05)  # so that those who ask at once have a connection each
+        if writer not in silent:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with serving(answer) as (_, url):
+        http = Http1(url, timeout=2, connect_timeout=4, keep=4)
+        await asyncio.gather(*(http.execute("GET", url + "/x", {}, None) for _ in range(4)))
+        assert len(known) == 4
+        silent |= known
+        with pytest.raises(TimeoutError):
+            await http.execute("GET", url + "/x", {}, None)
+        assert (await http.execute("GET", url + "/x", {}, None))[0] == 200
+        await http.aclose()
+
+
+@pytest.mark.parametrize("end", ["timeout", "cancel"])
+async def test_a_request_given_up_half_way_is_not_sent_to_its_end(end: str) -> None:
+    got = asyncio.get_running_loop().create_future()
+    go = asyncio.Event()
+
+    async def slow(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go.wait()
+        size = 0
+        while piece := await reader.read(1 << 20):
+            size += len(piece)
+        got.set_result(size)
+
+    async with serving(slow) as (_, url):
+        http = Http1(url, timeout=0.3 if end == "timeout" else 20, connect_timeout=2, keep=4)
+        sending = asyncio.create_task(http.execute("POST", url + "/x", {}, bytes(50_000_000)))
+        if end == "cancel":
+            await asyncio.sleep(0.3)
+            sending.cancel()
+        with pytest.raises((TimeoutError, asyncio.CancelledError)):
+            await sending
+        go.set()
+        assert await asyncio.wait_for(got, 20) < 50_000_000

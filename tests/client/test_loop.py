@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.stub import Stub
+
 EXITS_SLOWLY = """
 import asyncio, ctypes, sys, threading
 from tinkex.client import loop
@@ -38,8 +40,33 @@ loop.get_loop()
 """
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+OUTLIVES_THE_MAIN_THREAD = """
+import concurrent.futures.thread, sys, threading, time
+import numpy as np, tinkex
+
+service = tinkex.ServiceClient(base_url=sys.argv[1])
+run = service.create_lora_training_client("stub/base")
+sampler = service.create_sampling_client(base_model="stub/base")
+tokens = np.arange(400)
+datum = tinkex.Datum(tinkex.ModelInput.from_ints(tokens), {"target_tokens": tinkex.TensorData(tokens)})
+called = threading.Event()
+
+def work():
+    while not concurrent.futures.thread._shutdown:
+        time.sleep(0.01)
+    passed = run.forward_backward([datum] * 200, "cross_entropy")  # a body that is built off the loop
+    step = run.optim_step()
+    step.add_done_callback(lambda _: called.set())
+    print(len(passed.result(20).loss_fn_outputs), step.result(20).metrics, called.wait(20))
+    long = tinkex.ModelInput.from_ints(np.arange(100_000))
+    print(len(sampler.sample(long, 1, tinkex.SamplingParams(max_tokens=1)).result(20).sequences))
+
+threading.Thread(target=work).start()
+"""
+
+
+def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
 
 
 def test_a_timer_that_is_due_after_the_interpreter_has_gone_does_not_crash() -> None:
@@ -51,3 +78,9 @@ def test_asking_when_it_is_too_late_is_an_error_and_no_wait() -> None:
     done = python(ASKS_LATE)
     assert done.returncode == 0, done.stderr
     assert "the interpreter is exiting" in done.stdout
+
+
+def test_a_thread_that_outlives_the_main_one_trains_on(stub: Stub) -> None:
+    done = python(OUTLIVES_THE_MAIN_THREAD, stub.url)
+    assert (done.stdout, done.stderr) == ("200 {'grad_norm': 1.0} True\n1\n", "")
+    assert all(session["finished"] for session in stub.sessions.values())

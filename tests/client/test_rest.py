@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tinkex.client.rest
-from tests.stub import Stub, hang, status
+from tests.stub import Stub, drop, hang, status
 from tinkex.client.admin import AdminClient
 from tinkex.client.rest import RestClient
 from tinkex.errors import (
@@ -271,6 +271,17 @@ def test_changes_to_a_checkpoint_arrive(stub: Stub, rest: RestClient):
     assert stub.checkpoints == {}
     with pytest.raises(NotFoundError, match=PATH):
         rest.delete_checkpoint(RUN, "weights/step-1").result(10)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_deletion_whose_answer_was_lost_has_succeeded(stub: Stub, rest: RestClient, used_before: bool):
+    stub.checkpoints[PATH] = checkpoint(PATH)
+    if used_before:
+        rest.list_checkpoints(RUN).result(10)
+    stub.script("*weights/step-1", drop(effect=True))
+    assert rest.delete_checkpoint_from_tinker_path(PATH).result(10) is None
+    assert stub.checkpoints == {}
+    assert stub.count("*weights/step-1") == 2
 
 
 def test_what_fits_a_checkpoint_is_awaitable_without_a_twin(stub: Stub, rest: RestClient):

@@ -222,6 +222,23 @@ def test_a_server_that_restarts_between_two_polls(stub: Stub, either: SamplingCl
     assert sorted(r.json["seq_id"] for r in stub.sent("asample")) == list(range(9))
 
 
+def test_a_server_that_counts_anew_since_it_restarted(stub: Stub, either: SamplingClient) -> None:
+    """What ended before a poll that shows this is still to be told, to those who wait only from now on."""
+    for _ in range(3):
+        either.sample(PROMPT, 1, PARAMS).result(20)
+    time.sleep(0.2)  # a batch's last poll, of what was retrieved
+    stub.forget_samples(abruptly=False)
+    stub.hold("asample")
+    polls = stub.count("retrieve_future*")
+    held = either.sample(PROMPT, 1, PARAMS)
+    stub.wait_for("retrieve_future*", polls + 1)
+    stub.held_ops = set()
+    stub.script("asample", drop(effect=True))  # it ends before the client knows that it was accepted
+    either.sample(PROMPT, 1, PARAMS).result(10)
+    stub.release("asample")
+    held.result(10)
+
+
 def test_without_retry_logic_a_forgotten_result_is_an_error(stub: Stub, service: ServiceClient) -> None:
     config = RetryConfig(enable_retry_logic=False)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)

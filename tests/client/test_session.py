@@ -213,6 +213,16 @@ def test_a_process_that_ends_finishes_its_session(stub: Stub, ending: str) -> No
     assert "tinkex" not in done.stderr.partition("Traceback")[0]
 
 
+def test_a_process_whose_token_has_to_be_fetched_first_finishes_its_session_too(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-printed")
+    script(
+        stub, "import tinkex.client.auth as auth; auth.COMMAND_TOKEN_LIFE = 0\n" + SCRIPT.format(ending="")
+    )
+    assert finished(stub) == ["success"]
+
+
 def test_a_process_ends_with_requests_under_way(stub: Stub) -> None:
     stub.hold("asample", "forward_backward")
     waiting = "futures = [sampler.sample(prompt, 1, params) for _ in range(20)]\nimport time; time.sleep(0.2)"

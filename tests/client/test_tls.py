@@ -7,13 +7,14 @@ also be lost by being refused, or with a connection that takes no more.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, fast_retries
+from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, eventually, fast_retries
 from tests.client.test_interleavings import Chaos
 from tests.client.test_transport import free_port
 from tests.stub import Stub, drop, hang, status
@@ -56,6 +57,13 @@ def test_a_whole_session(stub: Stub, batch: bool) -> None:
     assert {request.headers["x-api-key"] for request in stub.requests} == {"tml-k"}
 
 
+def test_infinite_patience(stub: Stub) -> None:
+    patient = Timeouts(connect=math.inf, request=math.inf, long_poll=math.inf, lost=math.inf)
+    with ServiceClient(base_url=stub.url, api_key="tml-k", timeouts=patient) as service:
+        sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
+        assert sampler.sample(PROMPT, 1, PARAMS).result(20).sequences
+
+
 def test_http2_is_spoken_where_it_is_offered_and_requests_share_a_connection(
     stub: Stub, sampler: Any
 ) -> None:
@@ -95,6 +103,34 @@ def test_silence_is_a_timeout(stub: Stub) -> None:
     stub.script("get_server_capabilities", hang(), always=True)
     with pytest.raises(APITimeoutError, match=r"no answer from GET https://.*capabilities in time"):
         service.get_server_capabilities(timeout=10)
+    close(service)
+
+
+def test_a_connection_that_fell_silent_is_left(stub: Stub) -> None:
+    """A VPN that was built up anew, a laptop that slept: what was open stays open, and nothing comes."""
+    service = ServiceClient(base_url=stub.url, timeouts=Timeouts(request=2, close=1))
+    rest = service.create_rest_client()
+    for future in [rest.list_sessions() for _ in range(8)]:
+        future.result(20)
+    before = stub.sent("sessions")
+    old = {request.connection for request in before}
+    stub.script("sessions", hang(), where=lambda request: request.connection in old, always=True)
+    rest.list_sessions().result(20)
+    assert stub.count("sessions") <= len(before) + 2
+    close(service)
+
+
+def test_a_session_goes_on_beating_over_another_connection(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody waits for a heartbeat for longer than until the next one is due."""
+    monkeypatch.setattr("tinkex.client.http_library.SILENCE", 0.2)
+    service = ServiceClient(base_url=stub.url, timeouts=Timeouts(heartbeat_interval=0.5, close=1))
+    service.create_sampling_client(base_model="stub/base", timeout=20)
+    old = {request.connection for request in stub.wait_for("session_heartbeat", 1)}
+    old |= {request.connection for request in stub.sent("create_session")}
+    stub.script("session_heartbeat", hang(), where=lambda request: request.connection in old, always=True)
+    eventually(lambda: {request.connection for request in stub.sent("session_heartbeat")} - old)
     close(service)
 
 

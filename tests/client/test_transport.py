@@ -271,6 +271,25 @@ def test_a_failing_poll_is_paced_and_survived(stub: Stub, service: ServiceClient
     assert min(b - a for a, b in itertools.pairwise(times)) > 0.1
 
 
+@pytest.mark.parametrize("ended_by", ["us", "a proxy"])
+def test_a_poll_that_is_held_for_longer_than_anyone_waits_is_no_failure(stub: Stub, ended_by: str) -> None:
+    """Servers of others hold a poll for minutes: theirs is no silence while they answer everything else."""
+    timeouts = Timeouts(long_poll=0.3, heartbeat_interval=0.02, close=2)
+    service = ServiceClient(base_url=stub.url, timeouts=timeouts)
+    run = service.create_lora_training_client("stub/base", timeout=10)
+    fast_retries(service, lost_budget=1.5, status_budget=1.5)
+    stub.hold("optim_step")
+    stub.script("retrieve_future", hang() if ended_by == "us" else delay(0.2, status(504)), always=True)
+    step = run.optim_step()
+    polls = stub.count("retrieve_future")
+    stub.wait_for("retrieve_future", polls + 12, timeout=60)  # for far longer than a lost server has
+    assert not step.done()
+    stub.unscript()
+    stub.release()
+    step.result(20)
+    close(service)
+
+
 def test_metadata_before_the_result(stub: Stub, run: Any) -> None:
     ready = status(200, body={"status": "complete_metadata", "response_payload_size": 10})
     stub.script("retrieve_future", ready)

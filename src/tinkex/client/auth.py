@@ -215,6 +215,11 @@ class JwtCredential(_Secret):
             self._use_until = self._now() + REFRESH_PAUSE
         return self._jwt
 
+    def refused(self, jwt: str) -> None:
+        """The server does not take `jwt` any more, whatever it says of itself: the next caller waits."""
+        if jwt == self._jwt:  # else there is another already
+            self._jwt, self._use_until = "", 0.0
+
     def _start_exchange(self) -> asyncio.Task[str]:
         if self._exchange is None or self._exchange.done():
             self._exchange = asyncio.create_task(self._renew())

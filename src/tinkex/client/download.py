@@ -7,6 +7,7 @@ leaving its directory. Blocks: for commands, not for the event loop. Knows nothi
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import tarfile
@@ -65,7 +66,7 @@ def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> 
     except urllib.error.HTTPError as error:
         response = Response(error.code, dict(error.headers), "", Request("GET", shown))
         raise status_error(f"GET {shown}: HTTP {error.code} {error.reason}", response) from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise APIConnectionError(Request("GET", shown), f"the download of {shown} failed: {error}") from None
     if total is not None and done < total:
         message = f"the download of {shown} ended after {done} of {total} bytes"

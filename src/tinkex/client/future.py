@@ -90,8 +90,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         try:
             return super().result(timeout)
         except TimeoutError:
-            if self.done():
-                raise  # the request's own timeout, not ours
+            if self.done():  # just now, or the request failed by a timeout of its own
+                return super().result(0)
             raise self._timed_out(timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -59,7 +59,7 @@ class Http1:
             try:
                 return await self._on(connection, pieces, method)
             except Stale:
-                if not self._resend:
+                if not self._resend or method == "DELETE":  # which may have been done, and is not there twice
                     raise
         connection = await self._connect()
         return await self._on(connection, pieces, method)
@@ -67,8 +67,10 @@ class Http1:
     async def _on(self, connection: _Connection, pieces: list[bytes | memoryview], method: str) -> Answer:
         try:
             answer = await connection.exchange(pieces, method, self._timeout)
-        except BaseException:
+        except BaseException as error:
             connection.close()  # half of an answer may still be on its way
+            if isinstance(error, TimeoutError):
+                self._close_idle()  # where the way itself fell silent (a VPN, a sleep), they are dead too
             raise
         if connection.reusable and len(self._idle) < self._keep and not self._closed:
             self._idle.append(connection)
@@ -91,6 +93,9 @@ class Http1:
 
     async def aclose(self) -> None:
         self._closed = True
+        self._close_idle()
+
+    def _close_idle(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
@@ -167,7 +172,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         if self._transport is not None:
-            self._transport.abort() if self._waiter is not None else self._transport.close()
+            self._transport.abort()  # a request that was given up half way is not to be sent to its end
 
     def _fail(self, error: Exception) -> None:
         if self._waiter is not None and not self._waiter.done():

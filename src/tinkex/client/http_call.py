@@ -9,7 +9,7 @@ transport.py's, on which socket http_pools.py's.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,15 +52,17 @@ class Call:
     tries: int = 0  # that failed
     started: float | None = None  # since when its time is running, by time.monotonic()
     error: APIError | None = None  # of the last try
+    token: str = field(default="", repr=False)  # what the last try was authorised with
+    renewed: bool = False  # was it refused for its token, and sent again with another?
 
     def leave_place(self) -> None:
         if self.place is not None:
             self.place.leave()
 
 
-def headers_of(call: Call, encoded: codec.Encoded, api_key: str, given: dict[str, str]) -> dict[str, str]:
+def headers_of(call: Call, encoded: codec.Encoded, given: dict[str, str]) -> dict[str, str]:
     """All headers of a request; `given` are those that every request of this client has."""
-    headers = {"x-api-key": api_key, **given, **encoded.headers}
+    headers = {"x-api-key": call.token, **given, **encoded.headers}
     if call.idempotency_key:
         headers["x-idempotency-key"] = call.idempotency_key
     if call.op is ops.STREAM_SAMPLE:

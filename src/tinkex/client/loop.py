@@ -13,19 +13,20 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from tinkex.errors import ForkedClientError, TinkerError
 
 log = logging.getLogger("tinkex")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 _stopped = False  # the interpreter is on its way out
-_workers: ThreadPoolExecutor | None = None
-_callbacks: ThreadPoolExecutor | None = None
+_workers: Threads | None = None
+_callbacks: Threads | None = None
 _owner_pid: int | None = None
 _tasks: set[asyncio.Task[Any]] = set()  # asyncio itself only keeps weak references
 
@@ -34,6 +35,32 @@ FORKED = (
     "start workers with multiprocessing's 'spawn' or 'forkserver' method, or make the first client "
     "after the fork"
 )
+
+
+class Threads(ThreadPoolExecutor):
+    """An executor that goes on when the main thread has ended: others of the user's may train for hours yet.
+
+    Those of the standard library take nothing more from then on, nor at exit, where sessions are finished.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: Future[T] = Future()
+
+        def work() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    done.set_exception(error)
+
+        try:
+            threading.Thread(target=work, name="tinkex-late").start()
+        except RuntimeError:  # at exit not even threads are begun, since Python 3.12
+            work()
+        return done
 
 
 def check_fork() -> None:
@@ -53,6 +80,7 @@ def get_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             loop = _new_loop()
+            loop.set_default_executor(Threads(thread_name_prefix="tinkex-service"))  # of embedded mode
             ready = threading.Event()
 
             def run() -> None:
@@ -122,7 +150,7 @@ async def off_loop(function: Callable[..., T], *args: Any) -> T:
     """Run `function` in a worker thread: for encoding and decoding, which end soon."""
     global _workers
     if _workers is None:
-        _workers = ThreadPoolExecutor(4, thread_name_prefix="tinkex-worker")
+        _workers = Threads(4, thread_name_prefix="tinkex-worker")
     return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)
 
 
@@ -133,7 +161,7 @@ def in_callback(function: Callable[..., object], *args: Any) -> None:
         function(*args)
         return
     if _callbacks is None:
-        _callbacks = ThreadPoolExecutor(4, thread_name_prefix="tinkex-callback")
+        _callbacks = Threads(4, thread_name_prefix="tinkex-callback")
     _callbacks.submit(_call, function, *args)
 
 

@@ -204,7 +204,7 @@ class BatchPoller:
             self._retrieved = retrieved + self._retrieved
             raise
         if reply.cursor < self._cursor:  # it came back without our noticing
-            self._let_go()
+            return self._let_go()  # and the next poll asks for all that has ended since
         self._cursor = reply.cursor
         for completion in reply.completions:
             waiter = self._waiting.get(completion.request_id)

@@ -11,16 +11,17 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
+
+from tinkex.client.loop import Threads
 
 log = logging.getLogger("tinkex")
 LOG_EVERY = 60.0  # seconds before the same state of the same thing is logged again
 ACTIVE = "active"
 
 Listener = Callable[[str, str | None], None]  # queue state, its reason
-_observing: ThreadPoolExecutor | None = None  # one thread: observers hear of changes in their order
+_observing: Threads | None = None  # one thread: observers hear of changes in their order
 
 
 class QueueStateObserver(Protocol):
@@ -108,7 +109,7 @@ class QueueWatch:
 def _observe(what: str, listener: Listener, state: str, reason: str | None) -> None:
     global _observing
     if _observing is None:
-        _observing = ThreadPoolExecutor(1, thread_name_prefix="tinkex-observer")
+        _observing = Threads(1, thread_name_prefix="tinkex-observer")
 
     def tell() -> None:
         try:

@@ -5,6 +5,8 @@
     402 billing                           every 5 s, for as long as the server's settings allow
     408, 409, 429, 5xx, empty 400         Retry-After if given, else jittered backoff, for 5 minutes;
                                           429 on sampling: no limit but the progress timeout
+    a poll held longer than we wait       for as long as the server answers other calls
+    401 on a JWT                          once, with another JWT
     anything else                         never
 
 After a few failures to connect in a row the circuit of that host is open (`Breaker`): all its callers then

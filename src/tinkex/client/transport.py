@@ -29,7 +29,7 @@ from tinkex.client.limits import Gate, Hold, shared_host, shared_rate_limit
 from tinkex.client.queue_state import Listener
 from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy, retryable
 from tinkex.config import Timeouts, is_loopback
-from tinkex.errors import APIError, ClientClosedError, CredentialError, InvalidInputError
+from tinkex.errors import APIConnectionError, APIError, ClientClosedError, CredentialError, InvalidInputError
 from tinkex.types.config import ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.wire import codec, ops
@@ -41,6 +41,7 @@ LOST_NOTICE = 10.0  # seconds of silence from a server that did answer, before i
 CLOSED = "this client was closed; make a new ServiceClient"
 PROBE_TIMEOUT = 10.0  # seconds for one look at whether a host is back
 JSON_ONLY = (400, 415, 422, 500)  # how servers that only speak JSON refuse a protobuf body
+IMPATIENT = (504, 524)  # proxies that do not wait for a poll as long as the server holds it
 PAUSES = {402: "paused_billing", 429: "paused_rate_limit"}  # statuses that mean "later", as queue states
 
 
@@ -129,6 +130,7 @@ class HttpTransport:
         self._compress = False
         self._no_retries = False  # of samples: the server wants none
         self._reached = False
+        self._heard = 0.0  # when the server last answered anything, by time.monotonic()
         self._silent_since: float | None = None
         self._speaks_proto: bool | None = None  # None: not known yet
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -231,7 +233,11 @@ class HttpTransport:
                 answer = await self._try(call, proto=self._speaks_proto is not False)
                 break
             except _Failed as failed:
+                if _is_gone(call, failed.attempt):
+                    return Answer(204, {}, b"")
                 attempt, call.error = failed.attempt, failed.error
+                if attempt.status == 401 and self._may_renew(call):
+                    continue
             except (CredentialError, InvalidInputError) as refusal:
                 raise call.error or refusal from None  # a refusal promises that nothing was ever sent
             if self._may_want_json(call, attempt) and (json := await self._in_json(call)) is not None:
@@ -246,6 +252,8 @@ class HttpTransport:
     async def _pause(self, call: Call, failed: Attempt, error: APIError) -> None:
         """Wait until the next try is due; raise `error` if there shall be none."""
         op, now = call.op, time.monotonic()
+        if self._is_held(call, failed):
+            call.tries, call.started = 0, now
         call.tries += 1
         if call.started is None:
             call.started = now - failed.took  # waiting for a turn to send is not held against the server
@@ -268,6 +276,22 @@ class HttpTransport:
     def _policy(self, call: Call) -> RetryPolicy:
         policy = self.policy if call.retry is None else self.policy.tuned(call.retry)
         return replace(policy, enabled=False) if self._no_retries and call.op in SAMPLES else policy
+
+    def _is_held(self, call: Call, failed: Attempt) -> bool:
+        """Did we, or a proxy, not wait for a poll as long as a server that answers everything else holds it?
+
+        Some hold one for many minutes. It is a "not yet" then, and no sign that anything is wrong.
+        """
+        timed_out = isinstance(failed.cause, TimeoutError) or failed.status in IMPATIENT
+        return call.op is ops.RETRIEVE_FUTURE and timed_out and self._heard > time.monotonic() - failed.took
+
+    def _may_renew(self, call: Call) -> bool:
+        """Can it have been the token's fault, so that another is worth a try? Once for each call."""
+        if call.renewed or call.op is ops.GET_AUTH_TOKEN or not isinstance(self.credential, JwtCredential):
+            return False
+        call.renewed = True
+        self.credential.refused(call.token)
+        return True
 
     async def _host_back(self, call: Call) -> None:
         """Wait, with everybody else, until the host can be reached; raise once this call's time is up."""
@@ -340,7 +364,7 @@ class HttpTransport:
         began = time.monotonic()
         try:
             # Before the turn: fetching a token is a call too, and must not wait for those that wait for it.
-            api_key = await self._api_key(call)
+            call.token = await self._api_key(call)
             async with self._room(call), self._turn(call):
                 call.leave_place()
                 # Encoded only now: thousands may wait for their turn, and none shall hold its body meanwhile.
@@ -348,7 +372,7 @@ class HttpTransport:
                     op, call.request, proto=proto, compress=self._compress, pace=self._pace
                 )
                 url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
-                headers = headers_of(call, encoded, api_key, self._headers)
+                headers = headers_of(call, encoded, self._headers)
                 began = time.monotonic()
                 answer = await self._pools.send(op, call.pool, url, headers, encoded.content)
         except (OSError, *LIBRARY_ERRORS) as cause:
@@ -360,6 +384,8 @@ class HttpTransport:
             if probing:
                 self._rate.finish_probe()
         self._reached, self._silent_since = True, None
+        if answer.status < 500:  # else it may be a proxy's
+            self._heard = time.monotonic()
         self._host.answered()
         if op in SAMPLES and answer.status not in PAUSES:
             self._rate.succeeded()
@@ -390,3 +416,8 @@ class HttpTransport:
         if call.op is ops.STREAM_SAMPLE:
             return nullcontext()
         return self._gates[call.pool].hold(owner=call.owner)
+
+
+def _is_gone(call: Call, failed: Attempt) -> bool:
+    """Was it deleted by an earlier try, whose answer got lost?"""
+    return failed.status == 404 and call.op.method == "DELETE" and isinstance(call.error, APIConnectionError)
