@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
+import shutil
 import tarfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -16,6 +20,7 @@ from tests.service.harness import Failed, User, found, killed_copy, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.service import accounts as accounts_module
 from tinkex.service import core as core_module
+from tinkex.service import encryption
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.types import checkpoints, sessions
@@ -27,6 +32,23 @@ pytestmark = pytest.mark.anyio
 def name_of(path: str) -> dict[str, str]:
     run, _, rest = path.removeprefix("tinker://").partition("/")
     return {"training_run_id": run, "checkpoint_id": rest}
+
+
+def held_up(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, after: int = 0
+) -> tuple[threading.Event, threading.Event]:
+    """One call of a function, `after` so many, waits: the first event tells of it, the second lets it go."""
+    function, calls = getattr(module, name), itertools.count()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == after:
+            begun.set()
+            go_on.wait(30)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, slowly)
+    return begun, go_on
 
 
 def _size(url: str) -> int:
@@ -110,6 +132,15 @@ async def test_what_has_expired_is_gone_with_its_files(user: User, home: Path):
     await user.service.tick()
     assert ledger.checkpoint(run, "weights", "c") is None
     assert [p.name for p in found(home, "weights/*")] == ["d"]
+
+
+async def test_the_name_of_what_has_expired_is_free_at_once(user: User, service: Service):
+    run = await user.run()
+    path = await user.save(run, 1, "c", ttl_seconds=3600)
+    service.core.ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)  # not yet removed
+    assert await user.save(run, 2, "c") == path
+    await service.tick()
+    await user.load(run, 3, path)
 
 
 async def test_deleting_removes_the_files_and_frees_the_name(user: User, home: Path):
@@ -260,6 +291,85 @@ async def test_an_encrypted_export_can_be_read_by_its_recipients_alone(user: Use
         await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, bad))
     many = bad.model_copy(update={"seq_id": 4, "age_encryption_recipients": ["x"] * 11})
     assert await user.status_of(ops.SAVE_WEIGHTS_EXTERNAL, many) == 422
+
+
+async def test_nothing_readable_is_left_of_an_encrypted_export_that_was_killed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pyrage = pytest.importorskip("pyrage")
+    recipient = str(pyrage.x25519.Identity.generate().to_public())
+    async with serving(home) as service:
+        user = User(service)
+        request = checkpoints.SaveWeightsExternalRequest(
+            model_id=await user.run(), path="e", seq_id=1, age_encryption_recipients=[recipient]
+        )
+        sealing, go_on = held_up(monkeypatch, encryption, "seal")
+        promise = await user.call(ops.SAVE_WEIGHTS_EXTERNAL, request)
+        await asyncio.to_thread(sealing.wait, 30)
+        copy = killed_copy(home)
+        go_on.set()
+        await user.result(promise)
+    async with serving(copy, resume=False):
+        assert found(copy, "external_weights/.*") == []
+
+
+async def test_what_is_saved_while_its_predecessor_is_deleted_stays(
+    user: User, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = await user.run()
+    path = await user.save(run, 1, "c")
+    deleting, go_on = held_up(monkeypatch, shutil, "rmtree")
+    one = checkpoints.CheckpointRequest(training_run_id=run, checkpoint_id="weights/c")
+    deletion = asyncio.create_task(user.call(ops.DELETE_CHECKPOINT, one))
+    await asyncio.to_thread(deleting.wait, 30)
+    saving = asyncio.create_task(user.save(run, 2, "c"))
+    await asyncio.wait([saving], timeout=0.5)
+    go_on.set()
+    await deletion
+    assert await saving == path
+    await user.load(run, 3, path)
+
+
+async def test_what_is_saved_anew_while_others_expire_stays(
+    user: User, service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    run = await user.run()
+    await user.save(run, 1, "old")
+    path = await user.save(run, 2, "rolling", ttl_seconds=3600)
+    for n, name in enumerate(("old", "rolling")):
+        service.core.ledger.update_checkpoint(run, "weights", name, expires_at=1.0 + n)
+    deleting, go_on = held_up(monkeypatch, shutil, "rmtree")
+    tick = asyncio.create_task(service.tick())
+    await asyncio.to_thread(deleting.wait, 30)
+    assert await user.save(run, 3, "rolling", ttl_seconds=3600, overwrite=True) == path
+    go_on.set()
+    await tick
+    await user.load(run, 4, path)
+
+
+async def test_a_copy_is_of_one_checkpoint_though_it_be_overwritten_meanwhile(
+    user: User, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = await user.run()
+    path = await user.save(run, 1, "latest")
+    copying, go_on = held_up(monkeypatch, shutil, "copyfile", after=1)  # one file of several is copied
+    request = checkpoints.CopyWeightsRequest(source_path=path, destination_project_id="p")
+    copied = asyncio.create_task(user.call(ops.COPY_WEIGHTS, request))
+    await asyncio.to_thread(copying.wait, 30)
+    await user.train(run, 2, 1)
+    saving = asyncio.create_task(user.save(run, 4, "latest", overwrite=True))
+    await asyncio.wait([saving], timeout=0.5)
+    go_on.set()
+    copy, _ = (await copied).tinker_path, await saving
+    before, after = await user.run(), await user.run()
+    await user.train(after, 1, 1)
+    states = []
+    for name, first in ((before, 1), (after, 3)):
+        place = home / "runs" / name.split(":")[0] / "train-0" / "weights" / "twin"
+        await user.save(name, first, "twin")
+        states.append({file.name: file.read_bytes() for file in place.iterdir()})
+    place = home / "runs" / copy.removeprefix("tinker://").split(":")[0] / "train-0" / "weights" / "latest"
+    assert {file.name: file.read_bytes() for file in place.iterdir()} in states
 
 
 async def test_a_full_disk_refuses_new_work_and_loses_nothing(

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tinkex.service import journal as journal_module
 from tinkex.service import records as records_module
-from tinkex.service.journal import Entry, Journal, JournalError, JournalFullError, Restored, restore
+from tinkex.service.journal import Entry, Journal, JournalError, JournalFullError, Restored, delete, restore
 from tinkex.types.data import Datum, ForwardBackwardInput, ModelInput
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.params import AdamParams
@@ -159,7 +159,8 @@ def test_deleting_leaves_nothing(tmp_path):
     journal = Journal(tmp_path / "journal")
     journal.accept(entry(1))
     journal.begin_snapshot(1)
-    journal.delete()
+    journal.close()
+    delete(journal.directory)
     assert list(tmp_path.iterdir()) == []
 
 

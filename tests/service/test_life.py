@@ -51,6 +51,33 @@ async def test_what_was_half_written_is_removed_and_nothing_else(home: Path):
         assert sorted(path.parent for path in run.rglob("*.json")) == sorted(kept)
 
 
+async def test_what_an_overwriting_save_was_killed_in_is_there_again(home: Path):
+    """The engine moves the old one aside, and the new one into its place: two renames."""
+    run = home / "runs" / "s" / "train-0" / "weights"
+    names = {".a.660c9216.old": "old", ".b.c.12ab34cd.old": "old", "b.c": "new"}
+    for name, content in names.items():
+        (run / name).mkdir(parents=True)
+        (run / name / "adapter_config.json").write_text(content)
+    async with serving(home):
+        kept = {path.parent.name: path.read_text() for path in run.rglob("*.json")}
+    assert kept == {"a": "old", "b.c": "new"}
+
+
+async def test_a_damaged_journal_goes_with_its_session(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run, other = await user.run(), await user.run()
+        await user.result(await user.forward_backward(run, 1))
+    for segment in (home / "runs" / run.split(":")[0]).rglob("requests-*.log"):
+        segment.write_bytes(b"nonsense")
+    async with serving(home) as service:
+        user = User(service)
+        for name in (run, other):
+            await user.finish(name.split(":")[0])
+        await service.tick()
+        assert found(home, "journal*") == []
+
+
 async def test_a_service_that_cannot_start_lets_go_of_its_home(tmp_path: Path):
     home = tmp_path
     (home / "ledger.sqlite").write_bytes(b"not a database" * 100)
@@ -163,6 +190,36 @@ async def test_a_session_not_heard_of_for_days_ends(home: Path):
         assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
 
 
+async def test_a_laptop_that_slept_for_long_finds_its_sessions_and_samplers(
+    user: User, service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    """Its clients slept with it: when it wakes up, they have not been heard of for days, and will be."""
+    run = await user.run()
+    losses = await user.train(run, 1, 2)
+    samplers = [await user.unnamed_sampler(run, 5 + n, n) for n in range(2)]
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 30 * 24 * 3600.0)
+    await service.tick()
+    await service.tick()
+    heartbeat = sessions.SessionHeartbeatRequest(session_id=run.split(":")[0])
+    assert await user.status_of(ops.SESSION_HEARTBEAT, heartbeat) == 200
+    assert (await user.train(run, 7, 1))[0] < losses[0]
+    for sampler in samplers:
+        assert (await user.result(await user.sample(sampler))).sequences
+
+
+async def test_adapters_of_a_base_model_that_is_gone_are_removed_too(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.unnamed_sampler(run, 1, 0)
+        await user.unnamed_sampler(run, 2, 1)
+    async with serving(home, models={"m/other": "fake"}) as service:
+        await User(service).finish(run.split(":")[0])
+        await service.tick()
+        assert found(home, "ephemeral/*") == []
+
+
 async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
     async with serving(home, keep_superseded=100.0, keep_unused=1000.0) as service:
         user = User(service)
@@ -172,7 +229,7 @@ async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
         ago = time.time() - 500
         for sampler in samplers:
             service.core.ledger.update_sampler(sampler, created_at=ago)
-        service.samplers._started = ago
+        service.core.awake_since = ago
         await service.tick()
         left = [row.sampler_id for row in service.core.ledger.samplers_of_session(run.split(":")[0])]
         assert left == [samplers[0], samplers[2]]  # used just now; the newest

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import pytest
@@ -13,6 +16,7 @@ from tests.service.harness import MODEL, Failed, User, datum, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import CustomLoss, EngineError
 from tinkex.service import history as history_module
+from tinkex.service.rows import Scope
 from tinkex.service.service import Service
 from tinkex.types import (
     billing,
@@ -268,6 +272,31 @@ async def test_a_project_is_read_by_its_members_and_used_by_owners(service: Serv
     assert await eve.status_of(ops.CREATE_SESSION, sessions.CreateSessionRequest(project_id="p")) == 404
 
 
+async def test_what_a_run_saves_after_its_session_moved_is_in_the_new_project(service: Service):
+    ann, bob = User(service, "ann"), User(service, "bob", "p")
+    run = await ann.run()
+    session = run.split(":")[0]
+    await ann.train(run, 1, 1)
+    move = sessions.AssignSessionProjectRequest(session_id=session, project_id="p")
+    await ann.call(ops.ASSIGN_SESSION_PROJECT, move)
+    path = await ann.save(run, 3, "c")
+    info = checkpoints.WeightsInfoRequest(tinker_path=path)
+    assert await bob.status_of(ops.GET_WEIGHTS_INFO, info) == 200
+
+
+async def test_a_clock_that_is_set_back_takes_nothing_from_what_was_stored(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    user = User(service)
+    await user.save(await user.run(), 1, "c")
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - 24 * 3600.0)
+    service.accounts.count_storage()
+    stored = [row.amount for row in service.core.ledger.usage(0, 2**40, Scope(None)) if row.kind == "storage"]
+    assert stored
+    assert min(stored) >= 0
+
+
 async def test_usage_counts_tokens_by_kind(service: Service):
     user = User(service)
     session = await user.session(user_metadata={"name": "it"})
@@ -329,6 +358,36 @@ async def test_a_long_history_loses_every_second_line_and_never_the_last(
     assert steps == sorted(set(steps))
     assert 4 < len(steps) < 20
     assert sum(map(len, lines)) <= 2000
+
+
+async def test_half_a_line_that_a_full_disk_took_spoils_no_other(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    """A limit on the size of files cuts a write off in the middle, as a disk that fills up does."""
+    user = User(service)
+    run = await user.run()
+    place = service.core.run_dir(run) / history_module.FILE
+    write, limits = service.history._write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def cut_off(*args: Any) -> None:
+        room = place.stat().st_size + 30 if place.exists() else 30
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    await user.train(run, 1, 2)
+    await user.loss(run, 5)  # the steps before it are done
+    monkeypatch.setattr(service.history, "_write", cut_off)
+    await user.train(run, 6, 1)
+    await user.loss(run, 8)
+    monkeypatch.undo()
+    await user.train(run, 9, 1)
+    await user.loss(run, 11)
+    request = training.GetTrainingRunRequest(training_run_id=run)
+    lines = (await user.call(ops.GET_RUN_METRICS, request)).splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 4]
 
 
 async def test_an_uploaded_loss_is_looked_at(service: Service):

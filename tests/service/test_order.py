@@ -12,6 +12,8 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, killed_copy, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, ForwardBackward, OptimStep
+from tinkex.service import runs
+from tinkex.service.journal import Entry, Journal
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
 from tinkex.types import training
@@ -292,3 +294,29 @@ async def test_of_steps_done_together_only_those_fail_that_do(home: Path):
             assert (await user.result(promise)).metrics["optimizer_step"] == 1
         failing.clear()
         assert (await user.result(await user.step(runs[1], 3))).metrics["skipped"] == 1  # nothing is left
+
+
+async def test_a_gap_is_not_given_up_while_what_it_waits_for_is_written_down(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A large request takes its time on the way to the disk, and the patience with its absence ends."""
+    accept, begun, go_on = Journal.accept, threading.Event(), threading.Event()
+
+    def slowly(journal: Journal, entry: Entry) -> None:
+        if entry.seq_id == 1:
+            begun.set()
+            go_on.wait(30)
+        accept(journal, entry)
+
+    async with serving(home, gap_patience=0.05) as service:
+        user = User(service)
+        run = await user.run()
+        monkeypatch.setattr(runs, "BIG", 0)
+        monkeypatch.setattr(Journal, "accept", slowly)
+        second = await user.forward_backward(run, 2)
+        first = asyncio.create_task(user.forward_backward(run, 1))
+        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.sleep(0.5)  # ten times the patience
+        go_on.set()
+        losses = [(await user.result(promise)).metrics["loss:sum"] for promise in (await first, second)]
+        assert all(losses)

@@ -6,9 +6,12 @@ A home that is copied while a service works is what a `kill -9` at that moment w
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +19,9 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, serving, until
 from tests.service.test_life import Slow
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
 from tinkex.service import live
-from tinkex.service.journal import restore
+from tinkex.service.journal import Journal, JournalFullError, restore
 from tinkex.service.refusal import Refusal
 from tinkex.types import checkpoints, futures, sessions, training
 from tinkex.wire import ops
@@ -259,6 +263,32 @@ async def test_a_load_survives_the_deletion_of_what_was_loaded(home: Path):
             assert await again.loss(other, 2) == await again.loss(run, 8)
 
 
+async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A disk that is slow: the run goes on, and is killed, before the snapshot after the load is there."""
+    sync, go_on = live._sync_below, threading.Event()
+
+    def slowly(directory: Path) -> None:
+        go_on.wait(1.0)
+        sync(directory)
+
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 2)
+        path = await user.save(run, 5, "latest")
+        monkeypatch.setattr(live, "_sync_below", slowly)
+        await user.load(run, 6, path, optimizer=True)
+        await user.train(run, 7, 1)
+        await user.save(run, 9, "latest", overwrite=True)
+        copy = killed_copy(home)
+        go_on.set()
+        expected = await user.loss(run, 10)
+    async with serving(copy) as service:
+        assert await User(service).loss(run, 10) == expected
+
+
 async def test_unnamed_samplers_survive(home: Path):
     async with serving(home) as service:
         user = User(service)
@@ -281,6 +311,77 @@ async def test_gaps_that_were_given_up_stay_given_up(home: Path):
             await again.result(await again.step(run, 3))
             with pytest.raises(Failed, match="given up"):
                 await again.result(await again.forward_backward(run, 1))
+
+
+async def test_a_seq_id_far_ahead_costs_no_time_after_a_restart(home: Path):
+    far = 2**31 - 10  # what a client makes of a clock, say; counting up to it would take minutes
+    async with serving(home, gap_patience=0.05) as service:
+        user = User(service)
+        run = await user.run()
+        await user.result(await user.forward_backward(run, far))
+        async with serving(killed_copy(home), gap_patience=1000.0) as second:
+            again = User(second)
+            assert (await again.result(await again.step(run, far + 1))).metrics
+            with pytest.raises(Failed, match="given up"):
+                await again.result(await again.forward_backward(run, far - 1))
+
+
+@pytest.mark.parametrize("broken", [LoadAdapter, OptimStep])
+async def test_an_engine_in_trouble_costs_no_run_its_life(home: Path, broken: type):
+    """The device was lost, say: what is on disk is as good as before, and a restart finds it."""
+
+    class Lost(FakeEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            run = self.trainer.run
+
+            def fail(command: Any, progress: Any = None) -> Any:
+                if isinstance(command, broken):
+                    raise EngineError("the device has failed, and only a restart helps")
+                return run(command, progress)
+
+            self.trainer.run = fail  # type: ignore[method-assign]
+
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 3)  # two in a snapshot, one in the journal
+        await until(lambda: service.live.at_hand(run).journal.next_seq == 5)  # type: ignore[union-attr]
+        expected = await user.loss(run, 7)
+        copy = killed_copy(home)
+    async with serving(copy, Lost) as second:
+        again = User(second)
+        with pytest.raises(Failed, match="only a restart helps"):
+            await again.loss(run, 8)
+        shown = await again.call(ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=run))
+        assert not shown.corrupted
+    async with serving(copy) as third:
+        assert await User(third).loss(run, 9) == expected
+
+
+async def test_a_run_that_takes_no_steps_keeps_a_short_journal(home: Path):
+    """A reference model is only looked at, for days."""
+    data = [datum(n, length=60) for n in range(20)]
+
+    def journaled() -> int:
+        total = 0
+        for path in found(home, "requests-*.log"):
+            with contextlib.suppress(FileNotFoundError):  # it goes this very moment
+                total += path.stat().st_size
+        return total
+
+    async with serving(home, snapshot_bytes=50_000) as service:
+        user = User(service)
+        run = await user.run()
+        losses = [await user.loss(run, seq_id, *data) for seq_id in range(1, 30)]
+        at_hand = service.live.at_hand(run)
+        assert at_hand is not None
+        await until(lambda: at_hand.committing is not None and at_hand.committing.done())
+        losses.append(await user.loss(run, 30, *data))  # what came while the disk was slow goes with this one
+        await until(lambda: journaled() < 100_000)
+        async with serving(killed_copy(home)) as second:
+            again = User(second)
+            assert await again.loss(run, 31, *data) == losses[0]
 
 
 async def test_runs_that_owe_nothing_wait_on_disk(home: Path):
@@ -318,6 +419,50 @@ async def test_a_damaged_journal_marks_its_run_and_no_other(home: Path):
         assert shown.corrupted
         await user.train(good, 1, 1)
         await user.load(good, 3, path)
+
+
+async def test_what_cannot_be_read_for_a_moment_is_not_damaged(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """Too many files are open, say: a 503, on which clients ask again, and the run is as it was."""
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        losses = await user.train(run, 1, 2)
+        promise = await user.forward_backward(run, 5)
+        await user.result(promise)
+    file_open = Path.open
+
+    def too_many(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.suffix == ".log":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return file_open(path, *args, **kwargs)
+
+    async with serving(home) as service:
+        user = User(service)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", too_many)
+            with pytest.raises(Refusal, match="Too many open files") as refused:
+                await user.loss(run, 6)
+        assert refused.value.status == 503
+        assert await user.loss(run, 6) < losses[0]
+
+
+async def test_a_run_whose_outcomes_were_not_kept_stays_at_hand(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a full disk outcomes are told and not journaled: they must not be lost on the way to the disk."""
+
+    def full(*_: object) -> None:
+        raise JournalFullError("no space left")
+
+    async with serving(home, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        unload = training.UnloadModelRequest(model_id=run)
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "resolve", full)
+            await user.result(await user.forward_backward(run, 1))
+            await user.result(await user.step(run, 2))
+            await user.call(ops.UNLOAD_MODEL, unload)
+        await user.train(run, 3, 3)
+        await until(lambda: service.live.at_hand(run).journal.next_seq > 3)  # type: ignore[union-attr]
 
 
 async def test_a_damaged_snapshot_is_reported(home: Path):

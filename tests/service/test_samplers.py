@@ -8,15 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.tiny import tiny_tokenizer
+from tests.engine.test_gguf import byte_bpe_metadata, write_gguf
+from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.service.harness import MODEL, Failed, User, killed_copy, serving, until
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.protocol import EngineConfig, SampleWork
+from tinkex.service import published
+from tinkex.service.config import ServiceConfig
+from tinkex.service.engines import Engines
 from tinkex.service.fairness import FairGate
 from tinkex.service.lanes import Lanes
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
 from tinkex.types import futures, sampling
 from tinkex.types.data import ModelInput
+from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 from tinkex.wire import ops
 
@@ -96,6 +102,22 @@ async def test_stop_strings_stop_over_token_bytes(home: Path, tmp_path: Path):
         assert stopped.stop_reason == "stop"
         assert stopped.tokens == free.tokens[: len(stopped.tokens)]
         assert text in tokenizer.decode([stopped.tokens[-1]])
+
+
+@pytest.mark.parametrize("asked_for", ["stops", "files"])
+async def test_the_first_who_need_a_tokenizer_may_come_together(tmp_path: Path, home: Path, asked_for: str):
+    """That of a GGUF file is unpacked for the first of them, and the others wait for it."""
+    metadata = byte_bpe_metadata("smollm", "qwen2")
+    directory = tiny_model(tmp_path, "qwen2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", directory, **metadata)
+    engine = EngineConfig(model="", kind="torch", device="cpu")
+    model = Engines(ServiceConfig(home, models={MODEL: str(file)}, engine=engine)).find(MODEL)
+    if asked_for == "stops":
+        stops = await asyncio.gather(*(model.stop_bytes(["\n"]) for _ in range(4)))
+        assert all(stop.token_bytes is stops[0].token_bytes for stop in stops)
+    else:
+        places = await asyncio.gather(*(asyncio.to_thread(model.tokenizer_dir) for _ in range(4)))
+        assert len(set(places)) == 1
 
 
 async def test_a_model_without_a_tokenizer_says_so(user: User):
@@ -228,6 +250,16 @@ async def test_a_batch_poll_reports_each_end_until_it_is_acknowledged(user: User
     assert set((await poll(user, sampler, clone=3))[0]) == {clone.request_id}
 
 
+async def test_a_cursor_of_a_process_whose_clock_was_ahead_hides_nothing():
+    lanes = Lanes(None)
+    lanes.begin("s#0", "r")
+    lanes.end("s#0", "r", failed=False)
+    far = 2**62
+    completions, cursor = await lanes.poll("s#0", far, 0.0)
+    assert [done.request_id for done in completions] == ["r"]
+    assert await lanes.poll("s#0", cursor, 0.0) == ([], cursor)
+
+
 async def test_a_clients_last_word_is_answered_at_once(user: User):
     sampler = await user.sampler(await user.session())
     promise = await user.sample(sampler, 0)
@@ -271,8 +303,6 @@ def test_the_file_of_samples_is_rewritten_and_survives_being_cut_off(tmp_path: P
 
 
 async def test_adapters_that_make_room_come_back(home: Path, monkeypatch: pytest.MonkeyPatch):
-    from tinkex.service import published
-
     monkeypatch.setattr(published, "MOST", 2)
     async with serving(home) as service:
         user = User(service)
@@ -289,6 +319,98 @@ async def test_adapters_that_make_room_come_back(home: Path, monkeypatch: pytest
         assert first == again
         assert len({tuple(np.round(logprobs, 6)) for logprobs in first}) == 4
         assert len(engine.sampler.published) <= 3
+
+
+async def test_an_adapter_that_is_taken_while_others_make_room_stays(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Several have to go at once, and while the first one does, somebody begins to use the second."""
+    monkeypatch.setattr(published, "MOST", 3)
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        samplers = [await user.unnamed_sampler(run, 1 + n, n) for n in range(3)]
+        engine = service.core.engines.find(MODEL).engine
+        assert isinstance(engine, FakeEngine)
+        retire, sample = engine.sampler.retire, engine.sampler.sample
+        going, taken, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def slowly(name: str) -> None:
+            going.set()
+            await taken.wait()
+            await retire(name)
+
+        async def later(work: SampleWork) -> SampleResponse:
+            taken.set()
+            await go_on.wait()
+            return await sample(work)
+
+        monkeypatch.setattr(engine.sampler, "retire", slowly)
+        monkeypatch.setattr(engine.sampler, "sample", later)
+        monkeypatch.setattr(published, "MOST", 2)
+        last = asyncio.create_task(user.unnamed_sampler(run, 4, 3))  # two too many
+        await going.wait()
+        promise = await user.sample(samplers[1])
+        await last
+        go_on.set()
+        assert (await user.result(promise)).sequences
+
+
+async def test_an_adapter_whose_sample_is_cancelled_while_it_is_loaded_can_go_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The engine has begun, and does not stop: what it then holds must make room like any other."""
+    monkeypatch.setattr(published, "MOST", 1)
+    async with serving(home) as service:
+        user = User(service)
+        run = await user.run()
+        session = run.split(":")[0]
+        sampler = await user.sampler(session, 0, await user.save_for_sampler(run, 1, "s"))
+        engine = service.core.engines.find(MODEL).engine
+        assert isinstance(engine, FakeEngine)
+        publish, begun, go_on = engine.sampler.publish, asyncio.Event(), asyncio.Event()
+
+        async def slowly(source: str | Path, name: str) -> None:
+            async def job() -> None:
+                begun.set()
+                await go_on.wait()
+                await publish(source, name)
+
+            await asyncio.shield(asyncio.create_task(job()))
+
+        monkeypatch.setattr(engine.sampler, "publish", slowly)
+        promise = await user.sample(sampler)
+        await begun.wait()
+        await user.call(ops.CANCEL_FUTURE, futures.CancelFutureRequest(request_id=promise.request_id))
+        go_on.set()
+        await until(lambda: engine.sampler.published)
+        last = [await user.unnamed_sampler(run, 2 + n, 1 + n) for n in range(2)][-1]
+        assert list(engine.sampler.published) == [last]
+
+
+async def test_a_seq_id_with_another_prompt_is_another_sample(user: User):
+    """Copies of a sampler, of clients that number them badly: nobody gets the answer to another's prompt."""
+    sampler = await user.sampler(await user.session())
+    first = await user.sample(sampler, 0, prompt=(5, 6, 7))
+    changes = {"prompt": (5, 6, 8)}, {"num_samples": 2}, {"temperature": 0.5}
+    others = [await user.sample(sampler, 0, **changed) for changed in changes]  # type: ignore[arg-type]
+    assert len({first, *others}) == 4
+    assert await user.sample(sampler, 0, prompt=(5, 6, 7)) == first
+
+
+async def test_a_number_of_another_sampler_is_a_422(user: User):
+    run = await user.run()
+    session = run.split(":")[0]
+    path = await user.save_for_sampler(run, 1, "s")
+    base, named, unnamed = 0, 1, 2
+    await user.sampler(session, base)
+    await user.sampler(session, named, path)
+    await user.unnamed_sampler(run, 2, unnamed)
+    for number, other in ((base, path), (named, None), (unnamed, None), (unnamed, path)):
+        with pytest.raises(Refusal, match=f"sampling_session_seq_id {number} was another") as refused:
+            await user.sampler(session, number, other)
+        assert refused.value.status == 422
+    assert await user.sampler(session, named, path) == f"{session}:sample:1"
 
 
 async def test_sampling_on_an_exported_or_unknown_checkpoint_is_refused(user: User, service: Service):

@@ -134,14 +134,36 @@ def test_a_gap_that_closes_in_time_costs_nothing():
     assert [w.seq_id for batch in drain(scheduler) for w in batch] == [1, 2]
 
 
-def test_a_refused_request_is_not_waited_for():
+def test_what_was_given_up_in_an_earlier_life_is_not_waited_for():
     scheduler = Scheduler(batch_tokens=BUDGET)
     scheduler.open("r", "me")
-    scheduler.submit(work("r", 3), 0.0)
-    scheduler.consume("r", 2, 0.0)
+    for seq_id in (3, 5, 9):
+        scheduler.submit(work("r", seq_id), 0.0)
     assert scheduler.next_batch(0.0) == []
-    scheduler.consume("r", 1, 0.0)
-    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [3]
+    scheduler.give_up("r", 5, 0.0)
+    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [3, 5]
+    assert scheduler.missing("r") == 6
+    assert scheduler.submit(work("r", 4), 0.0)[0] is Verdict.LATE
+
+
+def test_what_is_being_written_down_is_not_given_up():
+    scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
+    scheduler.open("r", "me")
+    scheduler.submit(work("r", 3), 0.0)
+    with scheduler.arriving("r", 2):
+        assert scheduler.give_up_gaps(100.0) == 160.0  # 1 is, and 2 is waited for anew
+        assert scheduler.submit(work("r", 2), 100.0)[0] is Verdict.ACCEPTED
+    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [2, 3]
+
+
+def test_what_could_not_be_written_down_is_given_up_in_its_time():
+    scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
+    scheduler.open("r", "me")
+    scheduler.submit(work("r", 2), 0.0)
+    with scheduler.arriving("r", 1):
+        assert scheduler.give_up_gaps(60.0) == 120.0
+    assert scheduler.give_up_gaps(120.0) is None
+    assert [w.seq_id for batch in drain(scheduler) for w in batch] == [2]
 
 
 def test_a_repeat_is_the_same_work_and_another_body_is_a_conflict():
@@ -166,6 +188,32 @@ def test_a_flood_of_passes_does_not_starve_another_owner():
     scheduler.open("small", "small")
     scheduler.submit(work("small", 1), 0.0)
     assert "small" in [w.run for w in scheduler.next_batch(0.0)]
+
+
+@pytest.mark.parametrize("both_pause", [False, True])
+def test_whoever_comes_back_after_long_does_not_starve_those_who_worked(both_pause: bool):
+    scheduler = Scheduler(batch_tokens=BUDGET)
+    scheduler.open("old", "away")  # and does nothing for long
+    scheduler.open("busy", "busy")
+    for seq_id in range(1, 1000):
+        scheduler.submit(work("busy", seq_id, tokens=50), 0.0)
+    if both_pause:
+        drain(scheduler)
+    else:
+        for _ in range(400):
+            for item in scheduler.next_batch(0.0):
+                scheduler.done(item, 0.0)
+    for seq_id in range(1, 100):
+        scheduler.submit(work("old", seq_id, tokens=50), 0.0)
+    scheduler.submit(work("busy", 1000, tokens=50), 0.0)
+    turns = []
+    for _ in range(4):
+        batch = scheduler.next_batch(0.0)
+        turns += [item.run for item in batch]
+        for item in batch:
+            scheduler.done(item, 0.0)
+    assert turns.count("old") >= 2
+    assert "busy" in turns
 
 
 def test_a_flood_of_barriers_does_not_starve_another_owner():

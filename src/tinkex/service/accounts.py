@@ -29,7 +29,7 @@ class Accounts:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._traces: dict[str, deque[Event]] = {}
-        self._stored_at = time.time()
+        self._stored_at = time.monotonic()
 
     # -- settings ----------------------------------------------------------------------------------------
 
@@ -148,10 +148,10 @@ class Accounts:
 
     def count_storage(self) -> None:
         """Add what checkpoints have taken up since the last time."""
-        now = time.time()
+        now = time.monotonic()  # a clock that is set costs nobody anything
         hours, self._stored_at = (now - self._stored_at) / 3600, now
         self._core.ledger.add_usage(
-            UsageRow(now, item.owner, "storage", item.size_bytes / 1e9 * hours, item.project_id)
+            UsageRow(time.time(), item.owner, "storage", item.size_bytes / 1e9 * hours, item.project_id)
             for item in self._core.ledger.storage(Scope(None))
         )
 

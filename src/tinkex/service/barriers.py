@@ -170,30 +170,32 @@ class Barriers:
     ) -> CheckpointRow:
         """Write the files, then the row."""
         name, ledger = request.path, self._core.ledger
-        kept = ledger.checkpoint(run.run_id, kind, name)
-        its_own = kept is not None and again is not None and kept.created_at >= again
-        if kept is not None and not (overwrite or its_own):
-            raise EngineError(
-                f"ResourceAlreadyExists: tinker://{run.run_id}/{kind}/{name} exists already", "user"
-            )
-        await self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
         directory = self._core.run_dir(run.run_id) / kind / name
-        size = await self._write(engine, run, directory, optimizer, recipients)
-        now = time.time()
-        expires = None if request.ttl_seconds is None else now + request.ttl_seconds
-        row = CheckpointRow(
-            run.run_id, kind, name, run.owner, run.base_model, run.lora, self._core.relative(directory), size,
-            now, optimizer, run.project_id, expires,
-            user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
-        )  # fmt: skip
-        if kept is None:
-            await self._must_fit(directory)
-        with ledger.transaction():
-            ledger.add_checkpoint(row, overwrite=True)
-            caller = Caller(run.owner, run.project_id)
-            self._core.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=row.tinker_path)
-        self._core.count("checkpoint", 1, run)
-        return row
+        place = self._core.relative(directory)
+        async with self._core.changing(place):
+            kept = self._core.any_checkpoint(f"tinker://{run.run_id}/{kind}/{name}")
+            its_own = kept is not None and again is not None and kept.created_at >= again
+            if kept is not None and not (overwrite or its_own):
+                raise EngineError(
+                    f"ResourceAlreadyExists: tinker://{run.run_id}/{kind}/{name} exists already", "user"
+                )
+            await self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
+            size = await self._write(engine, run, directory, optimizer, recipients)
+            now = time.time()
+            expires = None if request.ttl_seconds is None else now + request.ttl_seconds
+            row = CheckpointRow(
+                run.run_id, kind, name, run.owner, run.base_model, run.lora, place, size, now, optimizer,
+                run.project_id, expires,
+                user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
+            )  # fmt: skip
+            if kept is None:
+                await self._must_fit(directory)
+            with ledger.transaction():
+                ledger.add_checkpoint(row, overwrite=True)
+                caller = Caller(run.owner, run.project_id)
+                self._core.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=row.tinker_path)
+            self._core.count("checkpoint", 1, run)
+            return row
 
     async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
         """A run's checkpoints of one kind are all of one size: the last one tells the next one's."""
@@ -216,7 +218,7 @@ class Barriers:
             return await execute(
                 engine, SaveAdapter(run.run_id, directory, optimizer=optimizer, overwrite=True)
             )
-        plain = directory.with_name(f".{directory.name}.plain")
+        plain = directory.with_name(f".{directory.name}.plain.tmp")
         try:
             await execute(engine, SaveAdapter(run.run_id, plain, optimizer=optimizer, overwrite=True))
             return await asyncio.to_thread(encryption.seal, plain, directory, recipients)

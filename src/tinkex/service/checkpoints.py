@@ -97,6 +97,10 @@ class Checkpoints:
         self._core.audit(caller, "checkpoints.delete", run_id=row.run_id, tinker_path=row.tinker_path)
 
     async def remove(self, row: CheckpointRow) -> None:
+        async with self._core.changing(row.directory):
+            await self._remove(row)
+
+    async def _remove(self, row: CheckpointRow) -> None:
         """The row first: what is listed must be there, what is there need not be listed."""
         self._core.ledger.delete_checkpoint(row.run_id, row.kind, row.name)
         directory = self._core.home / row.directory
@@ -105,7 +109,9 @@ class Checkpoints:
 
     async def expire(self) -> None:
         for row in self._core.ledger.expired_checkpoints(time.time()):
-            await self.remove(row)
+            async with self._core.changing(row.directory):
+                if self._core.ledger.checkpoint(row.run_id, row.kind, row.name) == row:  # not saved anew
+                    await self._remove(row)
 
     # -- taking away -------------------------------------------------------------------------------------
 
@@ -148,7 +154,9 @@ class Checkpoints:
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
         target = self._core.run_dir(run.run_id) / source.kind / source.name
-        await asyncio.to_thread(_copy, self._core.home / source.directory, target)
+        async with self._core.changing(source.directory):  # it may have been saved anew meanwhile
+            source = self._core.checkpoint(request.source_path, caller, token=request.weights_access_token)
+            await asyncio.to_thread(_copy, self._core.home / source.directory, target)
         now = time.time()
         row = replace(
             source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=now,

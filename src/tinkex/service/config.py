@@ -28,6 +28,7 @@ class ServiceConfig:
     fsync: bool = False  # journals survive a power cut too, not only a kill
     snapshot_steps: int = 20  # optimizer steps between two snapshots of a run
     snapshot_seconds: float = 120.0
+    snapshot_bytes: int = 256 * 1024 * 1024  # of passes since the last one, of a run that takes no steps
 
     # how long things are kept
     session_lapse: float = 300.0  # without a heartbeat, before a session's runs are put on disk

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tinkex.errors import InvalidInputError
 from tinkex.service.archive import Archives
@@ -36,6 +37,7 @@ from tinkex.service.rows import (
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
+ASLEEP = 60.0  # seconds by which one clock must go ahead of the other, to say that the machine slept
 DISK_LOOK = 1.0  # seconds for which a look at the disk is believed
 
 
@@ -52,10 +54,13 @@ class Core:
         self.home = config.home
         self.archives = Archives(config.home)
         self.seen: dict[str, float] = {}  # when each session was heard of last
+        self.awake_since = time.time()  # nobody could be heard of before
+        self._clocks = time.time(), time.monotonic()
         self._usage: defaultdict[tuple[Any, ...], float] = defaultdict(float)
         self._heard: dict[str, float] = {}  # sessions and runs, since the ledger was told
         self._requested: dict[str, float] = {}
         self._samplers: dict[str, SamplerRow] = {}
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._disk: tuple[float, int] = (0.0, 0)  # when it was looked at, what was free
         self._used: tuple[float, int] = (0.0, 0)  # when the home was looked at, what it took
         # Makes a path below the home downloadable for a while, a directory as a tar; the server replaces it.
@@ -145,6 +150,12 @@ class Core:
         session_id, _, number = run_id.rpartition(":train:")
         return self.home / "runs" / session_id / f"train-{number}"
 
+    def changing(self, directory: str) -> asyncio.Lock:
+        """Held by whoever writes, removes or reads a checkpoint: its row and its files belong together."""
+        if (lock := self._changing.get(directory)) is None:
+            lock = self._changing[directory] = asyncio.Lock()
+        return lock
+
     def relative(self, path: Path) -> str:
         return path.relative_to(self.home).as_posix()
 
@@ -194,6 +205,12 @@ class Core:
 
     def audit(self, caller: Caller, event: str, **more: Any) -> None:
         self.ledger.add_audit(AuditRow(time.time(), caller.user, event, caller.project, **more))
+
+    def look_at_clocks(self) -> None:
+        """Notice that the machine slept: of the clocks, one goes on meanwhile, and the other does not."""
+        (then, ticks), self._clocks = self._clocks, (time.time(), time.monotonic())
+        if (self._clocks[0] - then) - (self._clocks[1] - ticks) > ASLEEP:
+            self.awake_since = self._clocks[0]
 
     def heard_of(self, session_id: str, run_id: str | None = None) -> None:
         """Something came of this session; written down by `flush`."""

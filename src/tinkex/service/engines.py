@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tinkex.service.refusal import Refusal
 from tinkex.service.threads import in_thread
 
 log = logging.getLogger("tinkex.service")
+_unpacking = threading.Lock()  # a tokenizer that is inside a GGUF file: many may ask for it at once
 
 
 class BaseModel:
@@ -48,6 +50,7 @@ class BaseModel:
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
         self._token_bytes: list[bytes] | None = None
+        self._reading = asyncio.Lock()  # them
 
     async def load(self) -> Engine:
         """The engine, loading it if it is not there."""
@@ -117,27 +120,29 @@ class BaseModel:
 
     def _unpacked(self, file: Path) -> Path:
         place = self._tokenizers / f"{file.stem}-{int(file.stat().st_mtime)}"
-        if not place.exists():
-            from tinkex.engine.torch.gguf import GgufModel
-            from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
+        with _unpacking:
+            if not place.exists():
+                from tinkex.engine.torch.gguf import GgufModel
+                from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
 
-            part = place.with_name(place.name + ".part")
-            part.mkdir(parents=True, exist_ok=True)
-            write_tokenizer(GgufModel(file), part)
-            part.rename(place)
+                part = place.with_name(place.name + ".part")
+                part.mkdir(parents=True, exist_ok=True)
+                write_tokenizer(GgufModel(file), part)
+                part.rename(place)
         return place
 
     async def stop_bytes(self, sequences: list[str]) -> StopBytes:
         """Stop strings as the engine checks them: over the bytes of each token."""
-        if self._token_bytes is None:
-            from tinkex.service.text import token_bytes
+        async with self._reading:  # the first samples come together, and it takes a second
+            if self._token_bytes is None:
+                from tinkex.service.text import token_bytes
 
-            source = await asyncio.to_thread(self.tokenizer_dir)
-            if source is None:
-                raise Refusal(
-                    422, f"{self.name} has no tokenizer here, so it cannot stop at strings; stop at ids"
-                )
-            self._token_bytes = await asyncio.to_thread(token_bytes, source)
+                source = await asyncio.to_thread(self.tokenizer_dir)
+                if source is None:
+                    raise Refusal(
+                        422, f"{self.name} has no tokenizer here, so it cannot stop at strings; stop at ids"
+                    )
+                self._token_bytes = await asyncio.to_thread(token_bytes, source)
         return StopBytes(tuple(s.encode() for s in sequences), self._token_bytes)
 
 

@@ -83,10 +83,7 @@ class History:
         try:
             directory = self._core.run_dir(row.run_id)
             directory.mkdir(parents=True, exist_ok=True)
-            with open(directory / FILE, "a", encoding="utf-8") as file:
-                file.write(json.dumps(finite) + "\n")
-                size = file.tell()
-            if size > MOST_BYTES:
+            if _append(directory / FILE, f"{json.dumps(finite)}\n".encode()) > MOST_BYTES:
                 _thin_out(directory / FILE)
         except OSError as error:
             log.warning("a step of %s is missing in its history: %s", row.run_id, error)
@@ -96,6 +93,16 @@ class History:
         row = self._core.run(request.training_run_id, caller)
         place = self._core.run_dir(row.run_id) / FILE
         return await asyncio.to_thread(lambda: place.read_bytes() if place.exists() else b"")
+
+
+def _append(path: Path, line: bytes) -> int:
+    """Add a whole line or nothing: half a one would spoil the next. Returns the bytes there are."""
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(size)
+            raise OSError("no space is left for it")
+    return size + len(line)
 
 
 def _thin_out(path: Path) -> None:

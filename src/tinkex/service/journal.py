@@ -22,7 +22,7 @@ from typing import Any
 
 from tinkex.service.records import JournalError, JournalFullError, Log, Record, pack, sync
 
-__all__ = ["Entry", "Journal", "JournalError", "JournalFullError", "Restored", "restore"]
+__all__ = ["Entry", "Journal", "JournalError", "JournalFullError", "Restored", "delete", "restore"]
 
 SEGMENT_BYTES = 16 << 20
 
@@ -179,13 +179,13 @@ class Journal:
             self._requests.close()
             self._results.close()
 
-    def delete(self) -> None:
-        """Remove everything: the run is over. Killed halfway, it leaves nothing that looks like a journal."""
-        self.close()
-        gone = self.directory.with_name(f"{self.directory.name}.deleted")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(self.directory, gone)
-        shutil.rmtree(gone)
+
+def delete(directory: Path) -> None:
+    """Remove a journal, be it damaged. Killed halfway, this leaves nothing that looks like a journal."""
+    gone = directory.with_name(f"{directory.name}.deleted")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(directory, gone)
+    shutil.rmtree(gone)
 
 
 def restore(directory: Path) -> Restored:

@@ -9,7 +9,6 @@ lines, one write each. Knows nothing of results, nor of who may poll (the sample
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections import Counter, deque
@@ -36,7 +35,7 @@ class Lanes:
     def __init__(self, path: Path | None) -> None:
         self._lanes: dict[str, _Lane] = {}
         self._open: dict[str, str] = {}  # request id -> lane, until it was fetched
-        self._cursors = itertools.count(time.time_ns() // 1000)
+        self._cursor = time.time_ns() // 1000  # the last one
         self._path, self._file, self._stale = path, -1, 0
         lost = _read(path) if path is not None else {}
         self._lost = set(lost)  # accepted by an earlier process
@@ -79,7 +78,8 @@ class Lanes:
         return lane in self._counts
 
     def _add(self, lane: str, request_id: str, failed: bool) -> None:
-        self._lanes.setdefault(lane, _Lane()).events.append((next(self._cursors), request_id, failed))
+        self._cursor += 1
+        self._lanes.setdefault(lane, _Lane()).events.append((self._cursor, request_id, failed))
 
     def _tidy(self, key: str) -> None:
         lane = self._lanes.get(key)
@@ -103,6 +103,8 @@ class Lanes:
     ) -> tuple[list[FutureFinished | FutureFailed], int]:
         """What ended since the cursor `after`, waiting up to `seconds` for something; and the new cursor."""
         lane = self._lanes.setdefault(key, _Lane())
+        if after > self._cursor:  # an earlier process's, whose clock was ahead: it says nothing of our events
+            after = 0
         told: list[str] = []
         while lane.events and lane.events[0][0] <= after:
             told.append(lane.events.popleft()[1])

@@ -29,7 +29,7 @@ from tinkex.service.core import Core
 from tinkex.service.engines import BaseModel
 from tinkex.service.futures import ACTIVE, Future, QueueState
 from tinkex.service.jobs import Jobs, Run
-from tinkex.service.journal import Entry, Journal, JournalError, Restored, restore
+from tinkex.service.journal import Entry, Journal, JournalError, Restored, delete, restore
 from tinkex.service.records import sync
 from tinkex.service.refusal import Refusal
 from tinkex.service.rows import RunRow
@@ -79,6 +79,12 @@ class Live:
 
     # -- coming ------------------------------------------------------------------------------------------
 
+    def reread(self, session_id: str) -> None:
+        """A session's runs have changed in the ledger."""
+        for run in self._runs.values():
+            if run.row.session_id == session_id:
+                run.row = self._core.ledger.run(run.id) or run.row
+
     def at_hand(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
@@ -92,8 +98,8 @@ class Live:
                 self._core.ledger.update_run(row.run_id, state="evicted")
         except JournalError as error:
             self._corrupted(row, str(error))
-        except Refusal as refusal:  # its base model is not configured any more, say
-            log.error("run %s waits: %s", row.run_id, refusal.message)
+        except (Refusal, OSError) as error:  # its base model is not configured any more, say
+            log.error("run %s waits: %s", row.run_id, error)
 
     async def find(self, row: RunRow) -> Run:
         """The run, from disk if need be."""
@@ -116,11 +122,13 @@ class Live:
         model = self._core.engines.find(row.base_model)
         try:
             restored, journal = await asyncio.to_thread(self._read_journal, row.run_id)
-        except (JournalError, OSError) as error:
+        except JournalError as error:
             self._corrupted(row, str(error))
             raise Refusal(
                 422, f"run {row.run_id} could not be restored ({error}); go on from one of its checkpoints"
             ) from error
+        except OSError as error:  # too many open files, a full disk: what is there may be good
+            raise Refusal(503, f"run {row.run_id} cannot be read now: {error}") from error
         run = self._runs[row.run_id] = Run(row, model, journal, restore_from=restored.snapshot)
         self.scheduler(run).open(run.id, row.owner, restored.next_seq)
         self._replay(run, restored)
@@ -142,11 +150,6 @@ class Live:
         for entry in restored.undelivered:
             self._promise(run, entry.request_id).resolve(restored.outcomes[entry.request_id])
             scheduler.remember(run.id, entry.seq_id, entry.request_id, entry.digest)
-        present = {entry.seq_id for entry in restored.entries}
-        last_done = max((e.seq_id for e in restored.entries if e.request_id in restored.done), default=-1)
-        for seq_id in range(restored.next_seq, last_done):
-            if seq_id not in present:  # it was given up, for good
-                scheduler.consume(run.id, seq_id, time.monotonic())
         # Of those without an answer only the first can have been executed before.
         open_seq = min((e.seq_id for e in restored.entries if e.request_id not in restored.done), default=-1)
         for entry in restored.entries:
@@ -155,6 +158,8 @@ class Live:
                 future.resolve(restored.outcomes[entry.request_id])
             was_done = entry.request_id in restored.done  # its answer may be forgotten: then it is made anew
             self.schedule(run, entry, future, again=was_done or entry.seq_id == open_seq)
+        last_done = max((e.seq_id for e in restored.entries if e.request_id in restored.done), default=0)
+        scheduler.give_up(run.id, last_done, time.monotonic())  # what is missing below was given up before
 
     def _promise(self, run: Run, request_id: str) -> Future:
         """The future of a journaled request: a new one, unless this process has it still."""
@@ -178,24 +183,28 @@ class Live:
         is_step = job.name == "optim_step"
         work = Work(run.id, entry.seq_id, entry.request_id, is_pass, tokens, entry.digest, job, is_step)
         worker, now = self.worker(run.model), time.monotonic()
-        if entry.seq_id and worker.scheduler.next_seq(run.id) == 0 and worker.scheduler.idle(run.id):
-            # Its client has its id, so it was made; nobody will ever send that again.
-            run.broken = (
-                f"run {run.id} could not be restored: its creation is not in its journal; go on from one of "
-                "its checkpoints"
-            )
-            self._corrupted(run.row, run.broken)
-            for missing in range(entry.seq_id):
-                worker.scheduler.consume(run.id, missing, now)
+        lost = entry.seq_id and worker.scheduler.next_seq(run.id) == 0 and worker.scheduler.idle(run.id)
         worker.scheduler.submit(work, now)
+        if lost:
+            # Its client has its id, so it was made; nobody will ever send that again.
+            self._break(run, "its creation is not in its journal", "user")
+            worker.scheduler.give_up(run.id, entry.seq_id, now)
         worker.wake()
 
     def _diverged(self, run: Run, entry: Entry, future: Future) -> None:
-        run.broken = (
-            f"run {run.id} could not be restored: {entry.op} {entry.seq_id} had succeeded and now failed "
-            f"({future.outcome.error}); go on from one of its checkpoints"
-        )
-        self._corrupted(run.row, run.broken)
+        if run.broken is None:
+            why = f"{entry.op} {entry.seq_id} had succeeded and now failed ({future.outcome.error})"
+            self._break(run, why, future.outcome.category)
+
+    def _break(self, run: Run, why: str, category: str) -> str:
+        """Nothing more can be done with it: for good, or, if the engine is to blame, in this process."""
+        run.broken = f"run {run.id} could not be restored: {why}; go on from one of its checkpoints"
+        if category == "user":
+            self._corrupted(run.row, why)
+        else:
+            run.broken += ", or with it after a restart of the server"
+            log.error("%s", run.broken)
+        return run.broken
 
     def _why(self, run: Run) -> QueueState:
         if run.model.loading:
@@ -235,9 +244,9 @@ class Live:
             try:
                 await execute(engine, LoadAdapter(run.id, run.restore_from / SNAPSHOT, optimizer=True))
             except EngineError as error:
-                run.broken = f"run {run.id} could not be restored: {error}; go on from one of its checkpoints"
-                self._corrupted(run.row, str(error))
-                raise EngineError(run.broken) from error
+                if error.category != "user":  # the engine is in trouble, and the snapshot may be good
+                    raise
+                raise EngineError(self._break(run, str(error), error.category)) from error
             run.resident = True
         elif work.seq_id != 0:
             raise EngineError(f"run {run.id} was never made: its first request did not arrive", "user")
@@ -256,14 +265,25 @@ class Live:
                 log.info("run %s was put on disk to make room for another", run.id)
 
     async def _settled(self, engine: Engine, work: Work) -> None:
-        """After a step or a load, when there are no gradients: time for a snapshot?"""
+        """After a pass, a step or a load, when there are no gradients: time for a snapshot?"""
         run = self._runs[work.run]
+        if work.is_pass:
+            if self._is_long(run):
+                await self._snapshot(engine, run, work.seq_id + 1)
+            return
         run.steps += 1
         config, age = self._core.config, time.monotonic() - run.snapshot_at
         # What was loaded may be deleted or overwritten before a replay would need it.
         loaded = work.what.name == "load_weights"
         if loaded or run.steps >= config.snapshot_steps or age >= config.snapshot_seconds:
             await self._snapshot(engine, run, work.seq_id + 1)
+        if loaded:
+            await self._committed(run)
+
+    def _is_long(self, run: Run) -> bool:
+        """Has its journal grown without a step, and is nothing being done about it?"""
+        busy = run.committing is not None and not run.committing.done()
+        return not busy and run.journal.replay_bytes >= self._core.config.snapshot_bytes
 
     async def _snapshot(self, engine: Engine, run: Run, next_seq: int) -> None:
         """Only while the run has no gradients, and from its worker. If it fails, the last one holds.
@@ -307,7 +327,8 @@ class Live:
     async def _put_away(self, run: Run) -> bool:
         """The same, on its worker. With gradients no snapshot is taken: its passes are replayed instead."""
         scheduler, worker = self.scheduler(run), self.worker(run.model)
-        if run.gone or not scheduler.idle(run.id):
+        self._record(run)
+        if run.gone or not scheduler.idle(run.id) or run.unrecorded:
             return False
         engine = run.model.engine
         if engine is not None and run.resident and run.steps and not worker.has_gradients(run.id):
@@ -336,7 +357,7 @@ class Live:
             return False
         self._core.ledger.update_run(row.run_id, state="closed")
         directory = self._core.run_dir(row.run_id) / "journal"
-        await asyncio.to_thread(lambda: directory.is_dir() and Journal(directory).delete())
+        await asyncio.to_thread(lambda: directory.is_dir() and delete(directory))
         return True
 
     def idle_runs(self, sessions: set[str]) -> list[Run]:

@@ -57,6 +57,11 @@ class Published:
         if row.adapter in self._sizes:
             self._sizes.move_to_end(row.adapter)
             return
+        # Not given up with whoever waits for it: what the engine holds must be known here.
+        await asyncio.shield(asyncio.create_task(self._load(engine, row, source)))
+
+    async def _load(self, engine: Engine, row: SamplerRow, source: Path | str) -> None:
+        assert row.adapter is not None
         async with self._lock:
             if row.adapter in self._sizes:
                 return
@@ -70,8 +75,9 @@ class Published:
         for adapter in [name for name in self._sizes if name not in self._used][:-1]:
             if len(self._sizes) <= MOST and sum(self._sizes.values()) <= budget:
                 return
-            del self._sizes[adapter]
-            await engine.sampler.retire(adapter)
+            if adapter in self._sizes and adapter not in self._used:  # still: others had their turn meanwhile
+                del self._sizes[adapter]
+                await engine.sampler.retire(adapter)
 
     def _directory(self, row: SamplerRow) -> Path:
         """Where the adapter is, if it is still what the sampler was made from."""

@@ -58,6 +58,8 @@ class Record:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 return unpack(file.read(self.length))
+        except (OSError, MemoryError):
+            raise  # that is not the record's fault
         except Exception as error:
             raise JournalError(
                 f"{self.path}: what the record at byte {self.offset} holds cannot be read by this version of "

@@ -22,7 +22,7 @@ from tinkex.engine.protocol import EngineError
 from tinkex.service.barriers import Barriers, shown
 from tinkex.service.core import Core
 from tinkex.service.futures import Future
-from tinkex.service.jobs import REFUSED, UNREADABLE, Unreadable, custom_loss
+from tinkex.service.jobs import REFUSED, UNREADABLE, Run, Unreadable, custom_loss
 from tinkex.service.journal import Entry, JournalFullError
 from tinkex.service.live import Live, request_id_of, run_of, tokens_of
 from tinkex.service.losses import check_loss
@@ -310,14 +310,18 @@ class Runs:
                     future = self._core.futures.create(run.row.owner)
                     future.fail(f"seq_id {seq_id} came after its place was given up; send it anew", "user")
                     return UntypedAPIFuture(future.request_id, run.id)
-                if why := await self._no_room(request):
-                    request, op = Unreadable("forward" if request.forward_only else op, why), UNREADABLE
-                request_id = request_id_of(run.id, seq_id)
-                entry = Entry(seq_id, request_id, op, request, time.time(), digest)
-                await self._record(run.journal, entry)
-                future = self._core.futures.create(run.row.owner, request_id=request_id)
-                self._live.schedule(run, entry, future)
-                return UntypedAPIFuture(request_id, run.id)
+                with scheduler.arriving(run.id, seq_id):
+                    return await self._accept(run, seq_id, op, request, digest)
+
+    async def _accept(self, run: Run, seq_id: int, op: str, request: Any, digest: bytes) -> UntypedAPIFuture:
+        if why := await self._no_room(request):
+            request, op = Unreadable("forward" if request.forward_only else op, why), UNREADABLE
+        request_id = request_id_of(run.id, seq_id)
+        entry = Entry(seq_id, request_id, op, request, time.time(), digest)
+        await self._record(run.journal, entry)
+        future = self._core.futures.create(run.row.owner, request_id=request_id)
+        self._live.schedule(run, entry, future)
+        return UntypedAPIFuture(request_id, run.id)
 
     async def _no_room(self, request: Any) -> str:
         """Why the quota has no room for the record of this pass; "" if it has. What is small always fits."""

@@ -8,6 +8,7 @@ a restart one whose result was not fetched answers 410, on which clients ask ane
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections import OrderedDict
@@ -48,10 +49,9 @@ class Samplers:
         self._core = core
         self._lanes = lanes
         self._gates: dict[str, FairGate] = {}
-        self._repeats: OrderedDict[tuple[str, int], UntypedAPIFuture] = OrderedDict()
+        self._repeats: OrderedDict[tuple[str, int, int], UntypedAPIFuture] = OrderedDict()
         self._published: dict[str, Published] = {}  # by base model
         self._used_at: dict[str, float] = {}  # unnamed samplers
-        self._started = time.time()
         self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
         self._removals: set[asyncio.Task[None]] = set()
         # Told of every finished sample: its sampler, how long it took, what came of it.
@@ -65,9 +65,13 @@ class Samplers:
         self._core.active_session(request.session_id, caller)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         row = self._describe(sampler_id, request.session_id, request.base_model, request.model_path, caller)
-        row, _ = self._core.ledger.add_sampler(row)
-        caller.must_own(row.owner, f"sampler {sampler_id}")
-        return types.CreateSamplingSessionResponse(sampling_session_id=row.sampler_id)
+        kept, _ = self._core.ledger.add_sampler(row)
+        caller.must_own(kept.owner, f"sampler {sampler_id}")
+        of_a_run = kept.adapter is not None and kept.model_path is None
+        if of_a_run or (kept.base_model, kept.model_path) != (row.base_model, row.model_path):
+            number = request.sampling_session_seq_id
+            raise Refusal(422, f"sampling_session_seq_id {number} was another sampler")
+        return types.CreateSamplingSessionResponse(sampling_session_id=kept.sampler_id)
 
     def _describe(
         self, sampler_id: str, session_id: str, base_model: str | None, path: str | None, caller: Caller
@@ -124,14 +128,14 @@ class Samplers:
     ) -> UntypedAPIFuture:
         """Accept a sample; it runs as a task of its own."""
         row = self._row(request, caller)
+        model = self._core.engines.find(row.base_model)
+        self._check(request, model.max_context())
         key = None  # of what may be repeated
         if row.sampler_id and request.seq_id is not None:
-            key = (row.sampler_id, request.seq_id)
+            key = row.sampler_id, request.seq_id, _fingerprint(request)
             promised = self._repeats.get(key)
             if promised is not None and self._core.futures.get(promised.request_id) is not None:
                 return promised
-        model = self._core.engines.find(row.base_model)
-        self._check(request, model.max_context())
         future = self._promise(row, request, caller)
         work = self._run(future, row, model, request, on_tokens)
         self._running[future.request_id] = asyncio.get_running_loop().create_task(work)
@@ -294,7 +298,8 @@ class Samplers:
         config, now = self._core.config, time.time()
         newest = {PurePosixPath(row.adapter_dir or "").parent: row.sampler_id for row in rows}  # of each run
         for row in rows:
-            unused = now - max(row.created_at, self._used_at.get(row.sampler_id, self._started))
+            used_at = self._used_at.get(row.sampler_id, row.created_at)
+            unused = now - max(used_at, self._core.awake_since)
             is_newest = newest[PurePosixPath(row.adapter_dir or "").parent] == row.sampler_id
             if ended or unused > (config.keep_unused if is_newest else config.keep_superseded):
                 await self._remove(row)
@@ -302,11 +307,12 @@ class Samplers:
     async def _remove(self, row: SamplerRow) -> None:
         self._core.forget_sampler(row.sampler_id)
         self._used_at.pop(row.sampler_id, None)
-        model = self._core.engines.find(row.base_model)
-        if model.engine is not None and row.adapter is not None:
-            removal = asyncio.create_task(self._published_of(model).remove(model.engine, row.adapter))
-            self._removals.add(removal)  # it ends when nobody uses the adapter any more
-            removal.add_done_callback(self._removals.discard)
+        with contextlib.suppress(Refusal):  # its base model may not be offered any more
+            model = self._core.engines.find(row.base_model)
+            if model.engine is not None and row.adapter is not None:
+                removal = asyncio.create_task(self._published_of(model).remove(model.engine, row.adapter))
+                self._removals.add(removal)  # it ends when nobody uses the adapter any more
+                removal.add_done_callback(self._removals.discard)
         if row.adapter_dir is not None:
             await asyncio.to_thread(shutil.rmtree, self._core.home / row.adapter_dir, True)
 
@@ -320,6 +326,13 @@ class Samplers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _fingerprint(request: types.SampleRequest) -> int:
+    """Of what is to be sampled: copies of a sampler may count alike, and none shall get another's answer."""
+    params = request.sampling_params
+    drawn = params.max_tokens, params.seed, params.temperature, request.num_samples, request.prompt_logprobs
+    return hash((request.prompt.to_numpy().tobytes(), *drawn))
 
 
 async def _stop_bytes(request: types.SampleRequest, model: BaseModel) -> StopBytes | None:

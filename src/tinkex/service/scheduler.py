@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -56,7 +57,8 @@ class _Run:
     running: int = 0
     turn: int = 0  # when it last had one, counted in turns of all runs
     known: dict[int, tuple[str, bytes]] = field(default_factory=dict[int, tuple[str, bytes]])
-    refused: set[int] = field(default_factory=set[int])  # seq ids that will never come
+    arriving: set[int] = field(default_factory=set[int])  # seq ids whose requests are being written down
+    given_up: int = 0  # below this seq id nothing will come any more
 
     def head(self) -> Work | None:
         return None if self.running else self.waiting.get(self.next_seq)
@@ -70,6 +72,7 @@ class Scheduler:
         self.gap_patience = gap_patience
         self._runs: dict[str, _Run] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
+        self._level = 0.0  # what whoever went last had been served before that
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._turns = itertools.count(1)
         self._gathering = Gathering()
@@ -78,9 +81,8 @@ class Scheduler:
     # -- runs --------------------------------------------------------------------------------------------
 
     def open(self, run: str, owner: str, next_seq: int = 1) -> None:
-        # A newcomer starts level with whoever was served least: neither ahead of all nor behind.
         if owner not in self._served:
-            self._served[owner] = min(self._served.values(), default=0.0)
+            self._served[owner] = self._level
         self._runs[run] = _Run(owner, next_seq)
 
     def close(self, run: str) -> list[Work]:
@@ -138,6 +140,7 @@ class Scheduler:
         if verdict is Verdict.ACCEPTED:
             queue = self._runs[work.run]
             self._gathering.comes(work.run, now)
+            self._catch_up(queue.owner)
             queue.waiting[work.seq_id] = work
             self.remember(work.run, work.seq_id, work.request_id, work.digest)
             self._watch_gap(queue, now)
@@ -150,17 +153,31 @@ class Scheduler:
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
-    def consume(self, run: str, seq_id: int, now: float) -> None:
-        """A request with this seq id was refused: nothing is to be waited for."""
+    @contextmanager
+    def arriving(self, run: str, seq_id: int) -> Generator[None]:
+        """While an accepted request is written down: its place is not given up meanwhile."""
         queue = self._runs[run]
-        if seq_id >= queue.next_seq and seq_id not in queue.waiting:
-            queue.refused.add(seq_id)
-            self._watch_gap(queue, now)
+        queue.arriving.add(seq_id)
+        try:
+            yield
+        finally:
+            queue.arriving.discard(seq_id)
+
+    def give_up(self, run: str, below: int, now: float) -> None:
+        """Of what is below this seq id, nothing will come any more but what is here."""
+        queue = self._runs[run]
+        queue.given_up = max(queue.given_up, below)
+        self._watch_gap(queue, now)
+
+    def _catch_up(self, owner: str) -> None:
+        """Whoever had nothing to do starts level with those who had: neither ahead of all nor behind."""
+        queues = (queue for queue in self._runs.values() if queue.owner == owner)
+        if not any(queue.waiting or queue.running for queue in queues):
+            self._served[owner] = max(self._served[owner], self._level)
 
     def _watch_gap(self, queue: _Run, now: float) -> None:
-        while queue.next_seq in queue.refused:
-            queue.refused.discard(queue.next_seq)
-            queue.next_seq += 1
+        if queue.next_seq < queue.given_up and not queue.running and queue.next_seq not in queue.waiting:
+            queue.next_seq = min([queue.given_up, *queue.waiting])
         stuck = bool(queue.waiting) and not queue.running and queue.next_seq not in queue.waiting
         if not stuck:
             queue.gap_since = None
@@ -171,13 +188,12 @@ class Scheduler:
         """Skip what was waited for long enough; returns when to ask again, if anything is still missing."""
         again = None
         for queue in self._runs.values():
-            if queue.gap_since is None:
-                continue
-            due = queue.gap_since + self.gap_patience
-            if due <= now:
-                queue.next_seq = min(queue.waiting)
+            if queue.gap_since is not None and queue.gap_since + self.gap_patience <= now:
+                queue.next_seq = min([*queue.arriving, *queue.waiting])
                 queue.gap_since = None
-            else:
+                self._watch_gap(queue, now)  # what is being written down is waited for anew
+            if queue.gap_since is not None:
+                due = queue.gap_since + self.gap_patience
                 again = due if again is None else min(again, due)
         return again
 
@@ -239,6 +255,7 @@ class Scheduler:
             work = lanes[owner].pop(0)
             if batch and work.tokens > room:
                 break
+            self._level = max(self._level, self._served[owner])
             batch.append(work)
             room -= work.tokens
             self._served[owner] += max(work.tokens, 1)

@@ -100,6 +100,7 @@ class Service:
         barriers.publish = self.samplers.publish
         core.futures.elsewhere = self.runs.find_future
         core.futures.on_drop = self._dropped
+        self.sessions.on_move = self.live.reread
         self.live.observers += [self.accounts.worked, self.history.worked]
         self.samplers.observers.append(self.accounts.sampled)
         parts = (
@@ -129,8 +130,17 @@ class Service:
         self._lock = lock
 
     def _clear_unfinished(self) -> None:
-        """Remove what an earlier process was writing when it was killed: it never got its name."""
-        for pattern in ("runs/*/*/*/.*.tmp", "runs/*/*/*/.*.part"):
+        """Remove what an earlier process was writing when it was killed: it never got its name.
+
+        What was about to be replaced, as .NAME.NUMBER.old, gets its name back if nothing has it.
+        """
+        for replaced in self.config.home.glob("runs/*/*/*/.*.old"):
+            place = replaced.with_name(replaced.name[1:].rsplit(".", 2)[0])
+            if place.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(place)
+        for pattern in ("runs/*/*/*/.*.tmp", "runs/*/*/*/.*.part", "runs/*/*/journal.deleted"):
             for unfinished in self.config.home.glob(pattern):
                 shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -206,6 +216,7 @@ class Service:
     async def tick(self, *, thorough: bool = True) -> None:
         """One round: forget what expired, put on disk what lapsed, clean up after what ended."""
         now = time.monotonic()
+        self.core.look_at_clocks()
         self.core.flush()
         self.core.futures.expire(now)
         self._lanes.expire(now, self.config.keep_results)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +25,8 @@ class Sessions:
         self._core = core
         self._started = time.time()
         self.ended: set[str] = set()  # whose runs and samplers are to be cleaned away
+        # Told of sessions that were put into another project, with their runs.
+        self.on_move: Callable[[str], None] = lambda session_id: None
 
     async def create_session(
         self, request: types.CreateSessionRequest, caller: Caller
@@ -73,7 +76,7 @@ class Sessions:
 
     def expire(self) -> None:
         """End those that nobody will come back to. A service that was itself away waits for them first."""
-        if time.time() - self._started > self._core.config.session_lapse:
+        if time.time() - self._core.awake_since > self._core.config.session_lapse:
             for session_id in self._silent_for(self._core.config.session_expiry):
                 self._abandon(session_id, "it was not heard of for too long")
 
@@ -121,6 +124,7 @@ class Sessions:
         self._core.session(request.session_id, caller, to_use=True)
         self._core.project(request.project_id, caller)
         self._core.ledger.move_session(request.session_id, request.project_id)
+        self.on_move(request.session_id)
         self._core.audit(caller, "projects.assign", details=request.model_dump())
 
     async def search_sessions(

@@ -64,8 +64,8 @@ class Worker:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        # Called before work of a run, to have it on the device; and after a step or a load, when the run
-        # holds no gradients.
+        # Called before work of a run, to have it on the device; and after a pass, a step or a load, when the
+        # run holds no gradients.
         self.prepare: Callable[[Engine, Work], Awaitable[None]] = _nothing
         self.settled: Callable[[Engine, Work], Awaitable[None]] = _nothing
         # Told of every finished piece of work: its operation, how long it ran.
@@ -185,6 +185,9 @@ class Worker:
                 self._fail(work, EngineError(outcome.message, outcome.category))
             else:
                 work.what.future.resolve(outcome)
+        for work in {work.run: work for work in batch}.values():  # the last one of each
+            if not self.has_gradients(work.run):
+                await self.settled(engine, work)
 
     async def _barrier(self, engine: Engine, work: Work) -> None:
         job: Job = work.what
