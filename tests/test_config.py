@@ -32,7 +32,17 @@ def test_one_spelling_for_one_server(given: str, normal: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "localhost:8000", "ftp://host", "http://", "http://host:port", "http://host:99999", "//host"]
+    "bad",
+    [
+        "",
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://host:99999",
+        "//host",
+        "http://[::1",
+    ],
 )
 def test_what_is_no_url_is_refused(bad: str) -> None:
     with pytest.raises(InvalidInputError, match="base_url"):

@@ -139,14 +139,14 @@ def normalize_url(url: str) -> str:
     """
     if not isinstance(url, str):
         raise InvalidInputError(f"base_url must be a string, got {url!r}")
-    parts = urlsplit(url.strip())
-    scheme = parts.scheme.lower()
-    if scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidInputError(f"base_url must look like http://host:port or https://host/path, got {url!r}")
     try:
-        host, port = parts.hostname.encode("idna").decode().lower(), parts.port
+        parts = urlsplit(url.strip())
+        host, port = (parts.hostname or "").encode("idna").decode().lower(), parts.port
     except ValueError as error:
         raise InvalidInputError(f"base_url {url!r} has a bad host or port: {error}") from None
+    scheme = parts.scheme.lower()
+    if scheme not in ("http", "https") or not host:
+        raise InvalidInputError(f"base_url must look like http://host:port or https://host/path, got {url!r}")
     if ":" in host:
         host = f"[{host}]"
     if port is not None and port != {"http": 80, "https": 443}[scheme]:

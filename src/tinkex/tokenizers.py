@@ -276,5 +276,5 @@ def render_chat(
             return_dict=False,
             **more,
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:  # a template adds and iterates what it is given
         raise InvalidInputError(f"the tokenizer's chat template refuses these messages: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -136,6 +137,28 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert (gone.returncode, gone.stderr) == (141, b"")
+
+
+def test_a_stream_that_is_closed_or_not_utf8_is_no_error(tmp_path: Path) -> None:
+    def tinkex(line: str, **more: str) -> tuple[int, str, str]:
+        program, env = f"{sys.executable} -m tinkex.cli {line}", clean_env(tmp_path, **more)
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=env)
+        return done.returncode, done.stdout, done.stderr
+
+    assert tinkex("version >&-") == (0, "", "")
+    code, _, complaint = tinkex("checkpoint delete tinker://a/weights/b <&-")
+    assert (code, complaint.splitlines()[-1]) == (1, "Error: nobody answered; --yes deletes without asking")
+    code, said, complaint = tinkex("chat --help", PYTHONIOENCODING="latin-1")  # which has no ellipsis
+    assert (code, complaint) == (0, "")
+    assert "tinker://?" in said
+
+
+def test_json_for_programs_says_every_character_whatever_the_encoding(tmp_path: Path) -> None:
+    program = "from tinkex.cli.output import show_json; show_json({'name': 'Käse 🧀'})"
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        env = clean_env(tmp_path, PYTHONIOENCODING=encoding)
+        said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env).stdout
+        assert json.loads(said.decode(encoding)) == {"name": "Käse 🧀"}
 
 
 def test_the_shell_completes(tmp_path: Path) -> None:

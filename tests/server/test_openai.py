@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.server.conftest import MODEL, Running
+from tests.server.test_app import PROTO, pass_body
 from tinkex.engine.fake import EOS
+from tinkex.engine.protocol import EngineConfig
 from tinkex.server.openai_text import TextStream
 
 BEARER = {"authorization": "Bearer tml-alice"}
@@ -185,6 +189,10 @@ def test_refusals_name_the_field(server: Running, change: dict[str, Any], named:
         {"response_format": {"type": "json_object"}},
         {"top_logprobs": 2},
         {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"chat_template_kwargs": {"continue_final_message": True}},
+        {"chat_template_kwargs": {"truncation": True, "max_length": 2}},
+        {"chat_template_kwargs": {"tokenizer": 1}},
+        {"chat_template_kwargs": {"tools": 3}},
     ],
 )
 def test_chat_refusals(server: Running, change: dict[str, Any]) -> None:
@@ -196,6 +204,99 @@ def test_a_key_is_needed(server: Running) -> None:
     answer = server.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "x"}, key=None)
     assert answer.status == 401
     assert answer.json["error"]["code"] == "invalid_api_key"
+
+
+# -- clients that leave, weights that change -------------------------------------------------------------
+
+
+@pytest.fixture
+def endless(start: Callable[..., Running]) -> Running:
+    return start(engine=EngineConfig("", kind="fake", max_context=1_000_000))
+
+
+def must_stop(server: Running) -> None:
+    deadline = time.monotonic() + 10
+    while server.server.service.samplers.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.server.service.samplers.running
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3, "prompt": ["a", "b"]}, {"logprobs": 1}])
+def test_a_client_that_does_not_wait_for_the_whole_answer_stops_the_work(
+    endless: Running, more: dict[str, Any]
+) -> None:
+    connection = endless.connect()
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 900_000, "temperature": 0.001, **more}
+    connection.request("POST", "/v1/completions", json.dumps(body), BEARER)
+    while not endless.server.service.samplers.running:
+        time.sleep(0.01)
+    connection.close()
+    must_stop(endless)
+
+
+def test_a_prompt_that_fails_ends_those_beside_it(endless: Running) -> None:
+    body = {"model": MODEL, "prompt": ["a", "b", "c"], "max_tokens": 900_000, "temperature": 0.001}
+    connection = endless.connect()
+    connection.request("POST", "/v1/completions", json.dumps(body), BEARER)
+    running = endless.server.service.samplers._running
+    while len(running) < 3:
+        time.sleep(0.01)
+    assert endless.ask("POST", "/api/v1/cancel_future", {"request_id": max(running)}).status == 204
+    response = connection.getresponse()
+    assert (response.status, json.load(response)["error"]["message"]) == (400, "cancelled")
+    connection.close()
+    must_stop(endless)
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3, "prompt": ["a", "b"]}, {"logprobs": 1}])
+def test_a_client_that_leaves_a_stream_stops_the_work_and_is_no_error(
+    endless: Running, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 900_000, "temperature": 0.001, **more}
+    for _ in range(5):
+        connection = endless.connect()
+        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), BEARER)
+        response = connection.getresponse()
+        assert response.status == 200
+        response.close()
+        connection.close()
+        must_stop(endless)
+    endless.stop()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_path_means_the_weights_that_are_there_now(server: Running) -> None:
+    """One saved anew under its name, one taken back by its owner, one that is deleted."""
+    run = server.open_run()
+
+    def save(name: str, seq_id: int) -> str:
+        request = {"model_id": run, "path": name, "seq_id": seq_id, "overwrite": True}
+        return server.result(server.post("save_weights", **request)).json["path"]
+
+    def score(path: str, key: dict[str, str] = BEARER) -> Any:
+        asked = {"model": path, "prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 0}
+        answer = server.ask("POST", "/v1/completions", asked, key, key=None)
+        return answer.json["choices"][0]["logprobs"]["token_logprobs"] if answer.status == 200 else answer
+
+    path = save("latest", 1)
+    before = score(path)
+    server.ask("POST", "/api/v1/forward_backward", pass_body(run, 2), PROTO)
+    server.result(server.post("optim_step", model_id=run, seq_id=3, adam_params={"learning_rate": 1.0}))
+    assert save("latest", 4) == path
+    after = score(save("other", 5))
+    assert after != before
+    assert score(path) == after
+
+    place, bob = (
+        f"/api/v1/training_runs/{run}/checkpoints/weights/latest",
+        {"authorization": "Bearer tml-bob"},
+    )
+    assert server.ask("POST", f"{place}/publish").status == 204
+    assert score(path, bob) == after
+    assert server.ask("DELETE", f"{place}/publish").status == 204
+    assert score(path, bob).status == 404
+    assert server.ask("DELETE", place).status == 204
+    assert score(path).status == 404
 
 
 # -- OpenAI's own client ---------------------------------------------------------------------------------

@@ -135,6 +135,39 @@ def test_a_server_that_stops_ends_its_streams_and_says_so(start: Callable[..., R
     connection.close()
 
 
+@pytest.mark.parametrize("path", ["/api/v1/stream_sample", "/api/v1/asample"])
+def test_a_sample_that_is_asked_for_when_streams_have_been_ended_is_refused(
+    start: Callable[..., Running], path: str
+) -> None:
+    """Its body was on the way when the server was told to stop: it must not keep the server from ending."""
+    server = start(engine=EngineConfig("", kind="fake", max_context=1_000_000))
+    request = body(server.open_sampler(), sampling_params={"max_tokens": 900_000, "stop": []})
+    content = json.dumps(request).encode()
+    connection = server.connect()
+    connection.putrequest("POST", path)
+    for name, value in {**KEY, "content-length": str(len(content))}.items():
+        connection.putheader(name, value)
+    connection.endheaders(content[:10])
+    loop = server.loop
+    assert loop is not None
+
+    async def drained() -> None:
+        connections = server.server._uvicorn.server_state.connections
+        while all(c.cycle is None or c.cycle.response_complete for c in connections):
+            await asyncio.sleep(0.01)  # until the request has begun
+        server.server.stop()
+        while not server.server.door.draining:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # nothing else was under way
+
+    asyncio.run_coroutine_threadsafe(drained(), loop).result(20)
+    connection.send(content[10:])
+    response = connection.getresponse()
+    assert response.status == 503
+    assert "stopping" in json.loads(response.read())["detail"]
+    connection.close()
+
+
 @pytest.mark.anyio
 async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -> None:
     """A client may be gone before the first byte: what was accepted for it must not go on for ever."""

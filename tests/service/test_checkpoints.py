@@ -183,6 +183,8 @@ async def test_a_copy_is_ones_own(service: Service, home: Path):
     copied = (await bob.call(ops.COPY_WEIGHTS, into_session)).tinker_path
     assert copied == f"tinker://{session}:train:0/weights/c"
     assert (await bob.call(ops.COPY_WEIGHTS, into_session)).tinker_path == copied  # repeated
+    onto_itself = checkpoints.CopyWeightsRequest(source_path=copied, session_id=session, model_seq_id=0)
+    assert (await bob.call(ops.COPY_WEIGHTS, onto_itself)).tinker_path == copied
     into_project = checkpoints.CopyWeightsRequest(source_path=path, destination_project_id="p")
     assert (await bob.call(ops.COPY_WEIGHTS, into_project)).tinker_path.endswith("/weights/c")
     await ann.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))

@@ -7,6 +7,7 @@ row are what `--help` shows.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -69,6 +70,7 @@ class LazyGroup(click.Group):
 
     def main(self, *args: Any, **more: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and exit as the module's docstring says."""
+        _steady_streams()
         try:
             code = super().main(*args, **more, standalone_mode=False)
             sys.stdout.flush()
@@ -82,6 +84,15 @@ class LazyGroup(click.Group):
         except Exception as error:
             code = _failed(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _steady_streams() -> None:
+    """A closed stdin or stdout is an empty one, and characters that a terminal does not have end nothing."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _say(error: click.ClickException) -> int:

@@ -41,8 +41,6 @@ def demo(act: str, model: str, steps: int | None, resume: bool, out: Path | None
     from tinkex.demo.screen import Screen
     from tinkex.models import obtain
 
-    if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
-        reconfigure(errors="replace")  # a terminal without these characters is no reason to stop
     settings = Settings.read()
     place = (out or settings.home / "demo").absolute()
     bookmark = Bookmark.read(place, act) if resume else None

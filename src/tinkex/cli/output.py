@@ -62,7 +62,9 @@ def wants_json() -> bool:
 def show_json(value: Any) -> None:
     import json
 
-    click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=False))
+    # Where stdout cannot say all characters, JSON has a way to say them in ASCII.
+    is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+    click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=not is_utf8))
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ import asyncio
 import gzip
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -60,6 +60,29 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
         if not message.get("more_body"):
             return body  # type: ignore[return-value]  # whoever reads bytes reads this
         message = await receive()
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """What is done for a client whose body was read; if it leaves first, that is cancelled."""
+    doing, leaving = asyncio.create_task(_done(work)), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait([doing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Disconnected
+        return doing.result()
+    finally:
+        doing.cancel()
+        leaving.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _done(work: Awaitable[T]) -> T:
+    return await work
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def result_size(value: Any) -> int:

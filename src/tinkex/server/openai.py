@@ -24,10 +24,11 @@ from starlette.routing import Route
 from tinkex._version import __version__
 from tinkex.errors import InvalidInputError, RequestErrorCategory, TokenizerError
 from tinkex.server.app import JSON, Backend, Door, Endpoint, Http
-from tinkex.server.bodies import read_body
+from tinkex.server.bodies import read_body, unless_gone
 from tinkex.server.openai_replies import Reply, Shape, chat_shape, completion_shape, usage
 from tinkex.server.openai_requests import Asked, model_of, read_chat, read_completion
 from tinkex.server.streams import HEADERS, begun, kept_alive, sample_events, server_sent
+from tinkex.service.published import name_of
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.tokenizers import load_tokenizer_async
 from tinkex.types.base import AnyJson
@@ -68,13 +69,14 @@ def _failure(outcome: RequestFailedResponse) -> Refusal:
 class _Sampler:
     """A sampling session that OpenAI requests of one user for one model share."""
 
+    key: tuple[str, str | None, str]
     id: str
     base_model: str
     seq_ids: itertools.count[int] = field(default_factory=itertools.count)
 
 
 class _Samplers:
-    """Opened when first needed, one for each user and model."""
+    """Opened when first needed, one for each user and set of weights."""
 
     def __init__(self, service: Backend) -> None:
         self._service = service
@@ -82,20 +84,26 @@ class _Samplers:
         self._opening = asyncio.Lock()
 
     async def get(self, model: str, caller: Caller) -> _Sampler:
-        key = (caller.user, caller.project, model)
+        key = (caller.user, caller.project, self._meant(model, caller))
         async with self._opening:
             sampler = self._samplers.get(key)
             if sampler is None:
-                sampler = self._samplers[key] = await self._open(model, caller)
+                sampler = self._samplers[key] = await self._open(model, key, caller)
                 if len(self._samplers) > REMEMBERED:
                     self._samplers.popitem(last=False)
             self._samplers.move_to_end(key)
             return sampler
 
-    def forget(self, model: str, caller: Caller) -> None:
-        self._samplers.pop((caller.user, caller.project, model), None)
+    def _meant(self, model: str, caller: Caller) -> str:
+        """What `model` says at this moment: a checkpoint may have been replaced, deleted or made private."""
+        if not model.startswith("tinker://"):
+            return model
+        return name_of(model, self._service.core.checkpoint(model, caller).created_at)
 
-    async def _open(self, model: str, caller: Caller) -> _Sampler:
+    def forget(self, sampler: _Sampler) -> None:
+        self._samplers.pop(sampler.key, None)
+
+    async def _open(self, model: str, key: tuple[str, str | None, str], caller: Caller) -> _Sampler:
         call, is_path = self._service.call, model.startswith("tinker://")
         session = await call(
             ops.CREATE_SESSION,
@@ -110,7 +118,7 @@ class _Samplers:
         )
         opened = await call(ops.CREATE_SAMPLING_SESSION, request, caller)
         about = await call(ops.GET_SAMPLER, GetSamplerRequest(sampler_id=opened.sampling_session_id), caller)
-        return _Sampler(opened.sampling_session_id, about.base_model)
+        return _Sampler(key, opened.sampling_session_id, about.base_model)
 
 
 # -- endpoints -------------------------------------------------------------------------------------------
@@ -181,15 +189,15 @@ async def _complete(door: Door, samplers: _Samplers, http: Http, *, chat: bool) 
         for prompt in asked.prompts
     ]
     try:
-        begun_streams = await asyncio.gather(*(_begun(stream) for stream in streams))
+        begun_streams = await unless_gone(http.receive, asyncio.gather(*map(_begun, streams)))
     except Refusal as refusal:
         if refusal.status in (404, 410):
-            samplers.forget(name, caller)  # its session was closed: the next request opens another
+            samplers.forget(sampler)  # its session was closed: the next request opens another
         raise
     reply = Reply(asked, tokenizer, token_bytes, base.eos_ids())
     if asked.stream:
         return StreamingResponse(kept_alive(_streamed(begun_streams, reply, shape)), headers=HEADERS)
-    await asyncio.gather(*(_collect(stream, index, reply) for index, stream in enumerate(begun_streams)))
+    await unless_gone(http.receive, _collect_all(begun_streams, reply))
     return Response(orjson.dumps(shape.whole(reply)), 200, JSON)
 
 
@@ -237,6 +245,16 @@ async def _begun(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
     if isinstance(first, RequestFailedResponse):
         raise _failure(first)
     return events
+
+
+async def _collect_all(streams: Sequence[AsyncIterator[Any]], reply: Reply) -> None:
+    """Every prompt's samples; one that fails ends those of the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for prompt, events in enumerate(streams):
+                group.create_task(_collect(events, prompt, reply))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 async def _collect(events: AsyncIterator[Any], prompt: int, reply: Reply) -> None:

@@ -45,7 +45,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _COMPLETION = _SHARED | {"prompt", "echo", "best_of"}
 _CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-_RESERVED = {"tokenize", "return_dict", "add_generation_prompt", "chat_template", "conversation", "messages"}
+# Of chat_template_kwargs: what is not for the template, but says what becomes of the text that it gives.
+_RESERVED = {
+    "self", "tokenizer", "conversation", "messages", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
+from anyio import CancelScope
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -79,7 +80,8 @@ async def kept_alive(chunks: AsyncIterator[bytes], every: float = PING_SECONDS) 
         finally:
             if not upcoming.done():
                 upcoming.cancel()
-                await asyncio.wait([upcoming])
+                with CancelScope(shield=True):  # else Starlette, whose client has left, cancels this wait too
+                    await asyncio.wait([upcoming])
 
 
 def stream_endpoint(door: Door) -> Endpoint:

@@ -219,9 +219,9 @@ def _expired(row: CheckpointRow) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
+    shutil.rmtree(target, ignore_errors=True)  # not before: it may be the source itself
     part.rename(target)

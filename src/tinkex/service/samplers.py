@@ -39,6 +39,7 @@ from tinkex.types.outputs import SampleResponse
 
 CLONE_STRIDE = 1_000_000_000
 REMEMBERED = 100_000  # seq ids, for recognising repeats
+STOPPING = "the server is stopping: sample anew"
 Outcome = SampleResponse | RequestFailedResponse
 
 
@@ -54,6 +55,7 @@ class Samplers:
         self._used_at: dict[str, float] = {}  # unnamed samplers
         self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
         self._removals: set[asyncio.Task[None]] = set()
+        self._stopped = False
         # Told of every finished sample: its sampler, how long it took, what came of it.
         self.observers: list[Callable[[SamplerRow, float, Outcome], None]] = []
 
@@ -136,6 +138,8 @@ class Samplers:
             promised = self._repeats.get(key)
             if promised is not None and self._core.futures.get(promised.request_id) is not None:
                 return promised
+        if self._stopped:
+            raise Refusal(503, STOPPING)
         future = self._promise(row, request, caller)
         work = self._run(future, row, model, request, on_tokens)
         self._running[future.request_id] = asyncio.get_running_loop().create_task(work)
@@ -209,7 +213,7 @@ class Samplers:
             engine = model.engine or await self._loaded(future, model, request)
             future.resolve(await self._sampled(future, row, model, engine, request, on_tokens))
         except asyncio.CancelledError:
-            future.fail("the server is stopping: sample anew", "server")
+            future.fail(STOPPING, "server")
             raise
         except (EngineError, Refusal) as error:
             is_ours = isinstance(error, Refusal) and error.status >= 500
@@ -321,7 +325,8 @@ class Samplers:
         return list(self._running.values())
 
     async def stop(self) -> None:
-        """End what is being sampled; whoever waits for it is told."""
+        """End what is being sampled, and refuse what comes after; whoever waits for it is told."""
+        self._stopped = True
         tasks = [*self._running.values(), *self._removals]
         for task in tasks:
             task.cancel()
