@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.oracle import PeftOracle, make_datum, randomise
+from tests.engine.oracle import ATTN, MLP, PeftOracle, make_datum, randomise
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import (
     CreateAdapter,
@@ -165,6 +165,48 @@ def test_a_directory_of_peft_itself_is_loaded(tmp_path: Path) -> None:
     with torch.no_grad():
         theirs = oracle.model(torch.tensor([IDS]), use_cache=False).logits[0]
     torch.testing.assert_close(our_logits(trainer, trainer.adapter("new")), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "smollm2"])
+def test_a_directory_of_peft_with_an_adapted_head_is_loaded(tmp_path: Path, family: str) -> None:
+    """PEFT writes the head's own weights beside its adapter."""
+    path = tiny_model(tmp_path, family)
+    trainer = make_trainer(path)
+    trainer.run(SaveAdapter("run", tmp_path / "ours"))
+    peft.PeftModel.from_pretrained(reference_model(path), tmp_path / "ours").save_pretrained(
+        tmp_path / "theirs"
+    )
+    weights = tmp_path / "theirs" / "adapter_model.safetensors"
+    assert "base_model.model.lm_head.base_layer.weight" in load_file(weights)
+    trainer.run(LoadAdapter("new", tmp_path / "theirs"))
+    assert torch.equal(trainer.adapter("new").flat, trainer.adapter("run").flat)
+    other = {name: t + 1 if "base_layer" in name else t for name, t in load_file(weights).items()}
+    save_file(other, weights)
+    assert "a head of its own" in refused(trainer, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"alpha_pattern": {"q_proj": 64}},
+        {"rank_pattern": {"q_proj": 2}},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_adapters_of_peft_that_compute_otherwise_are_neither_loaded_nor_merged(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    path = tiny_model(tmp_path, "qwen2")
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=[*ATTN, *MLP], **odd)
+    peft.get_peft_model(reference_model(path), config).save_pretrained(tmp_path / "theirs")
+    key = "lm_head.weight" if "modules_to_save" in odd else next(iter(odd))
+    assert key in refused(make_trainer(path), tmp_path / "theirs")
+    with pytest.raises(EngineError, match=key):
+        merge_adapter(path, tmp_path / "theirs", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 # -- save and load -------------------------------------------------------------------------------------
@@ -351,6 +393,21 @@ def test_transformers_reads_a_merged_directory(tmp_path: Path, family: str, flag
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["tie_word_embeddings"] == (family == "smollm2" and not flags.get("train_unembed", True))
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
+    reread = TorchTrainer(load_decoder(tmp_path / "merged"), "merged")
+    torch.testing.assert_close(our_logits(reread, None), ours, atol=1e-4, rtol=1e-4)
+
+
+def test_a_merge_unties_a_head_of_which_the_file_holds_a_copy(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "smollm2")
+    weights = load_file(path / "model.safetensors")
+    copy = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(weights | copy, path / "model.safetensors", {"format": "pt"})
+    trainer = make_trainer(path)
+    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
+    ours = our_logits(trainer, trainer.adapter("run"))
+    (theirs,) = reference_logits(tmp_path / "merged", [IDS])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     reread = TorchTrainer(load_decoder(tmp_path / "merged"), "merged")
     torch.testing.assert_close(our_logits(reread, None), ours, atol=1e-4, rtol=1e-4)
 

@@ -176,6 +176,16 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
         load_decoder(path)
 
 
+@pytest.mark.parametrize("left", [0, 100, 20_000])
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path, left: int) -> None:
+    """As a download that was broken off leaves it."""
+    path = tiny_model(tmp_path, "llama3")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:left])
+    with pytest.raises(InvalidInputError, match=r"model\.safetensors is corrupted or cut short"):
+        load_decoder(path)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "llama2")
     shard = min(path.glob("*.safetensors"))

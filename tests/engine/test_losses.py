@@ -248,6 +248,19 @@ def test_a_clipped_ratio_that_overflows_has_a_finite_gradient(name: str) -> None
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def test_a_prompt_before_a_ratio_that_overflows_contributes_exactly_nothing(name: str) -> None:
+    x = {
+        "target_tokens": np.array([1, 2, 3]),
+        "logprobs": np.array([0.0, -300.0, -300.0], np.float32),
+        "advantages": np.array([0.0, 1.0, 1.0], np.float32),
+    }
+    prompted = compute(name, [datum(x)], [np.array([-1.0, -1.0, -2.0])], {})
+    alone = compute(name, [datum({key: v[1:] for key, v in x.items()})], [np.array([-1.0, -2.0])], {})
+    np.testing.assert_array_equal(prompted[0], alone[0])
+    np.testing.assert_array_equal(prompted[1], [0.0, *alone[1]])
+
+
 def test_metrics_say_what_the_ratios_were() -> None:
     x = {
         "target_tokens": np.arange(4),
@@ -308,6 +321,8 @@ def test_unknown_losses() -> None:
         ("ppo", {"clip_low": 0.1}, ["'clip_low'", "clip_low_threshold, clip_high_threshold"]),
         ("ppo", {"clip_low_threshold": "0.1"}, ["finite number", "'0.1'"]),
         ("ppo", {"clip_low_threshold": float("nan")}, ["finite number"]),
+        ("ppo", {"clip_high_threshold": 1e39}, ["finite number", "1e+39"]),
+        ("dro", {"beta": 10**400}, ["finite number"]),
         ("ppo", {"clip_low_threshold": -1.0}, ["at least 0", "-1.0"]),
         ("ppo", {"clip_low_threshold": 2.0}, ["above clip_high_threshold"]),
         ("dro", {}, ["needs", "'beta'"]),
@@ -357,6 +372,14 @@ def test_model_inputs() -> None:
     for chunk in (ImageChunk(b"x", "png", expected_tokens=2), DmelChunk(b"\x00\x01\x02")):
         image = Datum(ModelInput([chunk]), {"target_tokens": [0, 0]})
         assert type(chunk).__name__ in refused([image])
+
+
+def test_sparse_inputs_that_stand_for_too_much_are_refused() -> None:
+    """Written out, a few bytes would take all the memory there is."""
+    wide = TensorData([5, 6], "int64", [4, 2**23], [0, 1, 2, 2, 2], [0, 1])
+    data = [Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": wide}) for _ in range(3)]
+    assert f"{3 * 2**25} numbers" in refused(data)
+    assert f"{3 * 2**25} numbers" in refused(data, "custom")
 
 
 def test_inputs_of_another_loss_are_left_alone() -> None:

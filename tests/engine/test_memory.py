@@ -66,6 +66,20 @@ def test_decisions_follow_free_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert memory.pass_tokens(config, 4, CPU) == 256
 
 
+def test_files_that_the_kernel_keeps_in_a_container_s_memory_are_free(tmp_path: Path) -> None:
+    """A model that was just read fills it with pages that are given up as soon as they are needed."""
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("990\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 190\nfile 800\ninactive_file 500\nactive_file 290\nshmem 10\n"
+    )
+    assert memory.container_free(tmp_path) == 800
+    (tmp_path / "memory.stat").unlink()
+    assert memory.container_free(tmp_path) == 10
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.container_free(tmp_path) == float("inf")
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep pages")
 def test_malloc_takes_the_settings_that_keep_a_small_pass_s_pages(tmp_path: Path) -> None:
     assert memory.keep_pages(load_decoder(tiny_model(tmp_path, "llama3")).config, 4, 256)

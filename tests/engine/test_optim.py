@@ -111,6 +111,24 @@ def test_a_huge_but_finite_gradient_is_applied() -> None:
     assert torch.isfinite(adapter.flat).all()
 
 
+def test_a_gradient_whose_squares_overflow_fails_the_step_alone() -> None:
+    """An infinite second moment stays so: the parameter would never move again, and no file could hold it."""
+    adapter = make_adapter()
+    before = adapter.flat.clone()
+    grad = torch.ones_like(adapter.flat)
+    grad[3] = 1e25
+    accumulate(adapter, grad)
+    with pytest.raises(EngineError, match=r"too large \(global norm 1e\+25\)") as caught:
+        adamw_step(adapter, AdamParams())
+    assert caught.value.category == "user"
+    assert torch.equal(adapter.flat, before)
+    for _ in range(2):
+        accumulate(adapter, torch.ones_like(adapter.flat))
+        adamw_step(adapter, AdamParams())
+    assert torch.isfinite(torch.cat(adapter.moments())).all()
+    assert (adapter.flat != before).all()
+
+
 def test_eps_zero_leaves_untouched_parameters_alone() -> None:
     """B is zero at first, so A has no gradient in the first step: 0/0 must not become a NaN."""
     adapter = make_adapter()

@@ -186,6 +186,14 @@ def test_padded_ids_count_in_the_normaliser_and_are_never_drawn_or_listed():
     assert (values[0, vocab:] == TOPK_PADDING).all()
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_the_coldest_draw_is_the_greedy_one_though_padding_is_likelier(top_p: float):
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    logits[290] = logits.max() + 3.0
+    tokens = drawn(logits, 50, 290, temperature=0.001, top_p=top_p)
+    assert (tokens == int(logits[:290].argmax())).all()
+
+
 def test_blocks_without_mass_are_never_drawn():
     p = torch.zeros(64, 4 * BLOCK + 7)
     p[:, 2 * BLOCK + 3] = 1e-20

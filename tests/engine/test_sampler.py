@@ -246,6 +246,18 @@ def test_a_preempted_request_streams_each_token_once(decoder: Decoder):
 
 
 @either_step
+def test_one_that_is_computed_anew_token_by_token_goes_on_as_it_was(decoder: Decoder, compiled: bool):
+    """What is left of a step for prompts may be one token; whoever gets it and lacks more is not decoding."""
+    batch = new_batch(decoder, pages=12, compiled=compiled, prefill_beside=1)
+    asked: list[dict[str, Any]] = [{"ids": prompt(i, 20 + i), "max_tokens": 40, "seed": i} for i in range(12)]
+    futures = [submit(batch, **request) for request in asked]
+    finish(batch)
+    assert batch.preemptions > 5
+    for future, request in zip(futures, asked, strict=True):
+        assert only(future.result()).tokens == only(run(new_batch(decoder), **request)).tokens
+
+
+@either_step
 def test_mixed_adapters_equal_each_alone(decoder: Decoder, compiled: bool):
     adapters = [adapter(decoder, rank, rank) for rank in (2, 8, 3)]
     alone = [only(run(new_batch(decoder), prompt(0, 20), published=p)).tokens for p in [None, *adapters]]
@@ -408,6 +420,45 @@ def test_a_listener_that_raises_fails_its_request_alone(decoder: Decoder):
     assert len(only(quiet.result()).tokens) == 8
 
 
+@either_step
+def test_samples_of_a_failed_request_that_the_step_still_had_in_its_plan_harm_nobody(
+    decoder: Decoder, compiled: bool
+):
+    heard: list[int] = []
+
+    def listener(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        heard.append(index)
+        if heard.count(0) == 2:
+            raise ValueError("no more")
+
+    batch = new_batch(decoder, compiled=compiled, logits=2 * 320)  # drawn two by two
+    noisy = submit(batch, prompt(0, 20), work={"num_samples": 3, "on_tokens": listener})
+    quiet = submit(batch, prompt(1, 20))
+    finish(batch)
+    with pytest.raises(EngineError, match="no more"):
+        noisy.result(timeout=0)
+    assert only(quiet.result()).tokens == only(run(new_batch(decoder), prompt(1, 20))).tokens
+
+
+@either_step
+def test_a_failed_request_one_of_whose_samples_was_being_computed_anew_harms_nobody(
+    decoder: Decoder, compiled: bool
+):
+    def listener(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        second = [s for s in batch.running if s.request.future is noisy and s.index == 1]
+        if index == 0 and second and batch.preemptions:  # the second had to go, and is back
+            raise ValueError("no more")
+
+    batch = new_batch(decoder, pages=8, compiled=compiled, prefill_beside=48)
+    submit(batch, prompt(2, 60), max_tokens=20)  # its end makes room for the sample that had to go
+    noisy = submit(batch, prompt(0, 20), max_tokens=60, work={"num_samples": 2, "on_tokens": listener})
+    quiet = submit(batch, prompt(1, 20))
+    finish(batch)
+    with pytest.raises(EngineError, match="no more"):
+        noisy.result(timeout=0)
+    assert only(quiet.result()).tokens == only(run(new_batch(decoder), prompt(1, 20))).tokens
+
+
 def test_logits_that_are_not_finite_fail_their_request(decoder: Decoder):
     broken = adapter(decoder, 2, 2)
     broken.adapter.flat[:] = torch.nan
@@ -431,6 +482,23 @@ def test_an_adapter_that_has_diverged_leaves_nothing_behind_in_its_pages(decoder
         assert isinstance(bad.exception(timeout=0), EngineError)
         assert only(run(batch, prompt(1, 18))).tokens == expected
         batch.cache.pages.release(batch.cache.pages.take(3) or [])  # forget what is cached
+
+
+@either_step
+def test_an_adapter_that_has_diverged_harms_nobody_who_decodes_beside_it(decoder: Decoder, compiled: bool):
+    broken = adapter(decoder, 2, 2)
+    broken.adapter.flat[:] = torch.nan
+    batch = new_batch(decoder, compiled=compiled)
+    first = submit(batch, prompt(9, 5), max_tokens=3)
+    batch.step()
+    short, long = (submit(batch, prompt(i, length)) for i, length in ((0, 5), (1, 60)))
+    while not first.done():
+        batch.step()
+    bad = submit(batch, prompt(2, 20), published=broken)  # has the first page that there is
+    finish(batch)
+    assert isinstance(bad.exception(timeout=0), EngineError)
+    for future, ids in ((short, prompt(0, 5)), (long, prompt(1, 60))):
+        assert only(future.result()).tokens == only(run(new_batch(decoder), ids)).tokens
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -360,6 +361,29 @@ def test_an_uploaded_loss_that_cannot_run_fails_its_pass_alone(models) -> None:
     assert trainer.adapter("plain").grad is not None
 
 
+def test_an_uploaded_loss_without_a_derivative_fails_its_pass_alone(models) -> None:
+    trainer = make_trainer(models["qwen2"])
+    for run in ("custom", "plain"):
+        create(trainer, run, LoraConfig(4, seed=1))
+    loss = custom_cross_entropy()
+    nodes = [dict(node) for node in loss.nodes]
+    nodes[2]["target"] = "operator.floordiv"
+    failure, output = trainer.run(
+        ForwardBackward(
+            (
+                Pass("custom", data(4, 9), "custom", custom_loss=CustomLoss(loss.inputs, tuple(nodes))),
+                Pass("plain", data(4, 9), "cross_entropy"),
+            )
+        )
+    )
+    assert isinstance(failure, Failure)
+    assert failure.category == "user"
+    assert failure.message.startswith("datum 0: the custom loss has no gradient: derivative for")
+    assert isinstance(output, ForwardBackwardOutput)
+    assert trainer.adapter("custom").grad is None
+    assert trainer.adapter("plain").grad is not None
+
+
 # -- failures and commands -----------------------------------------------------------------------------
 
 
@@ -435,6 +459,27 @@ def test_an_adapter_comes_back_from_eviction_as_it_was(models, tmp_path: Path) -
     assert torch.equal(kept.adapter("run").flat, evicted.adapter("run").flat)
     for mine, theirs in zip(kept.adapter("run").moments(), evicted.adapter("run").moments(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_what_adapters_hold_may_be_asked_while_more_come(models) -> None:
+    """Metrics are read on another thread than the engine's."""
+    trainer, done = make_trainer(models["llama3"]), threading.Event()
+    problems: list[Exception] = []
+
+    def ask() -> None:
+        while not done.is_set():
+            try:
+                assert trainer.adapter_bytes >= 0
+            except Exception as error:
+                problems.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for i in range(500):
+        trainer.run(CreateAdapter(f"run {i}", LoraConfig(1, seed=0)))
+    done.set()
+    asking.join()
+    assert problems == []
 
 
 def test_commands_about_adapters(models, tmp_path: Path) -> None:

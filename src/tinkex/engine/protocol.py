@@ -93,8 +93,9 @@ class ForwardBackward(Command[list[ForwardBackwardOutput | Failure]]):
 class OptimStep(Command[dict[str, float]]):
     """One AdamW update of `run` from its gradients, which are cleared; returns metrics.
 
-    With no gradients it changes nothing and says so (`skipped`: 1.0). A non-finite gradient raises
-    EngineError("…", "user"), clears the gradients and leaves adapter and moments as they were.
+    With no gradients it changes nothing and says so (`skipped`: 1.0). A gradient that is not finite, or too
+    large for its square to be, raises EngineError("…", "user"), clears the gradients and leaves adapter and
+    moments as they were.
     """
 
     run: str

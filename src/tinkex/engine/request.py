@@ -17,6 +17,8 @@ from tinkex.engine.streams import stream_keys
 from tinkex.types.outputs import TOPK_PADDING, PromptAltTokens, StopDetail, StopReason, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
+# How many likely tokens may be listed at once, and how many be drawn for a prompt: everyone waits for them.
+_LISTED, _DRAWN = 1 << 26, 1 << 20
 _ALT_STREAMS = 1 << 32  # the streams of prompt_alt_tokens_k start here, past any sample's index
 
 
@@ -38,9 +40,13 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
         raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{vocab - 1}")
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if getattr(work, name) < 0:
-            raise user_error(f"{name} must be 0 or more, got {getattr(work, name)}")
+    for name, rows, most in (
+        ("topk_prompt_logprobs", length, _LISTED),
+        ("topk_sample_logprobs", work.num_samples, _LISTED),
+        ("prompt_alt_tokens_k", length, _DRAWN),
+    ):
+        if not 0 <= (given := getattr(work, name)) <= most // rows:
+            raise user_error(f"{name} must be 0 to {most // rows} for this request, got {given}")
     if work.prompt_logprobs_last_n is not None and work.prompt_logprobs_last_n < 1:
         raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
     if work.stop_bytes is not None and b"" in work.stop_bytes.sequences:

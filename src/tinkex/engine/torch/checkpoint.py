@@ -167,12 +167,16 @@ def load_adapter(
     sites: Sites,
     experts: int,
     base: BaseModel,
-    device: torch.device,
+    head: Tensor,
     *,
     optimizer: bool = False,
 ) -> Adapter:
-    """The adapter that a directory holds; ours, or any PEFT directory for the same modules with alpha 32."""
+    """The adapter that a directory holds; ours, or any PEFT directory for the same modules with alpha 32.
+
+    `head` is the base model's unembedding, on whose device it will be.
+    """
     tensors = _read_tensors(directory / WEIGHTS)
+    _drop_head(tensors, head, directory)
     facts = _read_json(directory / FACTS) if (directory / FACTS).exists() else {}
     lora = _lora_config(directory, facts, tensors)
     saved = facts.get("base", {})
@@ -181,7 +185,7 @@ def load_adapter(
             f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
             f"and this one is {base.name!r} ({base.fingerprint})"
         )
-    adapter = Adapter(lora, lay_out(sites, lora, experts), device)
+    adapter = Adapter(lora, lay_out(sites, lora, experts), head.device)
     _fill(
         adapter, adapter.flat, {_plain(name): tensor for name, tensor in tensors.items()}, directory / WEIGHTS
     )
@@ -194,6 +198,13 @@ def load_adapter(
             _fill(adapter, flat, part, directory / OPTIMIZER)
         adapter.step = _step(directory, facts)
     return adapter
+
+
+def _drop_head(tensors: dict[str, Tensor], head: Tensor, directory: Path) -> None:
+    """PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's."""
+    given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
+    if given is not None and not torch.equal(given.to(head), head):
+        raise _user(f"{directory / WEIGHTS} has a head of its own, which is not this base model's")
 
 
 def _step(directory: Path, facts: Mapping[str, Any]) -> int:
@@ -218,13 +229,9 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str
             return LoraConfig(**facts["lora"])
         except (KeyError, TypeError, ValueError) as error:
             raise _user(f"{directory / FACTS} is not one of ours: {error}") from None
-    peft = _read_json(directory / CONFIG)
-    if peft.get("lora_alpha") != ALPHA or peft.get("use_rslora") or peft.get("use_dora"):
-        raise _user(
-            f"{directory / CONFIG}: lora_alpha is {peft.get('lora_alpha')}, use_rslora "
-            f"{peft.get('use_rslora')}, use_dora {peft.get('use_dora')}; adapters here have alpha "
-            f"{ALPHA:g} and neither of the two"
-        )
+    peft = read_peft_config(directory)
+    if (alpha := peft.get("lora_alpha")) != ALPHA:
+        raise _user(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
     names = " ".join(_plain(name) for name in tensors)
     try:
         return LoraConfig(
@@ -235,6 +242,15 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str
         )
     except ValueError as error:
         raise _user(f"{directory / CONFIG}: {error}") from None
+
+
+def read_peft_config(directory: Path) -> dict[str, Any]:
+    """What adapter_config.json says; refuses settings that make more of the tensors than alpha/r · B·A."""
+    peft = _read_json(directory / CONFIG)
+    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+        if peft.get(key):
+            raise _user(f"{directory / CONFIG}: {key} is {peft[key]}; adapters with it are not read here")
+    return peft
 
 
 def _plain(name: str) -> str:

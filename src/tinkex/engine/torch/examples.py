@@ -22,6 +22,9 @@ from tinkex.engine.torch.losses import LOSSES, Loss
 from tinkex.types.data import LIST_DTYPES, Datum, EncodedTextChunk
 from tinkex.types.tensor import TensorData
 
+_LARGEST = float(np.finfo(np.float32).max)  # what settings become
+_MOST_CELLS = 1 << 26  # of all inputs of a pass: a few bytes of a sparse one may stand for gigabytes
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -60,6 +63,9 @@ def read_pass(work: Pass, limits: Limits) -> Work:
     """`work` with everything checked; raises EngineError (category "user") at the first thing wrong."""
     if not work.data:
         raise _user("a pass needs at least one datum, got none")
+    cells = sum(math.prod(t.dense_shape) for datum in work.data for t in datum.loss_fn_inputs.values())
+    if cells > _MOST_CELLS:
+        raise _user(f"the pass's loss_fn_inputs hold {cells} numbers, zeros included; allowed: {_MOST_CELLS}")
     if work.loss_fn == "custom":
         return _read_custom(work, limits)
     loss = _loss(work.loss_fn)
@@ -113,7 +119,7 @@ def _settings(name: str, loss: Loss, given: Mapping[str, float | str]) -> dict[s
     for key, value in given.items():
         if key not in settings:
             raise _user(f"loss_fn_config has {key!r}; {name} takes: {allowed}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
             raise _user(f"loss_fn_config[{key!r}] must be a finite number, got {value!r}")
         if value < 0:
             raise _user(f"loss_fn_config[{key!r}] must be at least 0, got {value!r}")

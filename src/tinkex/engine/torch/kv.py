@@ -203,9 +203,10 @@ class _Group:
         self.new, self.first = pieces[0].new, firsts[0]
         self.rows_B = torch.tensor(firsts, device=device)
         widths = [-(-(p.start + p.new) // PAGE) for p in pieces]
-        table = np.zeros((len(pieces), max(widths)), np.int64)
+        table = np.empty((len(pieces), max(widths)), np.int64)
         for row, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
             table[row, :width] = piece.pages[:width]
+            table[row, width:] = piece.pages[0]  # masked, but read: another's might hold NaN
         self.table_BN = torch.from_numpy(table).to(device)
         self.starts_B = torch.tensor([p.start for p in pieces], device=device)
         self.no_history = max(p.start for p in pieces) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkex.engine.torch.architecture import ModelConfig, model_config
@@ -109,9 +109,12 @@ def read_config(directory: Path) -> ModelConfig:
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the directory's safetensors files, mapped and not yet copied, file by file."""
     for file in _weight_files(directory):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                yield name, tensors.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise InvalidInputError(f"{file} is corrupted or cut short: {error}") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:

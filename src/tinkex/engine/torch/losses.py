@@ -95,10 +95,11 @@ def _sequence_log_ratio(lp: Tensor, x: Inputs) -> Tensor:
 def _clipped(log_ratio: Tensor, x: Inputs) -> Tensor:
     """−min(r·A, clip(r, lo, hi)·A): a constant where the bound is what counts, and −r·A elsewhere.
 
-    The ratio is not even computed where it is clipped: it may be infinite there, and 0·inf is no gradient.
+    The ratio is not even computed where it is clipped or without an advantage: it may be infinite there, and
+    0·inf is no gradient.
     """
     advantages, bounds = x["advantages"], _clip_bound(log_ratio, x)
-    inside = torch.exp(torch.where(bounds.isnan(), log_ratio, 0.0))
+    inside = torch.exp(torch.where(bounds.isnan() & (advantages != 0), log_ratio, 0.0))
     return -advantages * torch.where(bounds.isnan(), inside, bounds)
 
 

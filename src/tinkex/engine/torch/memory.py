@@ -34,17 +34,25 @@ def free_bytes(device: torch.device) -> float:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min(free, _container_free())
+    return min(free, container_free(Path("/sys/fs/cgroup")))
 
 
-def _container_free() -> float:
-    """What a container's limit leaves; without one, no bound."""
-    group = Path("/sys/fs/cgroup")
+def container_free(group: Path) -> float:
+    """What the limit of a container's control group leaves; without one, no bound."""
     try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return max(0, int(limit) - int(used))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no such group, or the limit is "max"
         return math.inf
+    return max(0, limit - used + _given_up(group))
+
+
+def _given_up(group: Path) -> int:
+    """What counts as used and is only kept while nobody needs it: pages of files, as of a model just read."""
+    try:
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return sum(int(size) for name, size in lines if name in ("inactive_file", "active_file"))
+    except (OSError, ValueError):
+        return 0
 
 
 def activation_bytes(config: ModelConfig, itemsize: int, *, recompute: bool) -> int:

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex.engine.protocol import EngineError
-from tinkex.engine.torch.checkpoint import CONFIG, WEIGHTS, new_directory
+from tinkex.engine.torch.checkpoint import WEIGHTS, new_directory, read_peft_config
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -35,10 +35,12 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
     shards = _shards(base_dir)
     deltas = _deltas(adapter_dir)
     config = json.loads((base_dir / "config.json").read_text())
-    tied = "lm_head.weight" not in {name for names in shards.values() for name in names}
-    untied = deltas.pop("lm_head.weight", None) if tied else None
+    tied = config.get("tie_word_embeddings") or not any(_HEAD in names for names in shards.values())
+    untied = deltas.pop(_HEAD, None) if tied else None
     if untied is not None:
         config["tie_word_embeddings"] = False
+        # a file may hold a copy of the tied embedding under the head's name
+        shards = {shard: [name for name in names if name != _HEAD] for shard, names in shards.items()}
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         index: dict[str, str] = {}
         for shard, names in shards.items():
@@ -46,7 +48,7 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
                 tensors = {name: _merged(file.get_tensor(name), deltas.pop(name, None)) for name in names}
                 if untied is not None and "model.embed_tokens.weight" in names:
                     embedding = file.get_tensor("model.embed_tokens.weight")
-                    tensors["lm_head.weight"] = _merged(embedding, untied)
+                    tensors[_HEAD] = _merged(embedding, untied)
             save_file(tensors, temporary / shard, {"format": "pt"})
             index |= dict.fromkeys(tensors, shard)
         if deltas:
@@ -81,13 +83,14 @@ def _shards(base_dir: Path) -> dict[str, list[str]]:
 
 def _deltas(adapter_dir: Path) -> dict[str, Delta]:
     """The adapter's matrices by the name of the weight that they change; one per expert."""
-    peft = json.loads((adapter_dir / CONFIG).read_text())
+    peft = read_peft_config(adapter_dir)
     scale = peft["lora_alpha"] / peft["r"]
     deltas: dict[str, Delta] = {}
     with safe_open(adapter_dir / WEIGHTS, framework="pt") as file:
         suffix = ".lora_A.weight"
         for key in file.keys():  # noqa: SIM118
             if not key.endswith(suffix):
+                _check_known(key, adapter_dir)
                 continue
             name = key.removeprefix("base_model.model.").removesuffix(suffix)
             a = file.get_tensor(key).float()
@@ -100,6 +103,12 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
                 pair = a[i % len(a)], b[i % len(b)]
                 deltas[f"{stem}.{i}.{_EXPERT_PARTS[part]}.weight"] = pair
     return deltas
+
+
+def _check_known(key: str, adapter_dir: Path) -> None:
+    """Refuse what would be lost. PEFT writes the base's own weights beside the adapter of a head."""
+    if not key.endswith((".lora_B.weight", ".base_layer.weight")):
+        raise EngineError(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter", "user")
 
 
 def _merged(weight: Tensor, delta: Delta | None) -> Tensor:

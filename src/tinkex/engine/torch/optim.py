@@ -1,7 +1,8 @@
 """AdamW on an adapter's flat buffer: torch.optim's own fused kernel, one adapter at a time.
 
 Decoupled weight decay, bias correction, eps outside the square root, clipping by the global norm. A step
-either happens or changes nothing: a non-finite gradient is refused before any parameter or moment is touched.
+either happens or changes nothing: a gradient that is not finite, or whose squares are not, is refused before
+any parameter or moment is touched.
 Knows nothing of models or of names.
 """
 
@@ -18,6 +19,7 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.types.params import AdamParams
 
 _BLOCK = 1 << 16  # elements whose norm is taken in fp32; the blocks' norms are added up in double
+_LARGEST = 1e19  # beyond, squares overflow in fp32: the second moment would be infinite for good
 _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 0/0
 
 
@@ -32,16 +34,17 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     if grad is None:
         return _metrics(adapter, params, grad_norm=0.0, skipped=1.0)
     norm = _global_norm(grad)
-    if not math.isfinite(norm):
+    shrink = 1.0
+    if params.grad_clip_norm > 0:
+        shrink = min(1.0, params.grad_clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s rule
+    if not norm * shrink <= _LARGEST:
+        problem = "too large" if math.isfinite(norm) else "not finite"
         raise EngineError(
-            f"the gradient is not finite (global norm {norm}), so this step was not applied and the "
+            f"the gradient is {problem} (global norm {norm:g}), so this step was not applied and the "
             "gradients were cleared; the adapter is as it was. Look for extreme weights, advantages or "
             "ratios in the passes since the last step.",
             "user",
         )
-    shrink = 1.0
-    if params.grad_clip_norm > 0:
-        shrink = min(1.0, params.grad_clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s rule
     if shrink < 1.0:
         grad.mul_(shrink)
     _update(adapter, grad, params)

@@ -52,7 +52,8 @@ def draw(logprobs_BV: Tensor, choice: Choice, vocab: int) -> Tensor:
     greedy_B = choice.temperature == 0
     if bool(greedy_B.all()):
         return logprobs_BV[:, :vocab].argmax(-1)
-    p_BV = logprobs_BV.exp()
+    # over the likeliest that may be drawn: beside padding, all of them may be too small for float32
+    p_BV = (logprobs_BV - logprobs_BV[:, :vocab].amax(-1, keepdim=True)).exp()
     p_BV[:, vocab:] = 0.0
     cut = (choice.top_k > 0) | (choice.top_p < 1.0)
     if bool(cut.any()):

@@ -146,9 +146,11 @@ class Batch:
         decoding: Plan = []
         rest: Plan = []
         for sequence, count in plan:
-            steps = self._compiled is not None and count == 1 and bool(sequence.out)
+            lacks_one = sequence.length - sequence.computed == 1
+            steps = self._compiled is not None and lacks_one and bool(sequence.out)
             (decoding if steps else rest).append((sequence, count))
         for part, advance in ((decoding, self._advance_compiled), (rest, self._advance)):
+            part = [(s, count) for s, count in part if s.pages]  # a request may have failed in the first part
             try:
                 if part:
                     advance(part)
@@ -166,6 +168,9 @@ class Batch:
         """Sequences that lack the one token that was drawn last: nothing to score, nothing to fork."""
         assert self._compiled is not None
         for part in self._bounded([sequence for sequence, _ in plan]):
+            part = [s for s in part if s.pages]  # those that did not fail with another sample of theirs
+            if not part:
+                continue
             logits_NV = self._compiled([Row(s.last, s.computed, s.pages, s.request.adapter) for s in part])
             for sequence in part:
                 sequence.computed += 1

@@ -124,13 +124,18 @@ class TorchTrainer:
     def load(self, directory: Path, *, optimizer: bool = False) -> Adapter:
         """A saved adapter, belonging to no run."""
         return checkpoint.load_adapter(
-            directory, self.decoder.sites(), self._experts, self.base, self._device, optimizer=optimizer
+            directory,
+            self.decoder.sites(),
+            self._experts,
+            self.base,
+            self.decoder.unembed_weight,
+            optimizer=optimizer,
         )
 
     @property
     def adapter_bytes(self) -> int:
-        """What the live adapters hold: parameters, gradients and moments."""
-        return sum(adapter.nbytes for adapter in self._adapters.values())
+        """What the live adapters hold: parameters, gradients and moments. Any thread may ask."""
+        return sum(adapter.nbytes for adapter in list(self._adapters.values()))
 
     @property
     def adapters(self) -> int:
@@ -323,7 +328,13 @@ def _graph_gradient(state: _State, lp_M: Tensor, batch: MicroBatch, i: int) -> T
         state.losses[item.index] = float(loss.detach())
         if not loss.requires_grad:
             return torch.zeros_like(lp).reshape(-1)
-        (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        try:
+            (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        except RuntimeError as error:  # not every operation has a derivative
+            reason = str(error).split("\n")[0]
+            raise p.EngineError(
+                f"datum {item.index}: the custom loss has no gradient: {reason}", "user"
+            ) from None
     return (torch.zeros_like(lp) if grad is None else grad.to(lp.dtype)).reshape(-1)
 
 
