@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import gc
 import inspect
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, datum, eventually
-from tests.stub import Stub
+from tests.stub import Stub, status
 from tinkex import (
     AdminClient,
     APIFuture,
@@ -24,6 +26,7 @@ from tinkex import (
     ServiceClient,
     TrainingClient,
 )
+from tinkex.client import unread
 from tinkex.client.future import _Condition, completed, fail, resolve, start
 
 
@@ -378,3 +381,61 @@ def test_cancelling_from_another_thread_at_any_moment_stops_the_work() -> None:
         assert work.stopped.wait(5) if work.calls else True
         with pytest.raises(concurrent.futures.CancelledError):
             work.future.result(1)
+
+
+# -- failures that nobody looks at -------------------------------------------------------------------------
+
+
+def test_a_failure_that_nobody_looks_at_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unread, "PATIENCE", 0.05)
+    monkeypatch.setattr(unread, "_watching", False)
+    unread.say()  # what other tests have left
+    caplog.clear()
+
+    async def fails() -> None:
+        raise ValueError("the gradient is not finite")
+
+    future = start(fails, "optim_step")
+    eventually(lambda: "nobody has asked" in caplog.text)
+    assert "optim_step failed (ValueError: the gradient is not finite); nobody" in caplog.text
+    with pytest.raises(ValueError, match="not finite"):
+        future.result(20)
+
+
+@pytest.mark.parametrize("how", ["result", "exception", "await", "cancel"])
+def test_whoever_looked_is_not_told_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    unread.say()
+    caplog.clear()
+    future = failing(ValueError("no"))
+    if how == "exception":
+        assert str(future.exception(20)) == "no"
+    elif how == "cancel":
+        pending: APIFuture[int] = APIFuture()
+        pending.cancel()
+        fail(pending, ValueError("too late"))
+        future.exception()
+    else:
+        with pytest.raises(ValueError, match="no"):
+            future.result(20) if how == "result" else asyncio.run(_awaiting(future))
+    unread.say()
+    assert "nobody" not in caplog.text
+
+
+UNREAD = """
+import sys, tinkex
+run = tinkex.ServiceClient(base_url=sys.argv[1]).create_lora_training_client("stub/base")
+for _ in range(3):
+    run.optim_step()
+run.save_state("end").result()
+"""
+
+
+def test_a_script_that_reads_no_step_hears_of_those_that_failed(stub: Stub) -> None:
+    stub.script("optim_step", status(400), status(400))
+    done = subprocess.run(
+        [sys.executable, "-c", UNREAD, stub.url], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stderr.startswith("optim_step failed (BadRequestError: ")
+    assert "and 1 more did; nobody has asked for the result" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,8 @@ def _history_facts(lines: History | None) -> dict[str, str]:
 )
 @format_option
 def plot(run_id: str | None, png: Path | None, html: Path | None, metrics: tuple[str, ...]) -> None:
-    """Plot a run's history: here, as a PNG, or as an HTML report. Without a RUN_ID it is the newest run.
+    """Plot a run's history: here, as a PNG, or as an HTML report. Without a RUN_ID it is the newest run with
+    a step.
 
     With --format json it prints every step's numbers instead: what is in the run's metrics.jsonl.
     """
@@ -160,9 +162,7 @@ def plot(run_id: str | None, png: Path | None, html: Path | None, metrics: tuple
         show_json({"training_run_id": run_id, "steps": lines})
         return
     if not lines:
-        raise click.ClickException(
-            f"run {run_id} has no history: it has taken no step, or before it was kept"
-        )
+        raise click.ClickException(f"run {run_id} has no history: it has taken no step")
     if unknown := [name for name in metrics if name not in lines.metrics()]:
         known = ", ".join(lines.metrics())
         raise click.ClickException(f"this run has no metric {', '.join(unknown)}; it has: {known}")
@@ -182,9 +182,11 @@ def plot(run_id: str | None, png: Path | None, html: Path | None, metrics: tuple
 
 
 def _newest(client: RestClient) -> TrainingRun:
-    for found in client.iter_training_runs(page_size=1):
-        return found
-    raise click.ClickException(f"there is no run {where()} yet; `tinkex demo` makes one")
+    """The newest run with a step, among the last few; the newest of all if none has one."""
+    last = list(itertools.islice(client.iter_training_runs(page_size=20), 20))
+    if not last:
+        raise click.ClickException(f"there is no run {where()} yet; `tinkex demo` makes one")
+    return next((found for found in last if _history(client, found)), last[0])
 
 
 def _plot_here(title: str, curves: dict[str, list[float]], steps: list[float]) -> None:

@@ -3,7 +3,8 @@
 Promises: a `concurrent.futures.Future` in every respect, which can also be awaited from any event loop,
 cached once resolved, and cancelled for real. A wait that runs out of time cancels nothing: the request
 goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
-background thread, in a forked child) raises instead of hanging. Knows nothing of requests.
+background thread, in a forked child) raises instead of hanging. A failure that nobody looks at is said
+(unread.py). Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, Generic, TypeVar
 
 from tinkex import tracing
 from tinkex.client import loop as background
-from tinkex.errors import ForkedClientError, InvalidInputError, ResultTimeoutError
+from tinkex.client import unread
+from tinkex.errors import ClientClosedError, ForkedClientError, InvalidInputError, ResultTimeoutError
 
 T = TypeVar("T")
 
@@ -83,6 +85,20 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         self._task: asyncio.Task[Any] | None = None  # what is cancelled with it
         self._what = what
         self._pid = os.getpid()
+        self._failure: int | None = None  # its number among those that nobody has looked at
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        if exception is not None and not isinstance(exception, ClientClosedError):  # who closes it knows
+            self._failure = unread.failed(self._what, exception)
+        try:
+            super().set_exception(exception)
+        except concurrent.futures.InvalidStateError:
+            self._look()
+            raise
+
+    def _look(self) -> None:
+        if self._failure is not None:
+            unread.seen(self._failure)
 
     def result(self, timeout: float | None = None) -> T:
         """The result, waiting for it up to `timeout` seconds (None: as long as it takes)."""
@@ -93,6 +109,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             if self.done():  # just now, or the request failed by a timeout of its own
                 return super().result(0)
             raise self._timed_out(timeout) from None
+        finally:
+            self._look()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._check_can_wait(timeout)
@@ -100,6 +118,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             return super().exception(timeout)
         except TimeoutError:
             raise self._timed_out(timeout) from None
+        finally:
+            self._look()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Have `fn(future)` called once it is done; in a thread of its own kind, so it may take its time."""
@@ -134,6 +154,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
                 raise self._timed_out(timeout)
         if self.cancelled():
             raise asyncio.CancelledError
+        self._look()
         return super().result(0)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -250,7 +271,8 @@ def traced(future: APIFuture[Any], what: str) -> tracing.Hop | None:
     hop = tracing.begin(f"client {what}")
     if hop is not None:
         cancelled = asyncio.CancelledError()
-        future.when_done(lambda f: hop.end(cancelled if f.cancelled() else f.exception()))
+        ended = concurrent.futures.Future[Any].exception  # not the future's own, which counts as a look at it
+        future.when_done(lambda f: hop.end(cancelled if f.cancelled() else ended(f)))
     return hop
 
 
