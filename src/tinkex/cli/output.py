@@ -63,7 +63,7 @@ def show_json(value: Any) -> None:
     import json
 
     # Where stdout cannot say all characters, JSON has a way to say them in ASCII.
-    is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+    is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
     click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=not is_utf8))
 
 
