@@ -338,50 +338,38 @@ def test_an_uploaded_loss_trains_as_its_built_in_twin(models) -> None:
     torch.testing.assert_close(mine / scale, theirs / scale, atol=1e-5, rtol=0)
 
 
-def test_an_uploaded_loss_that_cannot_run_fails_its_pass_alone(models) -> None:
-    trainer = make_trainer(models["qwen2"])
+def failure_beside_a_good_pass(path: Path, batch: list[Datum], loss: CustomLoss) -> str:
+    """What an uploaded loss fails with, beside a pass that must not notice."""
+    trainer = make_trainer(path)
     for run in ("custom", "plain"):
         create(trainer, run, LoraConfig(4, seed=1))
+    custom, plain = (
+        Pass("custom", batch, "custom", custom_loss=loss),
+        Pass("plain", data(4, 9), "cross_entropy"),
+    )
+    failure, output = trainer.run(ForwardBackward((custom, plain)))
+    assert isinstance(failure, Failure)
+    assert failure.category == "user"
+    assert isinstance(output, ForwardBackwardOutput)
+    assert trainer.adapter("custom").grad is None
+    assert trainer.adapter("plain").grad is not None
+    return failure.message
+
+
+def test_an_uploaded_loss_that_cannot_run_fails_its_pass_alone(models) -> None:
     good, odd = data(4, 9, 17)
     inputs = dict(odd.loss_fn_inputs) | {"weights": np.ones(5, np.float32)}
     batch = [good, Datum(odd.model_input, inputs)]
-    failure, output = trainer.run(
-        ForwardBackward(
-            (
-                Pass("custom", batch, "custom", custom_loss=custom_cross_entropy()),
-                Pass("plain", data(4, 9), "cross_entropy"),
-            )
-        )
-    )
-    assert isinstance(failure, Failure)
-    assert failure.category == "user"
-    assert failure.message.startswith("datum 1: custom loss node 'product' (operator.mul)")
-    assert isinstance(output, ForwardBackwardOutput)
-    assert trainer.adapter("custom").grad is None
-    assert trainer.adapter("plain").grad is not None
+    message = failure_beside_a_good_pass(models["qwen2"], batch, custom_cross_entropy())
+    assert message.startswith("datum 1: custom loss node 'product' (operator.mul)")
 
 
 def test_an_uploaded_loss_without_a_derivative_fails_its_pass_alone(models) -> None:
-    trainer = make_trainer(models["qwen2"])
-    for run in ("custom", "plain"):
-        create(trainer, run, LoraConfig(4, seed=1))
     loss = custom_cross_entropy()
     nodes = [dict(node) for node in loss.nodes]
     nodes[2]["target"] = "operator.floordiv"
-    failure, output = trainer.run(
-        ForwardBackward(
-            (
-                Pass("custom", data(4, 9), "custom", custom_loss=CustomLoss(loss.inputs, tuple(nodes))),
-                Pass("plain", data(4, 9), "cross_entropy"),
-            )
-        )
-    )
-    assert isinstance(failure, Failure)
-    assert failure.category == "user"
-    assert failure.message.startswith("datum 0: the custom loss has no gradient: derivative for")
-    assert isinstance(output, ForwardBackwardOutput)
-    assert trainer.adapter("custom").grad is None
-    assert trainer.adapter("plain").grad is not None
+    message = failure_beside_a_good_pass(models["qwen2"], data(4, 9), CustomLoss(loss.inputs, tuple(nodes)))
+    assert message.startswith("datum 0: the custom loss has no gradient: derivative for")
 
 
 # -- failures and commands -----------------------------------------------------------------------------

@@ -64,7 +64,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """What is done for a client whose body was read; if it leaves first, that is cancelled."""
-    doing, leaving = asyncio.create_task(_done(work)), asyncio.create_task(_gone(receive))
+    doing, leaving = asyncio.ensure_future(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait([doing, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -74,10 +74,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         doing.cancel()
         leaving.cancel()
         await asyncio.gather(doing, leaving, return_exceptions=True)
-
-
-async def _done(work: Awaitable[T]) -> T:
-    return await work
 
 
 async def _gone(receive: Receive) -> None:
