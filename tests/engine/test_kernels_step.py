@@ -42,7 +42,15 @@ class Case(NamedTuple):
     held: list[Adapter | None]  # the table has only their addresses
 
 
-def case(site: Site, lengths: list[int], *, library: bool) -> Case:
+class Given(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    adapters: step.Adapters
+    want: Tensor
+    held: list[Adapter | None]
+
+
+def given(site: Site, lengths: list[int]) -> Given:
     """Rows of four adapters, of which one is none and one has nothing on the MLP."""
     in_features, parts = SITES[site]
     outs, rows = sum(part.out_features for part in parts), sum(lengths)
@@ -61,6 +69,11 @@ def case(site: Site, lengths: list[int], *, library: bool) -> Case:
         lora.Tiles(torch.from_numpy(cells.copy()).to(DEVICE), 16),
         lora.Site(grouped.column_of(site), in_features, [part.out_features for part in parts]),
     )
+    return Given(x, weight, adapters, want, ones)
+
+
+def case(site: Site, lengths: list[int], *, library: bool) -> Case:
+    x, weight, adapters, want, ones = given(site, lengths)
     if not library:
         return Case(step.project(x, weight, adapters), want, ones)
     u = lora.shrink(x, adapters.table, adapters.tiles, adapters.site)

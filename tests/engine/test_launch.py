@@ -12,17 +12,33 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
+from tinkex.engine.torch.kernels import launch
 from tinkex.engine.torch.kernels.launch import Launcher
 
 WIDE = torch.zeros(64)
 
 
+STREAM = 77
+
+
 class Compiled:
+    """What is there of a kernel that was compiled, as far as it is used."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.log.append((grid, args[1:]))
+    def run(self, x: int, y: int, z: int, *args: Any) -> None:
+        stream, function, metadata, launch_metadata, on_enter, on_exit, *given = args
+        assert (stream, function, metadata) == (STREAM, self.function, self.packed_metadata)
+        assert launch_metadata is on_enter is on_exit is None
+        self.log.append(((x, y, z), given))
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_stream", lambda device: STREAM)
 
 
 class Kernel:
@@ -48,7 +64,7 @@ def test_the_second_launch_passes_everything_in_order() -> None:
     for n in (32, 48):
         launcher[(3,)](WIDE, n, 1e-5, num_warps=4, BLOCK=64)
     assert len(kernel.compiled) == 1
-    assert kernel.launches == [((3, 1, 1), (48, 1e-5, 64))]
+    assert kernel.launches == [((3, 1, 1), [WIDE.data_ptr(), 48, 1e-5, 64])]
 
 
 @pytest.mark.parametrize(

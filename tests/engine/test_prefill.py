@@ -319,10 +319,18 @@ def test_a_larger_graph_does_until_a_size_is_common(llama: Decoder):
         (110, wide, 2, 4),
         (111, wide, 3, 5),
         (112, narrow, 3, 6),
-        (40, narrow, 3, 6),
+        (40, narrow, 3, 7),
+        (12, narrow, 3, 7),  # by other tiles
     ):
         assert first_tokens(batch, length, adapter) == first_tokens(plain, length, adapter)
         assert (graphs.count, steps.replayed) == (captured, replayed), length
+
+
+def test_a_graph_that_is_much_too_large_does_not(llama: Decoder):
+    batch, steps, graphs = new_batch(llama, captured=True, prefill_alone=512)
+    for length in (200, 201, 10):
+        first_tokens(batch, length)
+    assert (graphs.count, steps.replayed) == (1, 1)
 
 
 def test_a_graph_that_cannot_be_had_is_asked_for_once(llama: Decoder, caplog: pytest.LogCaptureFixture):

@@ -376,6 +376,18 @@ def test_decoding_goes_on_while_a_long_prompt_is_read(decoder: Decoder):
     assert only(long.result()).tokens == only(run(new_batch(decoder), prompt(1, 200), max_tokens=2)).tokens
 
 
+def test_a_step_has_no_more_tokens_where_some_decode(decoder: Decoder):
+    counting: Any = Counting(decoder)
+    batch = new_batch(counting, prefill_alone=64, prefill_beside=64)
+    for i in range(5):
+        submit(batch, prompt(i, 4), max_tokens=60)
+    batch.step()
+    submit(batch, prompt(9, 200), max_tokens=2)
+    before = counting.tokens
+    batch.step()
+    assert counting.tokens - before == 64
+
+
 def test_a_request_that_can_never_fit_is_refused(decoder: Decoder):
     batch = new_batch(decoder, pages=4)
     with pytest.raises(EngineError, match=r"the KV cache holds 64 tokens.*40 \+ 29") as caught:

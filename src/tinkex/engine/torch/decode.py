@@ -24,7 +24,7 @@ from tinkex.engine.streams import stream_keys
 from tinkex.engine.torch import grouped
 from tinkex.engine.torch.drawing import lora_of
 from tinkex.engine.torch.hooks import LoraHook, Pending, Site
-from tinkex.engine.torch.kernels import begin, draw, paged, step
+from tinkex.engine.torch.kernels import adapted, begin, draw, paged, step
 from tinkex.engine.torch.kernels import lora as lora_kernel
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
@@ -37,6 +37,7 @@ from tinkex.engine.torch.upload import fill
 # As measured on an H200:
 _SOME = 64  # rows up to which launches cost more than reading and writing once more
 _MANY = 512  # rows from which on products add what adapters give, instead of what follows them
+_PATIENCE = 16  # steps that cost about as much as a graph in rows that nobody needs
 _RING = 4  # buffers in pinned memory: more than there are steps in flight
 
 
@@ -75,6 +76,8 @@ class _TableLora(Projecting):
         pending = self._ours(frozen) and step.holds(self._table, place)
         if pending and step.suits(rows, frozen.weight):
             return step.project(x, frozen.weight, adapters)
+        if pending and adapted.suits(rows, frozen.weight, adapters):
+            return adapted.Adapted(x, frozen.weight, adapters)
         u, y = self._products(place, x, frozen)
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
             return step.Summands(y[None], u, adapters, x.dtype)
@@ -131,6 +134,9 @@ class Graphs:
         if tiles not in self._cells:
             self._cells[tiles] = torch.zeros(3, tiles, dtype=torch.int32, device=self.device)
         return self._cells[tiles]
+
+    def has(self, rows: int) -> bool:
+        return any(key.rows == rows for key in self._graphs)
 
     def replay(self, key: Key) -> None:
         if key not in self._graphs:
@@ -216,7 +222,7 @@ class Pipeline:
         self._orders = pinned(begin.ORDERS, capacity)
         self._tokens, self._logprobs = pinned(capacity), pinned(capacity, dtype=torch.float32)
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
-        self._key = Key(1)
+        self._key, self._spare = Key(1), 0  # what graph serves the rows, and for how many steps too large
 
     def serves(self, request: Request) -> bool:
         """Whether a captured step can do all that `request` asks for."""
@@ -227,7 +233,7 @@ class Pipeline:
         """Launch the next step of `sequences`; the results of the step before. Their pages must be there."""
         before = self._flight
         sources = {sequence: row for row, sequence in before.rows} if before else {}
-        if any(s not in self._row for s in sequences) or 4 * bucket(len(sequences)) <= 3 * self._key.rows:
+        if any(s not in self._row for s in sequences) or self._shrinks(bucket(len(sequences))):
             self._seat(sequences)
         self._flight = self._launch(sequences, sources)
         return _land(before) if before else []
@@ -243,11 +249,16 @@ class Pipeline:
 
     # -- rows ------------------------------------------------------------------------------------------
 
+    def _shrinks(self, rows: int) -> bool:
+        """Whether so few rows are worth a smaller graph: at once if there is one, else if they stay few."""
+        self._spare = self._spare + 1 if 4 * rows <= 3 * self._key.rows else 0
+        return self._spare > _PATIENCE or (self._spare > 0 and self._graphs.has(rows))
+
     def _seat(self, sequences: Several[Sequence]) -> None:
         """Give every sequence a row, neighbours sharing an adapter; tell the device all that is constant."""
         seated = sorted(sequences, key=lambda s: s.request.root)
         self._row = {sequence: row for row, sequence in enumerate(seated)}
-        rows, graphs = len(seated), self._graphs
+        rows, graphs, self._spare = len(seated), self._graphs, 0
         table = np.zeros((rows, graphs.width), np.int32)
         for held, sequence in zip(table, seated, strict=True):
             held[: len(sequence.pages)] = sequence.pages

@@ -49,6 +49,10 @@ class Pending(Protocol):
 
     def total(self) -> Tensor: ...
 
+    def addend(self) -> Tensor:
+        """The total, or parts of it [S, N, O], for a norm that adds it to the residual stream."""
+        ...
+
 
 class LoraHook(Protocol):
     """Adds the adapters' contribution to a site's output: y_NO + lora(x_NI).

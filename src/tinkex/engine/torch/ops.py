@@ -81,7 +81,7 @@ def add_rms_norm(
     stream: Stream, delta: Tensor | Pending, weight: Tensor, eps: float
 ) -> tuple[Stream, Tensor]:
     """The stream with `delta` added to it, and its RMSNorm."""
-    delta = delta if isinstance(delta, Tensor) else delta.total()
+    delta = delta if isinstance(delta, Tensor) else delta.addend()
     if stream.x.requires_grad or delta.requires_grad:
         x, rest, y = _AddRmsNorm.apply(*stream, delta, weight, eps)
     else:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _HOST_FLOPS = 2.4e13  # what a large GPU does in the time that the host takes to launch a step (40 ms)
 _GRAPHS = 64  # kept, the last used ones
 _PATIENCE = 2  # steps of a size that a larger graph does before the size gets its own
+_PADDED = 2  # times the rows of a step: where a graph has more, launching is quicker
 
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
@@ -167,7 +168,8 @@ class Prefill:
         self._asked[key] += 1
         if key not in self._refused and self._asked[key] > _PATIENCE:
             return key
-        return min((larger for larger in self._captured if larger.serves(key)), default=key)
+        larger = (one for one in self._captured if one.serves(key) and one.rows <= _PADDED * key.rows)
+        return min(larger, default=key)
 
     def _run(self, key: Key) -> None:
         graph = self._captured.get(key)

@@ -53,7 +53,7 @@ class Limits:
     @property
     def tokens(self) -> int:
         """Of the largest step."""
-        return max(self.prefill_alone, self.prefill_beside + self.sequences)
+        return max(self.prefill_alone, self.sequences + PAGE)
 
 
 class Batch:
@@ -264,8 +264,12 @@ class Batch:
             if sequence.pages:  # it may just have been preempted
                 self._grow(sequence)
         lacking = [(s, s.length - s.computed) for s in self.running]
-        decoding = any(count == 1 for _, count in lacking)
-        budget = self.limits.prefill_beside if decoding else self.limits.prefill_alone
+        decoding = sum(count == 1 for _, count in lacking)
+        budget = self.limits.prefill_alone
+        if (
+            decoding
+        ):  # in all no more than in a step without: graphs are captured for sizes, and that one recurs
+            budget = min(self.limits.prefill_beside, max(PAGE, budget - decoding))
         plan = []
         for sequence, count in lacking:
             if count > 1:

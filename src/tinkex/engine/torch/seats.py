@@ -15,6 +15,7 @@ import torch
 from tinkex.engine.torch import grouped
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import adapted
 from tinkex.engine.torch.kernels import lora as kernel
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.upload import fill
@@ -38,6 +39,8 @@ class Seats:
         self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
         self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
         self._slots: dict[Adapter, int] = {}
+        sizes = (i * sum(part.out_features for part in parts) for i, parts in decoder.sites().values())
+        self._largest = sorted(sizes)[-2]  # projection, the unembedding aside
 
     def table(self, rank: int) -> kernel.Table:
         """Where the kernels look adapters up, none of them wider than `rank`."""
@@ -52,7 +55,10 @@ class Seats:
         if any(adapter not in self._slots for adapter in used):
             self._name(used)
         places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
-        rows = kernel.tile_rows(segments[-1][2] // len(places))
+        total = segments[-1][2]
+        rows = kernel.tile_rows(total // len(places))
+        if len(used) == 1 and total <= adapted.MOST and not self._invariant:
+            rows = adapted.tile_rows(total, self._largest)
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((3, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles

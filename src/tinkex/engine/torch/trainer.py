@@ -276,10 +276,11 @@ class TorchTrainer:
         if work.graph is None:
             assert work.loss is not None
             return gradient(work.loss, lp, span.inputs, work.settings) if work.backward else lp
+        # on the CPU: what an uploaded loss does wrong is an error there, and on a GPU the end of the device
+        cells_M = lp_M.cpu()
         try:
-            return torch.cat(
-                [_graph_gradient(span.state, lp_M, batch, i) for i in range(span.start, span.stop)]
-            )
+            grads = [_graph_gradient(span.state, cells_M, batch, i) for i in range(span.start, span.stop)]
+            return torch.cat(grads).to(lp.device)
         except p.EngineError as error:
             span.state.failure = span.state.failure or p.Failure(error.category, error.message)
             return torch.zeros_like(lp)

@@ -26,7 +26,7 @@ _AT_ONCE = 16  # blocks that one program reads
 
 @triton.jit
 def _scaled(logits, temperature, COLDEST: tl.constexpr):
-    return logits.to(tl.float32) / tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST))
+    return logits.to(tl.float32) * (1.0 / tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST)))
 
 
 @triton.jit
@@ -62,12 +62,16 @@ def _blocks(
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     z = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf"))
     z = _scaled(z, tl.load(temperatures + row), COLDEST)
-    real = tl.where(ids < vocab, z, float("-inf"))
-    top = tl.max(real, 1)
-    level, total = _log_sum_exp(z, tl.max(z, 1))
-    tl.store(whole + row * N + block, level + tl.log(total), mask=block < N)
-    level, total = _log_sum_exp(real, top)
-    tl.store(mass + row * N + block, level + tl.log(total), mask=block < N)
+    top = tl.max(z, 1)
+    level, total = _log_sum_exp(z, top)
+    sums = level + tl.log(total)
+    tl.store(whole + row * N + block, sums, mask=block < N)
+    if (tl.program_id(1) + 1) * AT_ONCE * BLOCK > vocab:  # some of it is padding, which nobody draws
+        z = tl.where(ids < vocab, z, float("-inf"))
+        top = tl.max(z, 1)
+        level, total = _log_sum_exp(z, top)
+        sums = level + tl.log(total)
+    tl.store(mass + row * N + block, sums, mask=block < N)
     tl.store(best + row * N + block, top, mask=block < N)
 
 

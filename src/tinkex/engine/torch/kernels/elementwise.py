@@ -28,8 +28,8 @@ _COLUMNS = 1024  # numbers of one program where each is computed by itself
 @launched
 @triton.jit
 def _norm(
-    x, rest, delta, weight, total, left, y, rstd, eps, D,
-    REST: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x, rest, delta, weight, total, left, y, rstd, eps, D, split,
+    REST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -40,8 +40,11 @@ def _norm(
     v = tl.load(x + row * D + at, mask=inside, other=0.0).to(tl.float32)
     if REST:
         v += tl.load(rest + row * D + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        v += tl.load(delta + row * D + at, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        added = tl.load(delta + row * D + at, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(delta + part * split + row * D + at, mask=inside, other=0.0).to(tl.float32)
+        v += added.to(dtype).to(tl.float32)  # rounded as it would be had it been added up before
         rounded = v.to(dtype)
         lost = (v - rounded.to(tl.float32)).to(dtype)
         tl.store(total + row * D + at, rounded, mask=inside)
@@ -87,16 +90,19 @@ def _norm_backward(grad, x, rstd, weight, more, out, D, ADD: tl.constexpr, BLOCK
 def normalise(
     x: Tensor, rest: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """x + rest + delta as `add` gives it (x and rest as they are without delta), its RMSNorm, and 1 / rms."""
+    """x + rest + delta as `add` gives it (x and rest as they are without delta), its RMSNorm, and 1 / rms.
+
+    `delta` is [T, D], or parts of a sum [S, T, D].
+    """
     rows, width = x.shape
     y = torch.empty_like(x)
     total, left = (x, rest) if delta is None else (torch.empty_like(x), torch.empty_like(x))
     rstd = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = power_of_2(width)
+    block, parts = power_of_2(width), 0 if delta is None else delta.numel() // x.numel()
     _norm[(rows,)](
         x, x if rest is None else rest, x if delta is None else delta, weight,
-        total, x if left is None else left, y, rstd, eps, width,
-        REST=rest is not None, ADD=delta is not None, BLOCK=block, num_warps=_warps(block), **CHAINED,
+        total, x if left is None else left, y, rstd, eps, width, x.numel(),
+        REST=rest is not None, PARTS=parts, BLOCK=block, num_warps=_warps(block), **CHAINED,
     )  # fmt: skip
     return total, left, y, rstd
 

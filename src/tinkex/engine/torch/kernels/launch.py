@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Launches that cost the host little.
 
-At every call Triton works out anew what the kernel must be compiled for, which takes longer than most of ours
-run. `@launched` on top of `@triton.jit` remembers that by the arguments' kinds, and from the second call on
-goes straight to the compiled kernel. Knows nothing of what kernels do.
+At every call Triton works out anew what the kernel must be compiled for, and asks the driver where each
+tensor lies, which takes longer than most of ours run. `@launched` on top of `@triton.jit` remembers the first
+by the arguments' kinds, and from the second call on gives the compiled kernel addresses. Triton's hooks for
+profilers are not called then. Knows nothing of what kernels do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -27,25 +29,42 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._names = [param.name for param in kernel.params]
-        self._compiled: dict[Any, Any] = {}
+        self._ready: dict[Any, tuple[Callable[..., None], tuple[Any, ...], list[Any]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        key = (args[0].get_device(), *map(_kind, args), *constants.items())
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._kernel[grid](*args, **constants)
-        else:
+        device = args[0].get_device()
+        # What Triton compiles anew for: a type, whether 16 divides a number or an address, and the number 1.
+        kinds: list[Any] = [device, *constants, *constants.values()]
+        values: list[Any] = []
+        for argument in args:
+            if isinstance(argument, Tensor):
+                value = argument.data_ptr()
+                kinds.append(argument.dtype if value & 15 == 0 else (argument.dtype, "unaligned"))
+            else:
+                value = argument
+                kinds.append(float if isinstance(value, float) else _kind(value))
+            values.append(value)
+        key = tuple(kinds)
+        ready = self._ready.get(key)
+        if ready is None:
+            compiled = self._kernel[grid](*args, **constants)
             rest = [constants[name] for name in self._names[len(args) :]]
-            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            self._ready[key] = (
+                compiled.run,
+                (compiled.function, compiled.packed_metadata, None, None, None),
+                rest,
+            )
+        else:
+            run, how, rest = ready
+            run(*(*grid, 1, 1)[:3], _stream(device), *how, *values, *rest)
 
 
-def _kind(argument: Any) -> Any:
-    """What Triton compiles anew for: a type, whether 16 divides a number or an address, and the number 1."""
-    if isinstance(argument, Tensor):
-        return argument.dtype if argument.data_ptr() % 16 == 0 else (argument.dtype, "unaligned")
-    if isinstance(argument, float):
-        return float
-    return 1 if argument == 1 else 16 if argument % 16 == 0 else 0 if argument < 1 << 31 else -1
+def _kind(number: int) -> int:
+    return 1 if number == 1 else 16 if number % 16 == 0 else 0 if number < 1 << 31 else -1
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)

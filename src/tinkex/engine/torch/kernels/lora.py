@@ -84,7 +84,7 @@ def tile_at(cells, tiles, tile):
 
 
 @triton.jit
-def _part(part, n0, n1, n2, EVEN: tl.constexpr):
+def part_at(part, n0, n1, n2, EVEN: tl.constexpr):
     """The width of a part and the columns before it; EVEN: all of them are multiples of 16."""
     width = tl.where(part == 0, n0, tl.where(part == 1, n1, n2))
     before = tl.where(part == 0, 0, tl.where(part == 1, n0, n0 + n1))
@@ -94,7 +94,7 @@ def _part(part, n0, n1, n2, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
+def part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
     """Which part the block of output columns lies in, and its first column there."""
     b0, b1 = tl.cdiv(n0, BLOCK), tl.cdiv(n1, BLOCK)
     part = tl.where(block < b0, 0, tl.where(block < b0 + b1, 1, 2))
@@ -117,7 +117,7 @@ def _shrink(
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     if (count > 0) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
-        width, before = _part(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
         m, n = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
         row = (start + m).to(tl.int64)
@@ -148,12 +148,12 @@ def _expand(
     """y[rows, part's columns] += scale · u[rows, part] · matrix, the matrix having MULTIPLE · rank rows."""
     after_previous()
     tile = tl.program_id(1)
-    part, first = _part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     if (count > 0) & (address != 0):
-        width, before = _part(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
         m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
         row = (start + m).to(tl.int64)
@@ -190,12 +190,12 @@ def _write(
     """
     after_previous()
     tile = tl.program_id(1)
-    part, first = _part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
+    part, first = part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
     slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     wide = tl.where(address != 0, rank * MULTIPLE, 0)
-    width, before = _part(part, n0, n1, n2, EVEN)
+    width, before = part_at(part, n0, n1, n2, EVEN)
     matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
     m, at = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     row = (start + m).to(tl.int64)
@@ -224,13 +224,13 @@ def _outer(
     """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns], rows being a whole segment."""
     after_previous()
     tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
-    part, first = _part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if (address != 0) & (tl.program_id(2) * BLOCK_M < rank * MULTIPLE):
-        width, before = _part(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, EVEN)
         n = first + tl.arange(0, BLOCK_N)
         have_m, have_n = (m < rank * MULTIPLE)[:, None], (n < width)[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -273,6 +273,10 @@ def _splits(wanted: int, most: int) -> int:
     return 1 << max(0, min(16, wanted, most).bit_length() - 1)
 
 
+def _warps(tiles: Tiles) -> int:
+    return 4 if tiles.rows <= 64 else 8
+
+
 def _shrunk(
     x: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
 ) -> Tensor:
@@ -291,7 +295,8 @@ def _shrunk(
         x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *_triple(sizes),
         x.stride(0), u.stride(1), u.stride(0),
         EVEN=_even(sizes), MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
-        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3, **CHAINED,
+        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=_warps(tiles), num_stages=3, **CHAINED,
     )  # fmt: skip
     return u
 
@@ -314,21 +319,23 @@ def _expanded(
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0],
-        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=stages, **CHAINED,
+        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=_warps(tiles), num_stages=stages, **CHAINED,
     )  # fmt: skip
 
 
 def _written(
     u: Tensor, y: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
 ) -> None:
-    count, group = tiles.cells.shape[1], 512
-    block_k = max(16, power_of_2(multiple * table.widest))
+    count, block_k = tiles.cells.shape[1], max(16, power_of_2(multiple * table.widest))
+    columns, warps = (64, 4) if tiles.rows < 64 or block_k > 128 else (128, 8)
+    group = 512 if max(sizes) <= 1024 else 1024
     _write[(sum(cdiv(size, group) for size in sizes), count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
-        BLOCK_M=tiles.rows, BLOCK_N=64, BLOCK_K=block_k,
-        num_warps=4, num_stages=3, **CHAINED,
+        BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=block_k,
+        num_warps=warps, num_stages=3, **CHAINED,
     )  # fmt: skip
 
 

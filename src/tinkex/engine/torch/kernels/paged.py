@@ -51,6 +51,15 @@ def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T:
     _write[(tokens,)](k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=power_of_2(width), **CHAINED)
 
 
+@triton.jit
+def _either(condition, yes, no, ALIGNED: tl.constexpr):
+    """`yes`, a pointer, or one of `no`; ALIGNED: all are to whole vectors, which a choice would hide."""
+    address = tl.where(condition, yes.to(tl.int64), no.to(tl.int64)).to(no.dtype)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _attend(
@@ -63,6 +72,7 @@ def _attend(
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
     after_previous()
+    scale2 = scale * 1.4426950408889634  # so that exp2 does
     if count > 0:
         m, c, l = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK_C), tl.arange(0, KEYS)
         token, head = m // HEADS, m % HEADS
@@ -72,14 +82,7 @@ def _attend(
         last = position + count  # keys that the last query sees
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
         span = tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS
-        if TOKENS == 1:  # whoever reads the new key writes it, instead of a kernel before this one
-            at, new = row.to(tl.int64) * G * C + kv_head * C + c, position
-            if (new >= first + split * span) & (new < first + (split + 1) * span):
-                page = tl.load(table + sequence * stride_table + new // PAGE).to(tl.int64)
-                slot = ((page * PAGE + new % PAGE) * G + kv_head) * C + c
-                tl.store(k_pool + slot, tl.load(k + at, mask=have_c), mask=have_c)
-                tl.store(v_pool + slot, tl.load(v + at, mask=have_c), mask=have_c)
-            tl.debug_barrier()
+        new = (row.to(tl.int64) * G + kv_head) * C
         best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((TOKENS * HEADS,), tl.float32)
         total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
@@ -89,10 +92,14 @@ def _attend(
                 tl.int64
             )
             slot = ((page * PAGE + key % PAGE) * G + kv_head) * C
+            at_k, at_v = k_pool + slot, v_pool + slot
+            if TOKENS == 1:  # the new one is not there yet
+                at_k = _either(key == position, k + new, at_k, ALIGNED=C % 8 == 0)
+                at_v = _either(key == position, v + new, at_v, ALIGNED=C % 8 == 0)
             keys = tl.load(
-                k_pool + slot[None, :] + c[:, None], mask=(key < last)[None, :] & have_c[:, None], other=0.0
+                at_k[None, :] + c[:, None], mask=(key < last)[None, :] & have_c[:, None], other=0.0
             )
-            scores = tl.dot(queries, keys) * (scale * 1.4426950408889634)  # so that exp2 does
+            scores = tl.dot(queries, keys) * scale2
             seen = key[None, :] <= position + token[:, None]
             if WINDOW > 0:
                 seen &= key[None, :] > position + token[:, None] - WINDOW
@@ -103,10 +110,17 @@ def _attend(
             fade = tl.exp2(best - level)
             mass = mass * fade + tl.sum(weights, 1)
             values = tl.load(
-                v_pool + slot[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
+                at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
             )
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
+        if TOKENS == 1:
+            low = first + split * span
+            if (position >= low) & (position < low + span):  # whoever saw the new key puts it into the pools
+                page = tl.load(table + sequence * stride_table + position // PAGE).to(tl.int64)
+                slot = ((page * PAGE + position % PAGE) * G + kv_head) * C + c
+                tl.store(k_pool + slot, tl.load(k + new + c, mask=have_c), mask=have_c)
+                tl.store(v_pool + slot, tl.load(v + new + c, mask=have_c), mask=have_c)
         total = total / tl.where(mass == 0, 1.0, mass)[:, None]
         part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
         tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
@@ -134,7 +148,7 @@ def _loop(tokens: int, splits: int, programs: int) -> tuple[int, int, int]:
         return 64, 4, 3
     if splits > 1:
         return 32, 2, 2
-    return (32, 1, 3) if programs >= 1024 else (64, 2, 3)
+    return (32, 1, 2) if programs >= 1024 else (64, 2, 3)
 
 
 def attend(

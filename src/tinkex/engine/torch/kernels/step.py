@@ -144,15 +144,12 @@ def _project(
 
 
 @triton.jit
-def _adapter(
-    table, scales, slot, columns, column, part, width, col, have_n, RANK: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Columns `col` of an adapter's B at one part, its rank there and its scale."""
+def b_of(table, scales, slot, columns, column, part, width, at, col, have_n, DTYPE: tl.constexpr):
+    """Rows `at` and columns `col` of an adapter's B at one part, its rank there and its scale."""
     address = tl.load(table + slot * columns + column + part)
     rank = tl.where(address != 0, tl.load(table + slot * columns).to(tl.int32), 0)
     matrix = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-    at = tl.arange(0, RANK)
-    have = have_n & (at < rank)[:, None]
+    have = have_n & ((at >= 0) & (at < rank))[:, None]
     b = tl.load(matrix + at[:, None] * width + col[None, :], mask=have, other=0.0)
     return b, rank, tl.load(scales + slot)
 
@@ -189,7 +186,8 @@ def _total(
     row = (start + m).to(tl.int64)
     have_m, have_n = (m < count)[:, None], (col < N)[None, :]
     dtype = out.dtype.element_ty
-    b, rank, scale = _adapter(table, scales, slot, columns, column, 0, N, col, have_n, RANK=RANK, DTYPE=dtype)
+    ranks = tl.arange(0, RANK)
+    b, rank, scale = b_of(table, scales, slot, columns, column, 0, N, ranks, col, have_n, DTYPE=dtype)
     after_previous()
     total = _summed(
         y, u, b, rank, scale, 0, row, have_m, 0, col, have_n, N, split_y, stride_u, split_u,
@@ -211,12 +209,9 @@ def _swiglu(
     row = (start + m).to(tl.int64)
     have_m, have_n = (m < count)[:, None], (col < F)[None, :]
     dtype = out.dtype.element_ty
-    b_gate, rank, scale = _adapter(
-        table, scales, slot, columns, column, 0, F, col, have_n, RANK=RANK, DTYPE=dtype
-    )
-    b_up, rank_up, _ = _adapter(
-        table, scales, slot, columns, column, 1, F, col, have_n, RANK=RANK, DTYPE=dtype
-    )
+    ranks = tl.arange(0, RANK)
+    b_gate, rank, scale = b_of(table, scales, slot, columns, column, 0, F, ranks, col, have_n, DTYPE=dtype)
+    b_up, rank_up, _ = b_of(table, scales, slot, columns, column, 1, F, ranks, col, have_n, DTYPE=dtype)
     after_previous()
     gate = _summed(
         y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, split_y, stride_u, split_u,
@@ -249,13 +244,13 @@ def _rotate(
     have_m, have_n = (m < count)[:, None], (at < C // 2)[None, :]
     low = (head - first) * C + at
     dtype = q.dtype.element_ty
-    b_low, rank, scale = _adapter(
-        table, scales, slot, columns, column, part, width, low, have_n, RANK=RANK, DTYPE=dtype
+    ranks = tl.arange(0, RANK)
+    b_low, rank, scale = b_of(
+        table, scales, slot, columns, column, part, width, ranks, low, have_n, DTYPE=dtype
     )
-    b_high, _, _ = _adapter(
-        table, scales, slot, columns, column, part, width, low + C // 2, have_n,
-        RANK=RANK, DTYPE=dtype,
-    )  # fmt: skip
+    b_high, _, _ = b_of(
+        table, scales, slot, columns, column, part, width, ranks, low + C // 2, have_n, DTYPE=dtype
+    )
     angle = row[:, None] * (C // 2) + at[None, :]
     c = tl.load(cos + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
@@ -348,6 +343,9 @@ class Summands:
         )  # fmt: skip
         return out
 
+    def addend(self) -> Tensor:
+        return self.total()
+
     @property
     def _tiles(self) -> int:
         return self.adapters.tiles.cells.shape[1]
@@ -372,7 +370,7 @@ def holds(table: Table, site: Site) -> bool:
     return len(site.outs) * table.widest <= _WIDEST
 
 
-def _parts(wanted: int, most: int) -> int:
+def parts_of(wanted: int, most: int) -> int:
     """Into how many parts a sum is cut: a power of two, since adding them up is unrolled."""
     return 1 << max(0, min(most, wanted).bit_length() - 1)
 
@@ -380,8 +378,8 @@ def _parts(wanted: int, most: int) -> int:
 def project(x_MI: Tensor, weight_OI: Tensor, adapters: Adapters) -> Summands:
     """x · weightᵀ and every adapter's x · Aᵀ, of at most _ROWS rows."""
     (rows, k), outs, (table, tiles, site) = x_MI.shape, weight_OI.shape[0], adapters
-    splits = min(_parts(_PROGRAMS * _COLUMNS // outs, 8), max(1, k // (2 * _FEATURES)))
-    wide, u_splits = len(site.outs) * table.widest, _parts(k // _SHRUNK, 16)
+    splits = min(parts_of(_PROGRAMS * _COLUMNS // outs, 8), max(1, k // (2 * _FEATURES)))
+    wide, u_splits = len(site.outs) * table.widest, parts_of(k // _SHRUNK, 16)
     y = torch.empty(splits, rows, outs, dtype=torch.float32, device=x_MI.device)
     u = torch.empty(u_splits, rows, wide, dtype=torch.float32, device=x_MI.device)
     count = tiles.cells.shape[1]

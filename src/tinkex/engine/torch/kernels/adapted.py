@@ -1,0 +1,261 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+"""A decoding step's projection with its adapters in one launch, for rows of few adapters.
+
+Every program multiplies its rows with its columns of the weight and with all of A, and adds what that gives
+by B before it writes: x·Aᵀ is computed anew for every block of columns, which costs less than a launch and a
+wait. A sum that is cut into parts needs no exchange: each part adds its own (x·Aᵀ)·Bᵀ, and the norm that
+follows adds up. SwiGLU is done on the way. Rows come in the tiles of `lora`, which must hold every row.
+Knows nothing of sites' meaning or of graphs.
+
+Shapes: M rows, I in-features, O out-features, F MLP width, S parts of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.torch.kernels import elementwise
+from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.lora import part_at, part_of_block, tile_at
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
+
+_MULTIPROCESSORS = 132
+_SHARED = 232_000  # bytes of a multiprocessor's own memory
+MOST = 256  # rows
+_LARGEST = 1 << 23  # numbers of a weight
+
+
+@triton.jit
+def _block(place, have, at, EVEN: tl.constexpr):
+    """Some features of some rows or columns; EVEN: there are as many as the block has room for."""
+    if EVEN:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=have & at, other=0.0)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _adapted(
+    x, w, y, table, scales, cells, tiles, columns, column, K, n0, n1, n2,
+    stride_x, stride_k, stride_n, stride_y, split_y,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x · wᵀ + scale · (x · Aᵀ) · Bᵀ over one part of the features: the sum of these is the whole of it."""
+    tile, split = tl.program_id(1), tl.program_id(2)
+    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    slot, start, count = tile_at(cells, tiles, tile)
+    if count > 0:
+        width, before = part_at(part, n0, n1, n2, EVEN)
+        dtype = x.dtype.element_ty
+        m, n, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, RANK)
+        row, col = (start + m).to(tl.int64), first + n
+        have_m, have_n = (m < count)[:, None], (col < width)[None, :]
+        b, rank, scale = b_of(
+            table, scales, slot, columns, column + 1, part, width, r, col, have_n, DTYPE=dtype
+        )
+        address = tl.load(table + slot * columns + column)
+        matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + part * rank * K
+        have_r = (r < rank)[None, :]
+        span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+        low, high = split * span, tl.minimum((split + 1) * span, K)
+        at = low + tl.arange(0, BLOCK_K)
+        weights, places = w + (before + col)[None, :] * stride_n, x + row[:, None] * stride_x
+        right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
+        down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
+        after_previous()
+        left = _block(places + at[None, :], have_m, (at < high)[None, :], False)
+        total, u = tl.dot(left, right), tl.dot(left, down)
+        for k in range(low + BLOCK_K, high, BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)
+            left = _block(places + at[None, :], have_m, (at < high)[None, :], False)
+            right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
+            down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
+            total, u = tl.dot(left, right, total), tl.dot(left, down, u)
+        total += tl.dot(u.to(dtype), b) * scale
+        out = y + split * split_y + row[:, None] * stride_y + before + col[None, :]
+        tl.store(out, total, mask=have_m & have_n)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _gated(
+    x, w, y, table, scales, cells, tiles, columns, column, K, F, stride_x, stride_k, stride_n,
+    EVEN: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) · up of the same columns of both, each as `_adapted` has it, and rounded as it would be."""
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
+    if count > 0:
+        dtype = x.dtype.element_ty
+        m, r = tl.arange(0, BLOCK_M), tl.arange(0, 2 * RANK)  # both parts' ranks side by side
+        row, col = (start + m).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        have_m, have_n = (m < count)[:, None], (col < F)[None, :]
+        b_gate, rank_gate, scale = b_of(
+            table, scales, slot, columns, column + 1, 0, F, r, col, have_n, DTYPE=dtype
+        )
+        b_up, rank_up, _ = b_of(
+            table, scales, slot, columns, column + 1, 1, F, r - RANK, col, have_n, DTYPE=dtype
+        )
+        address = tl.load(table + slot * columns + column)
+        a = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+        a += tl.where(r < RANK, r, r - RANK + rank_up)[None, :] * K
+        have_r = (tl.where(r < RANK, r < rank_gate, r - RANK < rank_up))[None, :]
+        w_gate, places = w + col[None, :] * stride_n, x + row[:, None] * stride_x
+        w_up = w_gate + F * stride_n
+        at = tl.arange(0, BLOCK_K)
+        here = (at < K)[:, None]
+        right_gate = _block(w_gate + at[:, None] * stride_k, have_n, here, EVEN)
+        right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
+        down = _block(a + at[:, None], have_r, here, False)
+        after_previous()
+        left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
+        gate, up, u = tl.dot(left, right_gate), tl.dot(left, right_up), tl.dot(left, down)
+        for k in range(BLOCK_K, K, BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)
+            here = (at < K)[:, None]
+            left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
+            right_gate = _block(w_gate + at[:, None] * stride_k, have_n, here, EVEN)
+            right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
+            down = _block(a + at[:, None], have_r, here, False)
+            gate, up, u = tl.dot(left, right_gate, gate), tl.dot(left, right_up, up), tl.dot(left, down, u)
+        gate += tl.dot(u.to(dtype), b_gate) * scale
+        up += tl.dot(u.to(dtype), b_up) * scale
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        tl.store(y + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
+
+
+# -- launching -----------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """How a product is cut."""
+
+    columns: int
+    features: int  # that one round reads
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4  # rounds on their way, if there is memory
+
+
+def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> Shape:
+    """As measured on an H200."""
+    if len(outs) > 1:  # a block lies in one part
+        if tile > 64:
+            return Shape(64, 64, warps=8)
+        if rows > 128:
+            return Shape(128, 64)
+        return Shape(32 if rows <= 64 and sum(outs) <= 4096 else 64, 128)
+    columns = 64 if tile > 64 or rows <= 64 else 128
+    wanted = _MULTIPROCESSORS * (2 if rows <= 64 else 1) // (cdiv(rows, tile) * cdiv(outs[0], columns))
+    splits = parts_of(wanted, min(8, in_features // 256))
+    features = 128 if rows <= 64 and in_features // splits <= 512 else 64
+    return Shape(columns, features, splits, warps=8 if tile > 64 else 4)
+
+
+def gated_shape_for(rows: int, tile: int) -> Shape:
+    """As measured on an H200."""
+    return Shape(64, 64, warps=8) if tile > 64 else Shape(32 if rows <= 64 else 64, 64)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """x · weightᵀ with every adapter's part, computed by whatever reads it: a `hooks.Pending`."""
+
+    x_MI: Tensor
+    weight_OI: Tensor
+    adapters: Adapters
+
+    def swiglu(self) -> Tensor:
+        """silu(gate) * up of a fused [M, 2F]."""
+        return self.gated(gated_shape_for(self.x_MI.shape[0], self.adapters.tiles.rows))
+
+    def rotate(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
+
+    def total(self) -> Tensor:
+        return self.parts(self._shape._replace(splits=1))[0]
+
+    def addend(self) -> Tensor:
+        """In parts [S, M, O] if that keeps the device busy."""
+        return self.parts(self._shape)
+
+    @property
+    def _shape(self) -> Shape:
+        (rows, k), (_, tiles, site) = self.x_MI.shape, self.adapters
+        return shape_for(rows, tiles.rows, site.outs, k)
+
+    def parts(self, shape: Shape) -> Tensor:
+        """Summands [S, M, O] of the result, in fp32 if there are several."""
+        x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
+        (rows, k), count = x.shape, tiles.cells.shape[1]
+        n0, n1, n2 = (*site.outs, 0, 0)[:3]
+        dtype = torch.float32 if shape.splits > 1 else x.dtype
+        y = torch.empty(shape.splits, rows, sum(site.outs), dtype=dtype, device=x.device)
+        even = k % (shape.features * shape.splits) == 0 and all(n % shape.columns == 0 for n in site.outs)
+        blocks = sum(cdiv(n, shape.columns) for n in site.outs)
+        _adapted[(blocks, count, shape.splits)](
+            x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
+            k, n0, n1, n2, x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
+            EVEN=even, SPLITS=shape.splits, **self._constants(shape, 1),
+        )  # fmt: skip
+        return y
+
+    def gated(self, shape: Shape) -> Tensor:
+        x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
+        (rows, k), (width, _), count = x.shape, site.outs, tiles.cells.shape[1]
+        y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        _gated[(cdiv(width, shape.columns), count)](
+            x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
+            k, width, x.stride(0), w.stride(1), w.stride(0),
+            EVEN=k % shape.features == 0 and width % shape.columns == 0, **self._constants(shape, 2),
+        )  # fmt: skip
+        return y
+
+    def _constants(self, shape: Shape, parts: int) -> dict[str, int]:
+        rank, rows = max(16, power_of_2(self.adapters.table.widest)), self.adapters.tiles.rows
+        # in bytes: what one round reads, of which the first one's is apart, and B
+        each = 2 * shape.features * (rows + parts * (shape.columns + rank))
+        left = _SHARED - 2 * parts * parts * rank * shape.columns
+        return {
+            "RANK": rank,
+            "BLOCK_M": rows,
+            "BLOCK_N": shape.columns,
+            "BLOCK_K": shape.features,
+            "num_warps": shape.warps,
+            "num_stages": max(2, min(shape.stages, left // each - 1)),
+            **CHAINED,
+        }
+
+
+def tile_rows(rows: int, largest: int) -> int:
+    """How many rows a tile should have if one adapter has them all; `largest` is the weights' numbers."""
+    return 16 if rows <= 16 else 128 if rows > 128 and largest <= _LARGEST else 64
+
+
+def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
+    """Whether this is quicker than a product and what follows it: few tiles, and weights that are soon read.
+
+    With 64 rows it also would be with larger ones. But then cut sums, which no trainer has, show: in a model
+    of 8B with random weights logprobs differ by half as much again.
+    """
+    table, tiles, _ = adapters
+    few = tiles.rows >= 64 and tiles.rows * tiles.cells.shape[1] < 2 * max(rows, 64)
+    return few and rows <= MOST and table.widest <= 64 and weight.numel() <= _LARGEST

@@ -1,0 +1,104 @@
+"""A projection with its adapters in one launch, and what is done with it, against products and `plain`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tests.engine.test_kernels_step import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, assert_near, given
+from tinkex.engine.torch import plain
+from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import elementwise, lora, step
+from tinkex.engine.torch.kernels.adapted import Adapted, Shape, shape_for, suits
+
+pytestmark = MARKS
+
+lengths = pytest.mark.parametrize("lengths", [[1, 0, 0, 0], [20, 17, 2, 1], [40, 33, 20, 40]])
+shapes = pytest.mark.parametrize("shape", [Shape(32, 32, 1), Shape(16, 64, 4), Shape(64, 128, 1)])
+
+
+def adapted(site: Site, lengths: list[int]) -> tuple[Adapted, torch.Tensor, object]:
+    x, weight, adapters, want, held = given(site, lengths)
+    return Adapted(x, weight, adapters), want, held
+
+
+@lengths
+@shapes
+@pytest.mark.parametrize("site", [QKV, GATE_UP, DOWN])
+def test_the_parts_of_the_sum(lengths: list[int], site: Site, shape: Shape) -> None:
+    one, want, _held = adapted(site, lengths)
+    parts = one.parts(shape)
+    assert parts.shape[0] == shape.splits
+    assert_near((parts.sum(0),), (want,))
+
+
+@lengths
+@shapes
+def test_gate_and_up_become_one(lengths: list[int], shape: Shape) -> None:
+    one, want, _held = adapted(GATE_UP, lengths)
+    assert_near((one.gated(shape),), (plain.swiglu(want),))
+
+
+@lengths
+def test_as_whatever_reads_it_asks(lengths: list[int]) -> None:
+    one, want, _held = adapted(QKV, lengths)
+    assert_near((one.total(),), (want,))
+    angle = random(sum(lengths), DIM // 2, seed=5).float()
+    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+    told = plain.rotate(want, cos.float(), sin.float(), HEADS, None, 1e-5)[:3]
+    assert_near(one.rotate(cos, sin, HEADS, None, 1e-5), told)
+    one, want, _held = adapted(GATE_UP, lengths)
+    assert_near((one.swiglu(),), (plain.swiglu(want),))
+
+
+def test_a_norm_adds_up_the_parts() -> None:
+    one, want, _held = adapted(DOWN, [20, 17, 2, 1])
+    parts = one.addend()
+    assert parts.shape[0] > 1
+    stream, rest, scale = random(40, WIDTH, seed=8), random(40, WIDTH, seed=9) / 256, random(WIDTH, seed=10)
+    got = elementwise.normalise(stream, rest, parts, scale, 1e-5)
+    told = plain.normalise(stream.float(), rest.float(), want, scale.float(), 1e-5)
+    assert_near((got[0], got[2]), (told[0], told[2]))
+
+
+def test_sums_are_cut_where_columns_are_few() -> None:
+    assert shape_for(64, 64, [1024], 2048).splits > 1
+    assert shape_for(64, 64, [32768], 2048).splits == 1
+    assert shape_for(64, 64, [2048, 1024, 1024], 1024).splits == 1  # a block lies in one part
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a GPU's memory is what is asked for here")
+@pytest.mark.parametrize("rank", [8, 32, 64])
+@pytest.mark.parametrize(("rows", "tile"), [(20, 64), (64, 64), (128, 64), (256, 64), (160, 128), (256, 128)])
+@pytest.mark.parametrize(
+    ("width", "outs"), [(1024, [2048, 1024, 1024]), (1024, [3072, 3072]), (3072, [1024]), (4096, [4096])]
+)
+def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[int]) -> None:
+    x, weight = random(rows, width), random(width, sum(outs), seed=1).t() / width**0.5
+    a = random(len(outs) * rank, width, seed=2) / width**0.5
+    bs = [random(rank, out, seed=3 + i) for i, out in enumerate(outs)]
+    addresses = torch.tensor([[rank, a.data_ptr(), *(b.data_ptr() for b in bs)]], device=DEVICE)
+    cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], tile)).to(DEVICE)
+    adapters = step.Adapters(
+        lora.Table(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
+        lora.Tiles(cells, tile),
+        lora.Site(1, width, outs),
+    )
+    us = (x.float() @ a.float().t()).split(rank, 1)
+    part = torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
+    want, one = x.float() @ weight.float().t() + 0.5 * part, Adapted(x, weight, adapters)
+    assert_near((one.total(), one.addend().sum(0)), (want, want))
+    if len(outs) == 2:
+        assert_near((one.swiglu(),), (plain.swiglu(want),))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile", "tiles", "does"),
+    [(64, 64, 1, True), (40, 64, 1, True), (256, 128, 2, True), (192, 128, 2, True),
+     (256, 16, 16, False), (256, 64, 16, False)],
+)  # fmt: skip
+def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles: int, does: bool) -> None:
+    _x, weight, adapters, *_ = given(DOWN, [1, 0, 0, 0])
+    cells = torch.zeros(3, tiles, dtype=torch.int32)
+    assert suits(rows, weight, adapters._replace(tiles=lora.Tiles(cells, tile))) is does
