@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Self, TypeVar, dataclass_transform
 
 from tinkex.errors import InvalidInputError
@@ -81,6 +81,24 @@ def strict_init(init: Callable[P, None]) -> Callable[P, None]:
             raise
 
     return __init__
+
+
+def assemble(cls: type[T], fields: Mapping[str, Any]) -> T:
+    """`cls(**fields)` for a strict class and names that are known to be its own, in half the time."""
+    defaults, count = _defaults(cls)
+    values = {**defaults, **fields}
+    if len(values) < count:  # what has no plain default is its constructor's to make, or to miss
+        return cls(**fields)
+    made = object.__new__(cls)
+    made.__dict__.update(values)
+    made.__post_init__()  # type: ignore[attr-defined]
+    return made
+
+
+@functools.cache
+def _defaults(cls: type) -> tuple[dict[str, Any], int]:
+    fields = dataclasses.fields(cls)
+    return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}, len(fields)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)

@@ -11,13 +11,14 @@ of what is traced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tinkex._version import __version__
 
 Kind = Literal["internal", "client", "server"]
+T = TypeVar("T")
 _NOTHING = nullcontext()
 _providers: dict[
     str, tuple[Any, Any]
@@ -40,6 +41,12 @@ def span(
         return _NOTHING
     hop = begin(name, kind=kind, parent=parent, **attributes)
     return _NOTHING if hop is None else hop
+
+
+async def traced(name: str, work: Awaitable[T]) -> T:
+    """`work`, as a part of another span."""
+    with span(name, within=True):
+        return await work
 
 
 def _is_within() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import uvicorn
@@ -40,6 +41,31 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
+class Clock:
+    """The running event loop, but time passes when it is told to."""
+
+    def __init__(self) -> None:
+        self._loop, self.now = asyncio.get_running_loop(), 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, what: Callable[[], None]) -> asyncio.Handle:
+        self.timers.append((self.now + seconds, what))
+        return asyncio.Handle(what, (), self._loop)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        due = [timer for timer in self.timers if timer[0] <= self.now]
+        self.timers = [timer for timer in self.timers if timer not in due]
+        for _, what in due:
+            what()
+
+
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     """Says the path that was asked for; of /large, more than is worth copying."""
     body = b"x" * (LARGE + 1) if scope["path"] == "/large" else scope["path"].encode()
@@ -47,15 +73,17 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture
-def connect() -> Callable[[], tuple[Connection, Wire]]:
-    config = uvicorn.Config(answer, interface="asgi3", http=Connection, ws="none", log_config=None)
+def connect() -> Callable[..., tuple[Connection, Wire]]:
+    config = uvicorn.Config(
+        answer, interface="asgi3", http=Connection, ws="none", log_config=None, timeout_keep_alive=75
+    )
     config.load()
 
-    def make() -> tuple[Connection, Wire]:
+    def make(loop: Any = None) -> tuple[Connection, Wire]:
         wire = Wire()
         state = ServerState()
         state.default_headers = [(b"date", b"today")]
-        connection = Connection(config, state, {}, asyncio.get_running_loop())
+        connection = Connection(config, state, {}, loop or asyncio.get_running_loop())
         connection.connection_made(wire)
         return connection, wire
 
@@ -152,3 +180,35 @@ async def test_a_request_leaves_no_circle_behind(connect):
     assert kept[WHOLE].__self__ is connection  # and the connection holds the scope of its last request alone
     assert connection.scope is not kept
     assert connection.cycle.scope is not kept
+
+
+@pytest.mark.parametrize("path", [b"x", b"large"])  # sent whole, and the long way
+async def test_a_client_that_falls_silent_is_hung_up_on(connect, path: bytes):
+    clock = Clock()
+    connection, wire = connect(clock)
+    for _ in range(5):
+        connection.data_received(GET % path)
+        await turns()
+        assert len(clock.timers) == 1  # however many answers there were
+        clock.wait(50)
+    assert not wire.closed
+    clock.wait(24)
+    assert not wire.closed
+    clock.wait(1)
+    assert wire.closed
+
+
+async def test_a_request_that_takes_long_is_waited_for(connect):
+    clock = Clock()
+    connection, wire = connect(clock)
+    connection.data_received(GET % b"x")
+    await turns()
+    request = GET % b"y"
+    connection.data_received(request[:10])
+    clock.wait(1000)
+    assert not wire.closed
+    connection.data_received(request[10:])
+    await turns()
+    assert b"".join(wire.sent).endswith(b"/y")
+    clock.wait(75)
+    assert wire.closed

@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import re
+from dataclasses import FrozenInstanceError
 
 import pytest
 from pydantic import ValidationError
 
 from tinkex import types as t
 from tinkex.errors import InvalidInputError
+from tinkex.strict import assemble
 from tinkex.types.base import WIRE
 
 
@@ -30,6 +33,32 @@ def test_unknown_names_are_refused_with_a_guess(build, message):
     """T2."""
     with pytest.raises(InvalidInputError, match=message.replace(".", r"\.")):
         build()
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (t.SamplingParams, {"max_tokens": 3, "stop": (7, 8)}),
+        (t.AdamParams, {}),
+        (t.LoraConfig, {"rank": 8}),
+        (t.LoraConfig, {"seed": 1}),  # no rank
+        (t.SampleRequest, {"prompt": t.ModelInput.from_ints([1])}),  # its parameters are made for it
+        (t.SamplingParams, {"top_p": 2.0}),
+    ],
+)
+def test_assembled_is_what_the_constructor_makes(cls, fields):
+    """Checked alike, refused alike, and frozen."""
+    try:
+        wanted = cls(**fields)
+    except InvalidInputError as error:
+        with pytest.raises(InvalidInputError, match=f"^{re.escape(str(error))}$"):
+            assemble(cls, fields)
+        return
+    made = assemble(cls, fields)
+    assert made == wanted
+    assert vars(made) == vars(wanted)
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, next(iter(fields), "beta1"), 1)
 
 
 EMPTY = t.ModelInput.empty()

@@ -35,18 +35,13 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
     if length == 0:
         raise user_error("the prompt is empty; give at least one token")
     prompt = work.prompt
-    if prompt[prompt.argmin()] < 0 or prompt[prompt.argmax()] >= vocab:
+    if prompt.item(prompt.argmin()) < 0 or prompt.item(prompt.argmax()) >= vocab:
         at = int(np.argmax((prompt < 0) | (prompt >= vocab)))
         raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{vocab - 1}")
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
-    for name, rows, most in (
-        ("topk_prompt_logprobs", length, _LISTED),
-        ("topk_sample_logprobs", work.num_samples, _LISTED),
-        ("prompt_alt_tokens_k", length, _DRAWN),
-    ):
-        if not 0 <= (given := getattr(work, name)) <= most // rows:
-            raise user_error(f"{name} must be 0 to {most // rows} for this request, got {given}")
+    if work.topk_prompt_logprobs or work.topk_sample_logprobs or work.prompt_alt_tokens_k:
+        _check_lists(work, length)
     if work.prompt_logprobs_last_n is not None and work.prompt_logprobs_last_n < 1:
         raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
     if work.stop_bytes is not None and b"" in work.stop_bytes.sequences:
@@ -54,6 +49,16 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
     if work.target_prompt_logprobs is not None:
         _check_targets(work.target_prompt_logprobs, length, vocab)
     return _max_tokens(work, length, context)
+
+
+def _check_lists(work: SampleWork, length: int) -> None:
+    for name, rows, most in (
+        ("topk_prompt_logprobs", length, _LISTED),
+        ("topk_sample_logprobs", work.num_samples, _LISTED),
+        ("prompt_alt_tokens_k", length, _DRAWN),
+    ):
+        if not 0 <= (given := getattr(work, name)) <= most // rows:
+            raise user_error(f"{name} must be 0 to {most // rows} for this request, got {given}")
 
 
 def _check_targets(targets: TensorData, length: int, vocab: int) -> None:
@@ -72,9 +77,8 @@ def _check_targets(targets: TensorData, length: int, vocab: int) -> None:
 def _max_tokens(work: SampleWork, length: int, context: int) -> int:
     asked = work.params.max_tokens
     count = max(1, context - length) if asked is None else asked
-    scoring = PromptScores.asked(work)
-    # The one token drawn after a prompt that fills the context needs no position of its own.
-    if length + count > context + (1 if scoring and count == 1 else 0):
+    # The one token drawn after a prompt that fills the context and is scored needs no position of its own.
+    if length + count > context and not (length == context and count == 1 and PromptScores.asked(work)):
         raise user_error(
             "Prompt length plus max_tokens exceeds the model's context window: "
             f"{length} + {count} > {context}"
@@ -95,10 +99,11 @@ class Stops:
 
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...]) -> None:
         given = work.params.stop
-        self._given = frozenset(s for s in given or () if isinstance(s, int))
+        self._given: frozenset[int] = frozenset()
+        if given:
+            self._given = frozenset(s for s in given if isinstance(s, int))
         never = work.stop_bytes is None and given is not None and len(given) == 0
-        self._ids = frozenset() if never else frozenset(eos_ids)
-        self._ids |= self._given
+        self._ids = self._given if never else self._given.union(eos_ids)
         self._bytes = work.stop_bytes
         self._keep = max((len(s) for s in work.stop_bytes.sequences), default=1) if work.stop_bytes else 0
         self._at_length: StopDetail = "context" if work.params.max_tokens is None else "max_tokens"

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC
 from email.utils import format_datetime
 from functools import lru_cache
@@ -134,8 +134,7 @@ class Door:
         self.draining = False
         self._public_url = public_url
         self._polls: set[asyncio.Task[Any]] = set()
-        process = uuid.uuid4().hex[:12]
-        self._ids = (f"{process}-{n}" for n in itertools.count())
+        self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
 
     def admit(self, http: Http) -> Caller:
         """Who is asking; Refusal if that is nobody, or nobody can be served now."""
@@ -153,7 +152,9 @@ class Door:
 
     def request_id(self, http: Http) -> str:
         given = http.headers.get("x-request-id")
-        return given if given and _REQUEST_ID.fullmatch(given) else next(self._ids)
+        if given and _REQUEST_ID.fullmatch(given):
+            return given
+        return f"{self._process}-{next(self._count)}"
 
     async def long_poll(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Wait for a result; a server that is leaving says "not yet", and clients ask its successor."""
@@ -205,11 +206,11 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, http = time.perf_counter(), Http(scope, receive)
         request_id = self._door.request_id(http)
-        with tracing.span(self._span, kind="server", parent=tracing.extract(http.headers)):
-            try:
-                response = await self._answer(http)
-            except Exception as error:
-                response = self._failure(error, request_id)
+        if tracing.is_on():
+            with tracing.span(self._span, kind="server", parent=tracing.extract(http.headers)):
+                response = await self._answer_or_fail(http, request_id)
+        else:
+            response = await self._answer_or_fail(http, request_id)
         response.raw_headers.append((b"x-request-id", request_id.encode()))
         self._door.metrics.count_request(self._name, response.status_code)
         if log.isEnabledFor(logging.DEBUG):
@@ -217,6 +218,12 @@ class Endpoint:
             log.debug("%s %s %d %.1f ms", request_id, self._name, response.status_code, took)
         if response.status_code != _GONE:
             await response(scope, receive, send)
+
+    async def _answer_or_fail(self, http: Http, request_id: str) -> Response:
+        try:
+            return await self._answer(http)
+        except Exception as error:
+            return self._failure(error, request_id)
 
     def _failure(self, error: Exception, request_id: str) -> Response:
         match error:
@@ -266,27 +273,30 @@ def _handler(op: Op[Any, Any], door: Door) -> Handler:
     if op.name in _ABOUT_THE_KEY:
         return _about_the_key(door, _ABOUT_THE_KEY[op.name])
     call = door.long_poll if op in LONG_POLLS else door.service.call
+    bodies, has_body = door.bodies, op.method not in ("GET", "DELETE")
 
     async def answer(http: Http) -> Response:
-        caller = door.admit(http)
-        request = await _read(op, door, http, caller)
-        value = request if isinstance(request, UntypedAPIFuture) else await call(op, request, caller)
-        return await _reply(op, door, http, request, value)
+        caller, headers = door.admit(http), http.headers
+        body = await read_body(http.receive, headers, bodies.limit) if has_body else b""
+        try:
+            request = await bodies.decode(op, http.path_params, http.query, headers, body)
+        except InvalidInputError as error:
+            value = await _promise_to_fail(op, door, headers, body, caller, error)
+            return await _reply(op, door, http, None, value)
+        return await _reply(op, door, http, request, await call(op, request, caller))
 
     return answer
 
 
-async def _read(op: Op[Any, Any], door: Door, http: Http, caller: Caller) -> Any:
-    """The request; or, of a run's request whose content cannot be read, the promise that will fail."""
-    headers, limit = http.headers, door.bodies.limit
-    body = b"" if op.method in ("GET", "DELETE") else await read_body(http.receive, headers, limit)
-    try:
-        return await door.bodies.decode(op, http.path_params, http.query, headers, body)
-    except InvalidInputError as error:
-        turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.is_promise else None
-        if turn is None:
-            raise
-        return await door.service.fail(op, *turn, str(error), caller)
+async def _promise_to_fail(
+    op: Op[Any, Any], door: Door, headers: Mapping[str, str], body: bytes, caller: Caller, error: Exception
+) -> UntypedAPIFuture:
+    """What a run's request whose content cannot be read is answered with; anything else is refused."""
+    limit = door.bodies.limit
+    turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.is_promise else None
+    if turn is None:
+        raise error
+    return await door.service.fail(op, *turn, str(error), caller)
 
 
 async def _reply(op: Op[Any, Any], door: Door, http: Http, request: Any, value: Any) -> Response:

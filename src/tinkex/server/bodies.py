@@ -134,10 +134,10 @@ class Bodies:
         headers: Mapping[str, str],
         body: bytes,
     ) -> Any:
-        parts: dict[str, Any] = {"path_params": path_params, "query": query, "headers": headers, "body": body}
+        parts = op, path_params, query, headers, body
         if len(body) < BIG and "content-encoding" not in headers:  # a small one may unpack to a big one
-            return codec.decode_request(op, **parts)
-        return await self._off_loop(lambda: codec.decode_request(op, **parts, max_body=self.limit))
+            return codec.decode_request(*parts)
+        return await self._off_loop(lambda: codec.decode_request(*parts, self.limit))
 
     async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:
         if result_size(value) < BIG:

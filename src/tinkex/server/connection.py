@@ -3,8 +3,9 @@
 uvicorn takes an answer apart as ASGI has it, checks each header and sends head and body one after the other:
 two calls of the kernel, two packets and two wake-ups of the client for each small answer. Promises: what is
 given to `scope[WHOLE]` is sent in one call at the end of this turn of the event loop, so that clients are
-woken when the server is about to rest; it says no where only the long way will do. Does not check headers:
-they must be the server's own. Knows nothing of what is sent.
+woken when the server is about to rest; it says no where only the long way will do. A client that has been
+silent for too long is hung up on, as there, but by one timer instead of a new one for each answer. Does not
+check headers: they must be the server's own. Knows nothing of what is sent.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SendWhole = Callable[[Any, int, Iterable[tuple[bytes, bytes]], bytes], bool]
 class Connection(HttpToolsProtocol):
     """One client's connection."""
 
+    _idle_since: float | None = None  # None while a request is under way
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         # Of the connection, not of the cycle: that holds the scope, and each request would leave a circle.
@@ -41,13 +44,40 @@ class Connection(HttpToolsProtocol):
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.disconnected:
-            pieces = [STATUS_LINE[status]]
-            for name, value in (*cycle.default_headers, *headers):
-                pieces += name, b": ", value, b"\r\n"
-            pieces += b"\r\n", body
-            self.loop.call_soon(self.transport.write, b"".join(pieces))
+            lines = [*map(b": ".join, (*cycle.default_headers, *headers)), b"", body]
+            self.loop.call_soon(self.transport.write, STATUS_LINE[status] + b"\r\n".join(lines))
             self.on_response_complete()
         return True
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_again(self.timeout_keep_alive)
+
+    def _look_again(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._idle_since = None  # the timer goes on, and finds this
+        if self.transport.is_closing():
+            super()._unset_keepalive_if_required()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return  # the answer that is being made starts it anew
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._look_again(left)
+        else:
+            super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         self.loop.call_soon(super().shutdown)  # after what is about to be sent

@@ -161,7 +161,7 @@ class Accounts:
         """A piece of training work was done."""
         failed = work.what.future.failed
         if work.is_pass and not failed:
-            self._core.count("training", work.tokens, row)
+            self._core.count(row, {"training": work.tokens})
         self._trace(row.session_id, (op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
 
     def sampled(

@@ -194,7 +194,7 @@ class Barriers:
                 ledger.add_checkpoint(row, overwrite=True)
                 caller = Caller(run.owner, run.project_id)
                 self._core.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=row.tinker_path)
-            self._core.count("checkpoint", 1, run)
+            self._core.count(run, {"checkpoint": 1})
             return row
 
     async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -219,12 +219,14 @@ class Core:
         if run_id is not None:
             self._requested[run_id] = now
 
-    def count(self, kind: UsageKind, amount: float, row: RunRow | SamplerRow) -> None:
+    def count(self, row: RunRow | SamplerRow, amounts: Mapping[UsageKind, float]) -> None:
         """Add to the usage of a run or sampler; written down by `flush`, every few seconds."""
-        if amount:
-            is_run = isinstance(row, RunRow)
-            project, run_id = (row.project_id, row.run_id) if is_run else (None, _run_of(row.adapter_dir))
-            self._usage[(kind, row.owner, project, row.session_id, run_id, row.base_model)] += amount
+        is_run = isinstance(row, RunRow)
+        project, run_id = (row.project_id, row.run_id) if is_run else (None, _run_of(row.adapter_dir))
+        whose = row.owner, project, row.session_id, run_id, row.base_model
+        for kind, amount in amounts.items():
+            if amount:
+                self._usage[kind, whose] += amount
 
     def flush(self) -> None:
         """Write down what was counted and heard since the last time."""
@@ -232,7 +234,7 @@ class Core:
         with self.ledger.transaction():
             self.ledger.add_usage(
                 UsageRow(now, owner, kind, amount, project, session, run, model)
-                for (kind, owner, project, session, run, model), amount in usage.items()
+                for (kind, (owner, project, session, run, model)), amount in usage.items()
             )
             for session_id, at in heard.items():
                 self.ledger.update_session(session_id, last_seen_at=at)

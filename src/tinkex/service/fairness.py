@@ -49,7 +49,8 @@ class FairGate:
         self._inside[owner] -= units
         if not self._inside[owner]:
             del self._inside[owner]
-        self._admit()
+        if self._waiting:
+            self._admit()
 
     def _fits(self, units: int) -> bool:
         return not self.used or self.used + units <= self.capacity

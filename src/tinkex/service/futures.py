@@ -114,8 +114,7 @@ class Futures:
         self.keep = keep
         self.keep_delivered = keep_delivered
         self._futures: dict[str, Future] = {}
-        prefix = uuid.uuid4().hex[:12]
-        self._ids = (f"{prefix}-{n}" for n in itertools.count())
+        self._prefix, self._count = uuid.uuid4().hex[:12], itertools.count()
         # Asked for an id that is not here: of a run that was put on disk, say. Set by the service.
         self.elsewhere: Callable[[str, Caller], Awaitable[Future | None]] = _nowhere
         # Told of ids whose results are not kept any longer.
@@ -125,8 +124,8 @@ class Futures:
         return len(self._futures)
 
     def create(self, owner: str, *, request_id: str | None = None, lane: str = "") -> Future:
-        future = Future(request_id or next(self._ids), owner, lane)
-        self._futures[future.request_id] = future
+        request_id = request_id or f"{self._prefix}-{next(self._count)}"
+        future = self._futures[request_id] = Future(request_id, owner, lane)
         return future
 
     def get(self, request_id: str) -> Future | None:

@@ -56,8 +56,7 @@ class Lanes:
 
     def end(self, lane: str, request_id: str, *, failed: bool) -> None:
         """It is done: whoever polls is told."""
-        self._add(lane, request_id, failed)
-        wake(self._lanes[lane].waiters)
+        wake(self._add(lane, request_id, failed).waiters)
 
     def fetched(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more."""
@@ -77,9 +76,12 @@ class Lanes:
         """Is there anything that a poll could wait for?"""
         return lane in self._counts
 
-    def _add(self, lane: str, request_id: str, failed: bool) -> None:
+    def _add(self, key: str, request_id: str, failed: bool) -> _Lane:
         self._cursor += 1
-        self._lanes.setdefault(lane, _Lane()).events.append((self._cursor, request_id, failed))
+        if (lane := self._lanes.get(key)) is None:
+            lane = self._lanes[key] = _Lane()
+        lane.events.append((self._cursor, request_id, failed))
+        return lane
 
     def _tidy(self, key: str) -> None:
         lane = self._lanes.get(key)

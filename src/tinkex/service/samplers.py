@@ -246,25 +246,24 @@ class Samplers:
     ) -> SampleResponse:
         """Wait for room among other owners' samples, have the adapter there, and sample."""
         gate, published = self._gate_of(model), self._published_of(model)
-        with tracing.span("scheduler sample", within=True):
-            if not gate.try_enter(row.owner, request.num_samples):
-                future.why = lambda: (
-                    "paused_capacity",
-                    f"{gate.waiting()} requests wait for room to be sampled",
-                )
-                await gate.enter(row.owner, request.num_samples)
-                future.why = lambda: ACTIVE
+        if tracing.is_on() or not gate.try_enter(row.owner, request.num_samples):
+            await self._wait_for_room(future, row, gate, request.num_samples)
         try:
             await published.take(engine, row)
             try:
                 stops = await _stop_bytes(request, model) if request.sampling_params.stop else None
-                work = _work(request, row, stops, on_tokens)
-                with tracing.span("engine sample", within=True):
-                    return await engine.sampler.sample(work)
+                sampling = engine.sampler.sample(_work(request, row, stops, on_tokens))
+                return await (tracing.traced("engine sample", sampling) if tracing.is_on() else sampling)
             finally:
                 published.leave(row)
         finally:
             gate.leave(row.owner, request.num_samples)
+
+    async def _wait_for_room(self, future: Future, row: SamplerRow, gate: FairGate, units: int) -> None:
+        with tracing.span("scheduler sample", within=True):
+            future.why = lambda: ("paused_capacity", f"{gate.waiting()} requests wait for room to be sampled")
+            await gate.enter(row.owner, units)
+            future.why = lambda: ACTIVE
 
     def _gate_of(self, model: BaseModel) -> FairGate:
         if model.name not in self._gates:
@@ -277,9 +276,11 @@ class Samplers:
         cached, sampled = response.prompt_cache_hit_tokens, 0
         for sequence in response.sequences:
             sampled += 0 if sequence.tokens_np is None else sequence.tokens_np.size
-        self._core.count("sampling_prefill_cached", cached, row)
-        self._core.count("sampling_prefill", max(0, request.prompt.length - cached), row)
-        self._core.count("sampling_sample", sampled, row)
+        read = max(0, len(request.prompt.to_numpy()) - cached)
+        self._core.count(
+            row,
+            {"sampling_prefill_cached": cached, "sampling_prefill": read, "sampling_sample": sampled},
+        )
 
     # -- published adapters ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import core_schema
 
 from tinkex.errors import InvalidInputError
-from tinkex.strict import Dumpable, unknown_field
+from tinkex.strict import Dumpable, assemble, unknown_field
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -158,9 +158,9 @@ def read_plain(cls: type[T], value: AnyJson | Mapping[Any, Any] | Dumpable, *, l
     """`value` as the strict dataclass `cls`: itself, or built from a mapping by its own constructor."""
     if isinstance(value, cls):
         return value
-    if not isinstance(value, Mapping):
+    if not isinstance(value, (dict, Mapping)):
         raise InvalidInputError(f"must be a {cls.__name__}, got {type(value).__name__}")
-    return cls(**tidy(cls.__name__, _names(cls), value, lenient=lenient))
+    return assemble(cls, tidy(cls.__name__, _names(cls), value, lenient=lenient))
 
 
 @cache

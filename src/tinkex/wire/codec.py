@@ -143,7 +143,6 @@ def _encode_model(op: Op[Any, Any], request: Model) -> Encoded:
 
 def decode_request(
     op: Op[Any, Any],
-    *,
     path_params: Mapping[str, Any] | None = None,
     query: Mapping[str, str] | None = None,
     headers: Headers | None = None,
@@ -153,7 +152,8 @@ def decode_request(
     """The request that a client of any age sent to `op`."""
     headers = headers or {}
     try:
-        body = unpack(body, headers.get("content-encoding", ""), max_body)
+        if (encoding := headers.get("content-encoding")) is not None:
+            body = unpack(body, encoding, max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
         fields = load_object(body or b"{}")

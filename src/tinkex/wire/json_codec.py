@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import assemble
 from tinkex.types.base import AnyJson, read_plain
 from tinkex.types.data import (
     Datum,
@@ -298,9 +299,11 @@ _SAMPLE_FIELDS: dict[str, type] = {
 
 
 def read_sample_request(obj: Any) -> SampleRequest:
-    prompt = read_model_input(_get(obj, "prompt", dict, "body"), "prompt")
     params = _get(obj, "sampling_params", dict, "body", {})
-    fields: Json = {}
+    fields: Json = {
+        "prompt": read_model_input(_get(obj, "prompt", dict, "body"), "prompt"),
+        "sampling_params": _at("sampling_params", read_plain, SamplingParams, params, lenient=True),
+    }
     for name, kind in _SAMPLE_FIELDS.items():
         if (value := obj.get(name)) is not None:
             fields[name] = value if type(value) is kind else _get(obj, name, kind, "body")
@@ -308,9 +311,7 @@ def read_sample_request(obj: Any) -> SampleRequest:
         fields["seq_id"] = _seq_id(obj, 2**63)
     if (target := _get(obj, "target_prompt_logprobs", dict, "body", None)) is not None:
         fields["target_prompt_logprobs"] = read_tensor(target, "target_prompt_logprobs")
-    return SampleRequest(
-        prompt, _at("sampling_params", read_plain, SamplingParams, params, lenient=True), **fields
-    )
+    return assemble(SampleRequest, fields)
 
 
 # -- results ---------------------------------------------------------------------------------------------

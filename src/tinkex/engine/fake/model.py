@@ -18,7 +18,7 @@ _RNG = np.random.default_rng(0)
 _EMBED = _RNG.normal(size=(VOCAB, D))
 UNEMBED = _RNG.normal(size=(VOCAB, D))
 BASE = _RNG.normal(size=(D, D)) * 0.3
-_MOST_ROWS = 64  # kept of one head: half a megabyte
+_MOST_ROWS = 64  # kept of one head: a megabyte
 
 
 def features(tokens: np.ndarray) -> np.ndarray:
@@ -36,20 +36,20 @@ class Head:
 
     def __init__(self, matrix: np.ndarray) -> None:
         self._head_DV = matrix.T @ UNEMBED.T
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._rows: dict[int, tuple[np.ndarray, list[float]]] = {}
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
         """[N, V]: of what follows each of these."""
         return log_softmax(features(tokens) @ self._head_DV)
 
-    def after(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+    def after(self, token: int) -> tuple[np.ndarray, list[float]]:
         """[V] and [V]: the logprobs of what follows `token`, and the running total of the probabilities."""
         row = self._rows.get(token)
         if row is None:
             if len(self._rows) >= _MOST_ROWS:
                 self._rows.clear()
             logprobs_V = self.logprobs(np.array([token]))[0]
-            row = self._rows[token] = logprobs_V, np.exp(logprobs_V).cumsum()
+            row = self._rows[token] = logprobs_V, np.exp(logprobs_V).cumsum().tolist()
         return row
 
 

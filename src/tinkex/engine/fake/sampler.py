@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,19 +112,21 @@ class FakeSampler:
         count: int,
         stops: Stops,
     ) -> None:
+        left = len(samples)
         for position in range(len(work.prompt), len(work.prompt) + count):
             for index, sample in enumerate(samples):
                 if sample.reason is None:
                     _advance(work, sample, head, stream_key(seed, index, position))
                     stopped, sample.tail = stops.after(sample.tail, sample.last)
                     sample.reason = "stop" if stopped else "length" if len(sample.tokens) == count else None
+                    left -= sample.reason is not None
                     if work.on_tokens:
                         new = (
                             np.array(sample.tokens[-1:], np.int32),
                             np.array(sample.logprobs[-1:], np.float32),
                         )
                         work.on_tokens(index, *new)
-            if all(sample.reason for sample in samples):
+            if not left:
                 return
             await asyncio.sleep(0)
             if self._trainer.closed:
@@ -161,15 +164,15 @@ def _score(work: SampleWork, head: Head, seed: int) -> PromptScores:
 def _advance(work: SampleWork, sample: _Sample, head: Head, key: int) -> None:
     """Draw one token."""
     params = work.params
-    logprobs_V, totals_V = head.after(sample.last)
+    logprobs_V, totals = head.after(sample.last)
     if params.temperature not in (0.0, 1.0):
         logprobs_V = log_softmax(logprobs_V / params.temperature)
-        totals_V = np.exp(logprobs_V).cumsum()
+        totals = np.exp(logprobs_V).cumsum()
     if params.top_k > 0 or params.top_p < 1:
-        totals_V = _cut(np.exp(logprobs_V), params).cumsum()
+        totals = _cut(np.exp(logprobs_V), params).cumsum()
     if params.temperature > 0:
         share = ((key >> 11) + 1) * 2.0**-53  # in (0, 1]: what was cut is never drawn
-        token = int(totals_V.searchsorted(share * totals_V[-1]))
+        token = bisect_left(totals, share * totals[-1])
     else:
         token = int(logprobs_V.argmax())
     sample.last = token
