@@ -47,6 +47,7 @@ print(len(response.sequences[0].tokens))
 print(run.get_tokenizer().decode([72]))
 path = run.save_state("c").result(30).path
 print(path)
+print(run.get_console_url(), tinkex.ServiceClient().get_console_url())
 """
 
 
@@ -63,6 +64,7 @@ def test_a_script_trains_and_samples_with_no_server(tmp_path: Path):
     assert says == [
         f"tinkex: no API key and no server are set, so models run in this process (state: {home})"
     ]
+    assert lines[6].split() == [home.as_uri()] * 2, "there is no console, and the place is real"
     # State lives in the home: another process goes on from it.
     resumed = python(
         f"""

@@ -221,7 +221,7 @@ async def test_a_run_that_could_not_be_made_fails_everything_after(home: Path):
 
 
 async def test_a_run_that_could_not_be_made_is_listed_as_failed(home: Path):
-    """Also where the engine is not there at all, and after its process was killed before anybody had asked."""
+    """Also where there is no engine at all, and after its process was killed before anybody had asked."""
 
     def broken(config: EngineConfig) -> Engine:
         raise EngineError("no such weights")
@@ -238,9 +238,9 @@ async def test_a_run_that_could_not_be_made_is_listed_as_failed(home: Path):
         copy = killed_copy(home)
     async with serving(copy) as second:
         again = User(second)
-        with pytest.raises(Failed, match="could not be made: .*no such weights"):
+        with pytest.raises(Failed, match=r"could not be made: .*no such weights"):
             await again.result(promise)
-        with pytest.raises(Refusal, match="could not be made: .*no such weights"):
+        with pytest.raises(Refusal, match=r"could not be made: .*no such weights"):
             await again.forward_backward(f"{session}:train:0", 1)
         good = await again.run(session, number=1)
         listed = await again.call(ops.LIST_TRAINING_RUNS, training.ListTrainingRunsRequest())

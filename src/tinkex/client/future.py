@@ -1,8 +1,8 @@
 """APIFuture: the one kind of future, awaitable and blocking alike.
 
 Promises: a `concurrent.futures.Future` in every respect, which can also be awaited from any event loop,
-cached once resolved, and cancelled for real or not at all. A wait that runs out of time cancels nothing: the request
-goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
+cached once resolved, and cancelled for real or not at all. A wait that runs out of time cancels nothing: the
+request goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
 background thread, in a forked child) raises instead of hanging. A failure that nobody looks at is said
 (unread.py). Knows nothing of requests.
 """

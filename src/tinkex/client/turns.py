@@ -2,7 +2,8 @@
 
 Promises: a request is sent when everything before it was answered or given up, never out of order; one
 that is cancelled while it waits leaves no trace (its seq id is only taken when its turn comes), and one that
-is being sent cannot be cancelled; whatever happens to one turn, the next one comes. Knows nothing of what is sent.
+is being sent cannot be cancelled; whatever happens to one turn, the next one comes. Knows nothing of what is
+sent.
 """
 
 from __future__ import annotations
