@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinkex import tracing
 from tinkex.client import loop as background
@@ -170,6 +170,13 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     def future(self) -> concurrent.futures.Future[T]:
         """Itself: it already is a concurrent future."""
         return self
+
+    if not TYPE_CHECKING:  # a type checker shall go on to know what a future has
+
+        def __getattr__(self, name: str) -> Any:
+            """Say to whoever asks it for what its result has that this is not the result yet."""
+            hint = "" if name.startswith("_") else "; it is a future: wait for its .result(), and ask that"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         if not self.done():

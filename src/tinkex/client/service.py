@@ -170,7 +170,7 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
         if not isinstance(base_model, str) or not base_model:
-            raise InvalidInputError(f"base_model is required; got {base_model!r}")
+            raise InvalidInputError(f"base_model must be the name of a base model, got {base_model!r:.80}")
         self._connection.check_open()
         request = CreateModelRequest(
             session_id="", model_seq_id=0, base_model=base_model, lora_config=lora,
