@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,9 @@ def _close(engine: Engine) -> None:
 
 def _leave() -> None:
     """End as a process does that Ctrl-C ends, and without the interpreter's help: it would wait, or abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there may be none, or nobody at its other end
+            stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 
