@@ -1,10 +1,11 @@
-"""Every ```python block of README.md and docs/*.md is run, page by page, in order, as a reader would run it.
+"""Every ```python block of README.md and docs/*.md is run as a reader would run it: copied into a file.
 
-A page's blocks share one fresh interpreter with no key and no server, so that models run in the process;
-what looks like a model's name or path in them is a tiny model. `READER_HAS` is what readers bring along. A
-block that begins with `# NAME.py` is that file; the `$ python …` lines of a page's ```console blocks are run
-beside those files, and say what stands below them. A block is left out only by `<!-- not run: REASON -->`
-on the line above it. T13, Z9.
+A block has a fresh interpreter with no key and no server, so that models run in the process, and nothing
+else: what it needs it defines. One that begins with `# goes on from "HEADING"` comes after the last block
+under that heading, in the same file. What looks like a model's name or path is a tiny model. A block that
+begins with `# NAME.py` is that file; the `$ python …` lines of a page's ```console blocks are run beside
+those files, and say what stands below them. A block is left out only by `<!-- not run: REASON -->` on the
+line above it. T13, Z9.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- not run:(.*?)-->\n+\Z", re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
+ANY_BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+GOES_ON = re.compile(r"# goes on from \"(.+)\"\n")
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*.py"))]
 NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|json|jsonl|toml|txt|svg|proto))`")
@@ -39,26 +43,13 @@ NAMED_COMMAND = re.compile(
 SOURCES = [page for page in sorted(ROOT.glob("src/tinkex/**/*.py")) if "`tinkex " in page.read_text()]
 MODEL_NAME = re.compile(r"""["']([\w.-]+(?:/[\w.-]+)+|SmolLM2-135M-Instruct)["']""")
 
-# Names that pages use without a word: what "your data" and the like stand for; then what single pages add.
-READER_HAS: dict[str, str] = {
-    "": """
-import tinkex as _tinkex
-data = [_tinkex.Datum(_tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
-batches = [data, data]
-prompt = _tinkex.ModelInput.from_ints([5, 6, 7])
-""",
-}
-
 # Runs the blocks given on stdin; an error's traceback has the page's own line numbers.
 DRIVER = """
-import ast, asyncio, inspect, json, sys
+import json, sys
 page, blocks = json.load(sys.stdin)
 names = {"__name__": "__main__"}
 for line, code in blocks:
-    source = "\\n" * line + code
-    running = eval(compile(source, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-    if inspect.iscoroutine(running):
-        asyncio.run(running)
+    exec(compile("\\n" * line + code, page, "exec"), names)
 """
 
 
@@ -67,51 +58,83 @@ class Block:
     line: int  # of its first line of code, from 0
     code: str
     skipped: str | None  # why it is not run
+    heading: str = ""  # above it
 
 
 def blocks_of(text: str) -> list[Block]:
     found = []
+    prose = ANY_BLOCK.sub(lambda block: " " * len(block[0]), text)  # a comment in code is no heading
     for match in BLOCK.finditer(text):
         reason = SKIP.search(text, 0, match.start())
         indent = len(match["indent"])
         code = "\n".join(line[indent:] for line in match["code"].split("\n"))
         line = text.count("\n", 0, match.start("code"))
-        found.append(Block(line, code, reason[1].strip() if reason else None))
+        above = HEADING.findall(prose, 0, match.start())
+        found.append(Block(line, code, reason[1].strip() if reason else None, above[-1] if above else ""))
     return found
 
 
-WITH_CODE = [page for page in PAGES if blocks_of(page.read_text())]
+def chains_of(blocks: list[Block]) -> list[list[Block]]:
+    """What a reader copies into one file each: a block, after those that it goes on from."""
+    chains: list[list[Block]] = []
+    last: dict[str, list[Block]] = {}  # under each heading
+    for block in blocks:
+        before: list[Block] = []
+        if (goes_on := GOES_ON.match(block.code)) is not None:
+            assert goes_on[1] in last, f"no block stands under {goes_on[1]!r} above line {block.line}"
+            before = last[goes_on[1]]
+            chains = [chain for chain in chains if chain is not before]  # it is run as a part of the longer
+        last[block.heading] = [*before, block]
+        chains.append(last[block.heading])
+    return chains
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    name = str(page.relative_to(ROOT))
-    blocks = [block for block in blocks_of(page.read_text()) if block.skipped is None]
-    files = {match[1]: block.code for block in blocks if (match := FILE.match(block.code))}
-    model = tiny_tokenizer(tiny_model(tmp_path / "model", "llama3"))
-    for place in {place for block in blocks for place in MODEL_NAME.findall(block.code)}:
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        if not (tmp_path / place).exists():
-            (tmp_path / place).symlink_to(model)
-    before = [(0, READER_HAS[""]), (0, READER_HAS.get(name, ""))]
-    run_here = [block for block in blocks if block.code not in files.values()]
-    given = json.dumps([name, [*before, *((block.line, block.code) for block in run_here)]])
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
-    home = {"HOME": str(tmp_path), "TINKEX_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    environment = {**clean, **home, "HF_HUB_OFFLINE": "1"}
+SAMPLES = [
+    pytest.param(page, chain, id=f"{page.relative_to(ROOT)}:{chain[-1].line}")
+    for page in PAGES
+    for chain in chains_of(blocks_of(page.read_text()))
+    if all(block.skipped is None for block in chain) and not FILE.match(chain[-1].code)
+]
+
+
+@pytest.mark.parametrize(("page", "chain"), SAMPLES)
+def test_a_sample_runs(page: Path, chain: list[Block], tmp_path: Path) -> None:
+    environment = reader(chain, tmp_path)
+    given = json.dumps([str(page.relative_to(ROOT)), [(block.line, block.code) for block in chain]])
     done = subprocess.run(
         [sys.executable, "-c", DRIVER], input=given, env=environment, cwd=tmp_path,
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    for file, code in files.items():
-        (tmp_path / file).write_text(code)
+
+
+WITH_COMMANDS = [page for page in PAGES if "$ python " in page.read_text()]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_say_what_stands_below_them(page: Path, tmp_path: Path) -> None:
+    files = [(match[1], block) for block in blocks_of(page.read_text()) if (match := FILE.match(block.code))]
+    environment = reader([block for _, block in files], tmp_path)
+    for name, block in files:
+        (tmp_path / name).write_text(block.code)
     for command, says in commands_of(page.read_text()):
         done = subprocess.run(
             [sys.executable, *command.split()[1:]], env=environment, cwd=tmp_path,
             capture_output=True, text=True, timeout=110,
         )  # fmt: skip
         assert (done.returncode, done.stdout) == (0, says), f"{command}\n{done.stderr[-4000:]}"
+
+
+def reader(blocks: list[Block], place: Path) -> dict[str, str]:
+    """The environment of somebody who has nothing set, and the models named, in the directory `place`."""
+    model = tiny_tokenizer(tiny_model(place / "model", "llama3"))
+    for name in {name for block in blocks for name in MODEL_NAME.findall(block.code)}:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (place / name).exists():
+            (place / name).symlink_to(model)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
+    home = {"HOME": str(place), "TINKEX_HOME": str(place / "home"), "OMP_NUM_THREADS": "1"}
+    return {**clean, **home, "HF_HUB_OFFLINE": "1"}
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
@@ -134,12 +157,21 @@ def test_blocks_are_found_with_their_lines_and_reasons() -> None:
     """What the tests above rest on: a page whose blocks were overlooked would pass."""
     text = "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny\n```\n"
     text += "- b\n  ```python\n  z = 2\n  ```\n"
-    first, second, third = blocks_of(text)
-    assert first == Block(2, "x = 1\n", None)
-    assert second == Block(6, "y\n", "needs a GPU")
-    assert third == Block(10, "z = 2\n", None)
+    first, second, third = blocks_of(f"# Title\n{text}")
+    assert first == Block(3, "x = 1\n", None, "Title")
+    assert second == Block(7, "y\n", "needs a GPU", "Title")
+    assert third == Block(11, "z = 2\n", None, "Title")
     console = "```console\n$ python -m a b.py\n1\n2\n$ tinkex serve\n$ python c\n```\n"
     assert commands_of(console) == [("python -m a b.py", "1\n2\n"), ("python c", "")]
+
+
+def test_a_block_that_goes_on_is_run_after_what_it_names_and_no_other_is() -> None:
+    go_on = '# goes on from "{}"\n'
+    codes = [("A", "a"), ("A", "b"), ("B", go_on.format("A") + "c"), ("C", go_on.format("B")), ("C", "d")]
+    blocks = [Block(n, code, None, heading) for n, (heading, code) in enumerate(codes)]
+    assert [[block.line for block in chain] for chain in chains_of(blocks)] == [[0], [1, 2, 3], [4]]
+    with pytest.raises(AssertionError, match="no block stands under 'Z'"):
+        chains_of([Block(0, go_on.format("Z"), None, "A")])
 
 
 def test_both_command_lines_of_compat_are_on_a_page() -> None:

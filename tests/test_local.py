@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -47,6 +48,7 @@ print(len(response.sequences[0].tokens))
 print(run.get_tokenizer().decode([72]))
 path = run.save_state("c").result(30).path
 print(path)
+print(run.get_console_url(), tinkex.ServiceClient().get_console_url())
 """
 
 
@@ -63,6 +65,7 @@ def test_a_script_trains_and_samples_with_no_server(tmp_path: Path):
     assert says == [
         f"tinkex: no API key and no server are set, so models run in this process (state: {home})"
     ]
+    assert lines[6].split() == [home.as_uri()] * 2, "there is no console, and the place is real"
     # State lives in the home: another process goes on from it.
     resumed = python(
         f"""
@@ -119,6 +122,40 @@ def test_a_script_may_end_while_the_engine_computes(tmp_path: Path):
     done = python(f"NAME = {str(model)!r}\n{LEAVE}", tmp_path / "home")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+BUSY = """
+import time, tinkex
+from tinkex import local
+run = tinkex.ServiceClient().create_lora_training_client(NAME, rank=4)
+((engine,),) = [transport.engines() for transport in local._transports.values()]
+end, engine.close = engine.close, lambda: (time.sleep(PAUSE), end())  # a micro-batch takes its time
+print("trained")
+"""
+
+
+def test_an_engine_that_takes_long_to_end_is_waited_for_and_said(tmp_path: Path):
+    """The process used to wait in silence, and to abort in the end."""
+    model = tiny_model(tmp_path, "llama3")
+    done = python(f"NAME, PAUSE = {str(model)!r}, 1.0\n{BUSY}", tmp_path / "home")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert done.stderr.splitlines()[-1] == local.ENDING
+
+
+def test_ctrl_c_leaves_an_engine_that_takes_long_to_end(tmp_path: Path):
+    model = tiny_model(tmp_path, "llama3")
+    code = f"NAME, PAUSE = {str(model)!r}, 1000.0\n{BUSY}"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**clean, "TINKEX_HOME": str(tmp_path / "home")},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    next(line for line in process.stderr if line.strip() == local.ENDING)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (-signal.SIGINT, "trained\n"), "as Ctrl-C ends any other"
+    assert "Exception ignored" not in err
 
 
 def test_without_the_engine_the_two_ways_out_are_named(tmp_path: Path):

@@ -179,14 +179,20 @@ def write_html(
 ) -> None:
     """Write the chart as one HTML file that needs nothing else; `facts` become a table above it."""
     chart = svg_chart(_named(series, y_label), x_label=x_label, x=x)
-    rows = "".join(f"<tr><th>{_safe(k)}</th><td>{_safe(v)}</td></tr>\n" for k, v in (facts or {}).items())
-    page = _PAGE.format(
-        title=_safe(title),
-        facts=f"<table>\n{rows}</table>" if rows else "",
-        chart=chart,
-        night="; ".join(f"--{name}: {colour}" for name, colour in _BY_NIGHT.items()),
-    )
+    page = html_page(title, f"{html_table(facts or {})}\n{chart}")
     Path(path).write_text(page, encoding="utf-8")
+
+
+def html_page(title: str, body: str) -> str:
+    """A page that needs nothing else, by day and by night; its `body` is HTML already."""
+    night = "; ".join(f"--{name}: {colour}" for name, colour in _BY_NIGHT.items())
+    return _PAGE.format(title=_safe(title), body=body, night=night)
+
+
+def html_table(facts: Mapping[str, str]) -> str:
+    """Names and what they are, as a table; "" if there are none."""
+    rows = "".join(f"<tr><th>{_safe(k)}</th><td>{_safe(v)}</td></tr>\n" for k, v in facts.items())
+    return f"<table>\n{rows}</table>" if rows else ""
 
 
 def svg_chart(series: Series, *, x_label: str = "step", x: Sequence[float] | None = None) -> str:
@@ -224,8 +230,7 @@ svg {{ width: 100%; height: auto; border-radius: 6px; font-family: inherit }}
 @media (prefers-color-scheme: dark) {{ :root {{ --desk: #121419; {night} }} }}
 </style>
 <h1>{title}</h1>
-{facts}
-{chart}
+{body}
 </html>
 """
 

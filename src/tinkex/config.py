@@ -166,6 +166,6 @@ def is_loopback(url: str) -> bool:
 
 
 def console_url(base_url: str, page: str = "") -> str:
-    """The page about something, on the server in use."""
+    """The page about something, on the server in use (ours: server/console.py)."""
     root = HOSTED_CONSOLE if base_url == HOSTED_URL else base_url
     return f"{root}/{page}".rstrip("/")

@@ -11,10 +11,11 @@ import asyncio
 import atexit
 import importlib.util
 import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ NOT_INSTALLED = (
     "server"
 )
 
-EXIT_PATIENCE = 10.0  # seconds that an engine has to end its step when the process ends
+EXIT_PATIENCE = 120.0  # seconds that an engine has to end its micro-batch when the process ends
+EXIT_NOTICE = 0.5  # seconds after which whoever waits for that is told
+ENDING = "tinkex: the engine ends the micro-batch in hand; Ctrl-C leaves at once"
 
 
 class LocalTransport:
@@ -127,9 +130,32 @@ def _stop_engines() -> None:
         return  # a forked child: its engines are its parent's
     for transport in _transports.values():
         for engine in transport.engines():
-            closing = threading.Thread(target=engine.close, daemon=True)
-            closing.start()
-            closing.join(EXIT_PATIENCE)
+            try:
+                _close(engine)
+            except KeyboardInterrupt:
+                _leave()
+
+
+def _close(engine: Engine) -> None:
+    closing = threading.Thread(target=engine.close, daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # Python 3.12 begins no threads at exit
+        engine.close()
+        return
+    closing.join(EXIT_NOTICE)
+    if closing.is_alive():
+        print(ENDING, file=sys.stderr)  # noqa: T201
+        closing.join(EXIT_PATIENCE)
+
+
+def _leave() -> None:
+    """End as a process does that Ctrl-C ends, and without the interpreter's help: it would wait, or abort."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there may be none, or nobody at its other end
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def connection(settings: Settings) -> Connection:

@@ -111,6 +111,17 @@ def test_a_result_lives_as_long_as_its_future(stub: Stub, service: ServiceClient
             assert "request_id" not in inspect.signature(method).parameters, f"{client.__name__}.{name}"
 
 
+def test_a_future_that_is_taken_for_its_result_says_so() -> None:
+    """The first slip of a first loop: `run.forward_backward(…).metrics`."""
+    future: Any = APIFuture("forward_backward")
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'metrics'; it is a future: wait for its \.result"
+    ):
+        future.metrics
+    assert not hasattr(future, "_private")
+    assert getattr(future, "metrics", None) is None
+
+
 def test_what_a_prompt_shows_of_it() -> None:
     future: APIFuture[int] = APIFuture("optim_step")
     assert repr(future) == "<APIFuture of optim_step, pending>"
@@ -421,6 +432,22 @@ def test_whoever_looked_is_not_told_again(how: str, caplog: pytest.LogCaptureFix
             future.result(20) if how == "result" else asyncio.run(_awaiting(future))
     unread.say()
     assert "nobody" not in caplog.text
+
+
+def test_what_ctrl_c_makes_fail_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At exit an engine is closed under the steps that were under way."""
+    unread.say()
+    caplog.clear()
+    monkeypatch.setattr(sys, "last_type", KeyboardInterrupt, raising=False)  # as a traceback leaves it
+    future = failing(ValueError("the engine was closed"))
+    eventually(future.done)
+    unread.say()
+    assert "nobody" not in caplog.text
+    monkeypatch.setattr(sys, "last_type", ValueError)
+    failing(ValueError("another"))
+    eventually(lambda: unread.say() or "nobody" in caplog.text)
 
 
 UNREAD = """

@@ -25,7 +25,8 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
     ("data", "loss_fn", "config", "words"),
     [
         ([], "cross_entropy", None, "data is empty"),
-        (datum(), "cross_entropy", None, "data must be a list of Datum, got Datum"),
+        (datum(), "cross_entropy", None, r"data must be a list of Datum, got Datum; put it .*: \[datum\]"),
+        ([datum()], lambda data, logprobs: 0, None, "loss_fn is a function: call forward_backward_custom"),
         ([datum(), 3], "cross_entropy", None, r"data\[1\] must be a Datum, got int"),
         ([datum()], "cross_entrpy", None, "did you mean 'cross_entropy'"),
         ([datum()], "ppo", {"clip": [1]}, r"loss_fn_config\['clip'\] must be a number or a string, got"),

@@ -161,8 +161,8 @@ def test_a_session_that_could_not_be_opened_is_opened_later(stub: Stub, service:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda s: s.create_lora_training_client(""), "base_model is required"),
-        (lambda s: s.create_lora_training_client(None), "base_model is required"),
+        (lambda s: s.create_lora_training_client(""), "base_model must be the name of a base model, got ''"),
+        (lambda s: s.create_lora_training_client(5), "base_model must be the name of a base model, got 5"),
         (lambda s: s.create_lora_training_client("m", rank=0), "rank must be positive"),
         (lambda s: s.create_lora_training_client("m", 1, None, False, False, False), "At least one of"),
         (lambda s: s.create_training_client_from_state("weights/a"), "tinker://"),

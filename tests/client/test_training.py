@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import pickle
 import warnings
 from typing import Any
@@ -122,27 +121,51 @@ def test_cancelling_a_queued_request_leaves_no_trace(stub: Stub, run: Any) -> No
     assert [seq_id for seq_id, _ in executed(stub)] == [1, 2, 3, 4]
 
 
-def test_cancelling_a_sent_request_stops_the_wait_alone(stub: Stub, run: Any) -> None:
-    """The server may execute it all the same: order and seq ids stay as they were."""
+def test_a_sent_request_cannot_be_cancelled_and_says_so(stub: Stub, run: Any) -> None:
+    """The server executes it all the same: whoever was told that it is cancelled would do it again."""
     stub.hold("forward_backward")
     passing = run.forward_backward([datum()], "cross_entropy")
     stub.wait_for("retrieve_future", 2)
-    assert passing.cancel()
-    with pytest.raises(concurrent.futures.CancelledError):
-        passing.result()
+    assert not passing.cancel()
+    assert passing.running(), "as a function that an executor has begun"
     step = run.optim_step()
     stub.release()
+    assert len(passing.result(20).loss_fn_outputs) == 1
     step.result(20)
     assert executed(stub) == [(1, "forward_backward"), (2, "optim_step")]
 
 
-def test_cancelling_while_it_is_being_sent_leaves_no_gap(stub: Stub, run: Any) -> None:
-    stub.script("optim_step", delay(0.2))
-    step = run.optim_step()
-    stub.wait_for("optim_step")
-    step.cancel()
+@pytest.mark.parametrize("call", ["forward", "forward_backward", "optim_step", "save_state"])
+def test_what_is_being_sent_cannot_be_cancelled_either(stub: Stub, run: Any, call: str) -> None:
+    arguments = {"save_state": ("a",), "optim_step": ()}.get(call, ([datum()], "cross_entropy"))
+    op = {"save_state": "save_weights", "optim_step": "optim_step"}.get(call, "forward_backward")
+    stub.script(op, delay(0.2))
+    future = getattr(run, call)(*arguments)
+    stub.wait_for(op)
+    assert not future.cancel()
+    future.result(20)
     train(run)
     assert [seq_id for seq_id, _ in executed(stub)] == [1, 2, 3]
+    assert not future.cancel(), "nor what is done"
+
+
+def test_a_task_that_is_cancelled_while_it_awaits_a_sent_pass_leaves_it_alone(stub: Stub, run: Any) -> None:
+    """K4, K5: awaiting is not owning; and asyncio's own wrapper asks the future to cancel."""
+    stub.hold("forward_backward")
+    passing = run.forward_backward([datum()], "cross_entropy")
+    stub.wait_for("retrieve_future", 2)
+
+    async def give_up() -> None:
+        for waiting in (passing.result_async(), asyncio.wrap_future(passing)):
+            task = asyncio.ensure_future(waiting)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(give_up())
+    stub.release()
+    assert len(passing.result(20).loss_fn_outputs) == 1
 
 
 def test_a_timeout_while_queued_changes_nothing(stub: Stub, run: Any) -> None:

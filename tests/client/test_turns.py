@@ -22,8 +22,17 @@ class Sender:
         self.gate = threading.Event()
         self.gate.set()
 
-    def send(self, name: Any, *, error: BaseException | None = None, late: BaseException | None = None):
+    def send(
+        self,
+        name: Any,
+        *,
+        error: BaseException | None = None,
+        late: BaseException | None = None,
+        commits: bool = True,
+    ):
         async def send() -> Awaitable[Any]:
+            if commits:
+                self.turns.commit()
             while not self.gate.is_set():
                 await asyncio.sleep(0.002)
             self.sent.append(name)
@@ -76,15 +85,37 @@ def test_a_cancelled_send_that_waited_was_never_sent() -> None:
     "error", [ValueError("no"), asyncio.CancelledError(), concurrent.futures.CancelledError()]
 )
 @pytest.mark.parametrize("when", ["error", "late"])
-def test_the_next_turn_comes_whatever_happens_to_one(error: BaseException, when: str) -> None:
-    """K2: also if the turn was cancelled from below."""
+@pytest.mark.parametrize("commits", [True, False])
+def test_the_next_turn_comes_whatever_happens_to_one(error: BaseException, when: str, commits: bool) -> None:
+    """K2: also if the turn was cancelled from below, when its future cannot be cancelled any more."""
     sender = Sender()
     sender.gate.clear()
-    bad, good = sender.send("bad", **{when: error}), sender.send("good")
+    bad, good = sender.send("bad", commits=commits, **{when: error}), sender.send("good")  # type: ignore[arg-type]
     sender.gate.set()
     assert good.result(20) == "good"
     with pytest.raises((ValueError, concurrent.futures.CancelledError)):
         bad.result(20)
+
+
+def test_a_turn_can_be_cancelled_until_it_commits_itself() -> None:
+    turns, begun, go_on = Turns(), threading.Event(), threading.Event()
+    sent: list[str] = []
+
+    async def send() -> Awaitable[None]:
+        begun.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.002)
+        turns.commit()
+        sent.append("it")
+        return asyncio.sleep(0)
+
+    early, late = turns.enqueue("early", send), turns.enqueue("late", send)
+    assert begun.wait(20)
+    assert early.cancel(), "its turn has come, but nothing was sent"
+    go_on.set()
+    late.result(20)
+    assert sent == ["it"]
+    assert not late.cancel()
 
 
 def test_a_later_turn_does_not_wait_for_an_earlier_result() -> None:

@@ -167,6 +167,18 @@ def test_the_command_fails_if_nothing_was_learned(model: Path, tmp_path: Path):
     assert json.loads((tmp_path / "demo" / "pirate" / "adapter_config.json").read_text())["r"] == 16
 
 
+def test_a_server_that_is_set_is_said_not_to_be_used(model: Path, tmp_path: Path):
+    """And the commands it advises find what it made: without a word they would ask that server."""
+    done = tinkex("demo", "--model", str(model), "--steps", "1", home=tmp_path)
+    assert "the demo runs on this machine, not on https://" in done.stderr
+    chat, plot = re.findall(r"^  (TINKER_BASE_URL=local .*)$", done.stdout, re.MULTILINE)
+    assert " chat tinker://" in chat
+    env = {"TINKEX_HOME": str(tmp_path), "HOME": str(tmp_path), "TINKER_API_KEY": "tml-none"}
+    seen = subprocess.run(plot, shell=True, env={**os.environ, **env}, capture_output=True, text=True)
+    assert seen.returncode == 0, seen.stderr
+    assert "loss" in seen.stdout
+
+
 def test_ctrl_c_says_how_to_go_on_and_that_works(model: Path, tmp_path: Path):
     out_dir = tmp_path / "its own"
     process = start("demo", "--model", str(model), "--steps", "60", "--out", str(out_dir), home=tmp_path)

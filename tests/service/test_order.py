@@ -11,7 +11,7 @@ import pytest
 
 from tests.service.harness import MODEL, Failed, User, datum, killed_copy, serving
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.protocol import EngineConfig, EngineError, ForwardBackward, OptimStep
+from tinkex.engine.protocol import Engine, EngineConfig, EngineError, ForwardBackward, OptimStep
 from tinkex.service import runs
 from tinkex.service.journal import Entry, Journal
 from tinkex.service.refusal import Refusal
@@ -218,6 +218,34 @@ async def test_a_run_that_could_not_be_made_fails_everything_after(home: Path):
             await user.result(promise)
         with pytest.raises(Failed, match="could not be made"):
             await user.result(await user.forward_backward(f"{session}:train:1", 1))
+
+
+async def test_a_run_that_could_not_be_made_is_listed_as_failed(home: Path):
+    """Also where there is no engine at all, and after its process was killed before anybody had asked."""
+
+    def broken(config: EngineConfig) -> Engine:
+        raise EngineError("no such weights")
+
+    async with serving(home, broken) as service:
+        user = User(service)
+        session = await user.session()
+        request = training.CreateModelRequest(session_id=session, model_seq_id=0, base_model=MODEL)
+        promise = await user.call(ops.CREATE_MODEL, request)
+        with pytest.raises(Failed, match="no such weights"):
+            await user.result(promise)
+        listed = await user.call(ops.LIST_TRAINING_RUNS, training.ListTrainingRunsRequest())
+        assert [run.corrupted for run in listed.training_runs] == [True]
+        copy = killed_copy(home)
+    async with serving(copy) as second:
+        again = User(second)
+        with pytest.raises(Failed, match=r"could not be made: .*no such weights"):
+            await again.result(promise)
+        with pytest.raises(Refusal, match=r"could not be made: .*no such weights"):
+            await again.forward_backward(f"{session}:train:0", 1)
+        good = await again.run(session, number=1)
+        listed = await again.call(ops.LIST_TRAINING_RUNS, training.ListTrainingRunsRequest())
+        failed = {run.training_run_id: run.corrupted for run in listed.training_runs}
+        assert failed == {good: False, f"{session}:train:0": True}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,10 @@ def search(**owner):
         (lambda: new_run(lora_config=8), "must be a LoraConfig, got int"),
         (lambda: new_run(lora_config={"rnk": 8}), "did you mean 'rank'"),
         (lambda: t.SampleRequest(EMPTY, num_samples=0), "num_samples must be .* from 1 on, got 0"),
-        (lambda: t.SampleRequest([1, 2]), "prompt must be a ModelInput, got list"),
+        (lambda: t.SampleRequest([1, 2]), r"prompt must be a ModelInput, got list; ModelInput\.from_ints"),
+        (lambda: t.Datum([1, 2], {}), r"must be a ModelInput, got list; ModelInput\.from_ints"),
+        (lambda: t.ModelInput.from_ints("a b"), "got str; encode it with the model's tokenizer"),
+        (lambda: t.ModelInput.from_ints({"input_ids": [1]}), r"got dict; take its \['input_ids'\]"),
         (lambda: t.SampleRequest(EMPTY, {"max_tokens": 1}), "must be SamplingParams, got dict"),
     ],
 )

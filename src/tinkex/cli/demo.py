@@ -1,4 +1,4 @@
-"""`tinkex demo`: watch a model learn, on this machine, with no server and no key."""
+"""`tinkex demo`: watch a model learn, on this machine, with no server and no key: also where there is one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.output import CONTEXT, how_called
-from tinkex.config import Settings
+from tinkex.cli.output import CONTEXT, how_called, note
+from tinkex.cli.place import where
+from tinkex.config import LOCAL, Settings
 from tinkex.models import DEFAULT
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def demo(act: str, model: str, steps: int | None, resume: bool, out: Path | None
     sft (what runs if nothing is said) teaches it to talk like a pirate from 48 examples, in about a minute
     on two cores; rl teaches it five-word stories from a reward alone, in two. The model is fetched first if
     it is not here. Fails if the model did not learn.
+
+    It always runs in this process, and costs nothing: TINKER_BASE_URL and keys are not used, and nothing is
+    sent to a server. examples/sft.py and examples/rl.py train on the server that is set.
     """
     from tinkex.demo.bookmark import Bookmark
     from tinkex.demo.screen import Screen
@@ -45,7 +49,11 @@ def demo(act: str, model: str, steps: int | None, resume: bool, out: Path | None
     place = (out or settings.home / "demo").absolute()
     bookmark = Bookmark.read(place, act) if resume else None
     model = bookmark.model if bookmark else model
-    screen = Screen(obtain(model, settings.home / "models", offline=settings.offline), how_called())
+    before = ""
+    if not settings.embedded:
+        note(f"the demo runs on this machine, not {where()}, which other commands use")
+        before = f"TINKER_BASE_URL={LOCAL} "
+    screen = Screen(obtain(model, settings.home / "models", offline=settings.offline), how_called(), before)
     play = _fine_tune if act == "sft" else _reinforce
     learned = play(screen, model, place, steps, bookmark)
     if learned is None:

@@ -23,7 +23,7 @@ from tinkex.client.queue_state import Listener, QueueStateObserver, QueueWatch
 from tinkex.client.retry import RetryConfig
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.transport import CLOSED, HttpTransport, Transport
-from tinkex.config import HOSTED_URL, Settings, Timeouts, normalize_url
+from tinkex.config import HOSTED_URL, Settings, Timeouts, console_url, normalize_url
 from tinkex.errors import ClientClosedError, InvalidInputError, NotFoundError, TinkerError
 from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
 from tinkex.wire import ops
@@ -87,6 +87,12 @@ class Connection:
     @property
     def base_url(self) -> str:
         return self.transport.base_url
+
+    def console_url(self, page: str) -> str:
+        """Where a browser finds a page of the server; embedded there is none, and the home is shown."""
+        if not self.base_url:
+            return self.settings.home.absolute().as_uri()
+        return console_url(self.base_url, page)
 
     @property
     def credential_source(self) -> str:

@@ -79,7 +79,8 @@ async def _send_named(
 async def _send_linearised(
     requests: RunRequests, data: list[Datum], loss_fn: CustomLossFnV1 | ArrayLoss
 ) -> Awaitable[ForwardBackwardOutput]:
-    forward = await requests.send_pass(custom_loss.probe(data), "cross_entropy", None, forward_only=True)
+    probe = custom_loss.probe(data)
+    forward = await requests.send_pass(probe, "cross_entropy", None, forward_only=True, last=False)
 
     async def differentiate() -> custom_loss.Gradients:
         return await in_own_thread(custom_loss.differentiate, requests, loss_fn, data, await forward)

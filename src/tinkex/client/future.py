@@ -1,8 +1,8 @@
 """APIFuture: the one kind of future, awaitable and blocking alike.
 
 Promises: a `concurrent.futures.Future` in every respect, which can also be awaited from any event loop,
-cached once resolved, and cancelled for real. A wait that runs out of time cancels nothing: the request
-goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
+cached once resolved, and cancelled for real or not at all. A wait that runs out of time cancels nothing: the
+request goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
 background thread, in a forked child) raises instead of hanging. A failure that nobody looks at is said
 (unread.py). Knows nothing of requests.
 """
@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinkex import tracing
 from tinkex.client import loop as background
@@ -130,7 +130,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         super().add_done_callback(fn)
 
     def cancel(self) -> bool:
-        """Give the request up; False if its result is already there."""
+        """Give the request up; False if its result is there, or if it will be executed all the same."""
         if not super().cancel():
             return False
         with self._condition:
@@ -139,6 +139,13 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         if (task := self._task) is not None:
             background.call_soon(task.cancel)
         return True
+
+    def commit(self) -> bool:
+        """From now on it cannot be taken back; False if it was cancelled before that."""
+        with self._condition:
+            if self._state == concurrent.futures._base.PENDING:
+                self._state = concurrent.futures._base.RUNNING
+            return self._state == concurrent.futures._base.RUNNING
 
     async def result_async(self, timeout: float | None = None) -> T:
         """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
@@ -163,6 +170,13 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     def future(self) -> concurrent.futures.Future[T]:
         """Itself: it already is a concurrent future."""
         return self
+
+    if not TYPE_CHECKING:  # a type checker shall go on to know what a future has
+
+        def __getattr__(self, name: str) -> Any:
+            """Say to whoever asks it for what its result has that this is not the result yet."""
+            hint = "" if name.startswith("_") else "; it is a future: wait for its .result(), and ask that"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         if not self.done():
@@ -243,10 +257,10 @@ def resolve(future: concurrent.futures.Future[T], value: T) -> None:
 def fail(future: concurrent.futures.Future[Any], error: BaseException) -> None:
     """Set the exception, unless the future was cancelled meanwhile."""
     try:
-        if isinstance(error, asyncio.CancelledError):
-            future.cancel()
-        else:
+        if not isinstance(error, asyncio.CancelledError):
             future.set_exception(error)
+        elif not future.cancel():  # it was sent, and what waits for it was stopped from below
+            future.set_exception(concurrent.futures.CancelledError())
     except concurrent.futures.InvalidStateError:
         pass
 

@@ -38,9 +38,12 @@ INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None) -> None:
     """Raise InvalidInputError if this pass cannot succeed."""
     if isinstance(data, Datum) or not isinstance(data, Sequence):
-        raise InvalidInputError(f"data must be a list of Datum, got {type(data).__name__}")
+        hint = "; put it into a list: [datum]" if isinstance(data, Datum) else ""
+        raise InvalidInputError(f"data must be a list of Datum, got {type(data).__name__}{hint}")
     if not data:
         raise InvalidInputError("data is empty: a pass needs at least one Datum")
+    if callable(loss_fn):
+        raise InvalidInputError("loss_fn is a function: call forward_backward_custom, or name a loss here")
     if loss_fn not in LOSSES:
         hint = did_you_mean(str(loss_fn), LOSSES)
         raise InvalidInputError(f"no loss_fn is called {loss_fn!r}{hint} There are: {', '.join(LOSSES)}")

@@ -97,6 +97,7 @@ class RunRequests:
 
     async def send(self, op: Op[Any, Any], request: Any) -> Awaitable[Any]:
         """Post one request with the next seq id; returns what waits for its result."""
+        self._turns.commit()
         seq_id, self._seq = self._seq, self._seq + 1
         try:
             numbered = request.model_copy(update={"seq_id": seq_id})
@@ -110,9 +111,20 @@ class RunRequests:
         return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self._model_id)
 
     async def send_pass(
-        self, data: list[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
+        self,
+        data: list[Datum],
+        loss_fn: str,
+        config: LossConfig | None,
+        *,
+        forward_only: bool,
+        last: bool = True,
     ) -> Awaitable[ForwardBackwardOutput]:
-        """Post a pass in chunks within the server's limits; returns what waits for all of it."""
+        """Post a pass in chunks within the server's limits; returns what waits for all of it.
+
+        Until the `last` one of its turn has been sent, a call can be cancelled.
+        """
+        if last:
+            self._turns.commit()
         limits = self._connection.config
         chunks = passes.cut(data, limits.fwdbwd_max_chunk_len, limits.fwdbwd_max_chunk_bytes_count)
         first, self._seq = self._seq, self._seq + len(chunks)

@@ -290,6 +290,7 @@ class SamplingClient:
     # -- what this sampler is ----------------------------------------------------------------------------
 
     def get_base_model(self, *, timeout: float | None = None) -> str:
+        """The name of the base model under what it samples from."""
         return self._info().result(timeout).base_model
 
     async def get_base_model_async(self, *, timeout: float | None = None) -> str:

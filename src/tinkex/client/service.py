@@ -25,7 +25,7 @@ from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.training import TrainingClient, open_run
-from tinkex.config import LOCAL, Settings, Timeouts, console_url
+from tinkex.config import LOCAL, Settings, Timeouts
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.checkpoints import (
     CopyWeightsRequest,
@@ -120,7 +120,8 @@ class ServiceClient:
         return RestClient(self._connection)
 
     def get_console_url(self) -> str:
-        return console_url(self._connection.base_url, "sessions")
+        """A page with your runs, for a browser; embedded, the directory that holds them."""
+        return self._connection.console_url("sessions")
 
     def get_telemetry(self) -> Telemetry | None:
         """What tells the server of failures; None unless that was asked for."""
@@ -169,7 +170,7 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
         if not isinstance(base_model, str) or not base_model:
-            raise InvalidInputError(f"base_model is required; got {base_model!r}")
+            raise InvalidInputError(f"base_model must be the name of a base model, got {base_model!r:.80}")
         self._connection.check_open()
         request = CreateModelRequest(
             session_id="", model_seq_id=0, base_model=base_model, lora_config=lora,

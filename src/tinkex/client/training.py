@@ -21,7 +21,6 @@ from tinkex.client.run_requests import LossConfig, RunRequests, after
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
-from tinkex.config import console_url
 from tinkex.errors import InvalidInputError, RunLostError, TinkerError
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
@@ -352,7 +351,8 @@ class TrainingClient:
         return await tokenizer_files.load(connection, name or "", tokenizer_id)
 
     def get_console_url(self) -> str:
-        return console_url(self._session.connection.base_url, f"training_runs/{self.model_id}")
+        """A page about this run, for a browser; embedded, the directory that holds all runs."""
+        return self._session.connection.console_url(f"training_runs/{self.model_id}")
 
     def get_telemetry(self) -> Telemetry | None:
         """What tells the server of failures; None unless that was asked for."""

@@ -1,8 +1,9 @@
 """One run's requests, sent in the order they were made.
 
 Promises: a request is sent when everything before it was answered or given up, never out of order; one
-that is cancelled while it waits leaves no trace (its seq id is only taken when its turn comes); whatever
-happens to one turn, the next one comes. Knows nothing of what is sent.
+that is cancelled while it waits leaves no trace (its seq id is only taken when its turn comes), and one that
+is being sent cannot be cancelled; whatever happens to one turn, the next one comes. Knows nothing of what is
+sent.
 """
 
 from __future__ import annotations
@@ -61,16 +62,22 @@ class Turns:
         finally:
             self._task = None
 
+    def commit(self) -> None:
+        """Within a turn, before anything is sent that cannot be taken back: cancelling is over."""
+        assert self._current is not None, "it is nobody's turn"
+        if not self._current.commit():
+            raise asyncio.CancelledError
+
     async def while_wanted(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Within a turn: await what can be left half done, and leave it if the turn's future is cancelled."""
         assert self._current is not None, "it is nobody's turn"
         task = background.spawn(waiting)
-        _cancel_with(self._current, task)
+        self._current.when_done(lambda f: f.cancelled() and background.call_soon(task.cancel))
         return await task
 
 
 def _collect(waiting: Awaitable[T], future: APIFuture[T]) -> None:
-    """Wait for a result beside the queue; a cancelled future stops its wait."""
+    """Wait for a result beside the queue."""
 
     async def collect() -> None:
         try:
@@ -78,8 +85,4 @@ def _collect(waiting: Awaitable[T], future: APIFuture[T]) -> None:
         except (Exception, asyncio.CancelledError) as error:
             fail(future, error)
 
-    _cancel_with(future, background.spawn(collect()))
-
-
-def _cancel_with(future: APIFuture[Any], task: asyncio.Task[Any]) -> None:
-    future.when_done(lambda f: f.cancelled() and background.call_soon(task.cancel))
+    background.spawn(collect())

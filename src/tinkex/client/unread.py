@@ -12,6 +12,7 @@ import atexit
 import itertools
 import logging
 import os
+import sys
 import time
 
 from tinkex.client import loop as background
@@ -29,7 +30,8 @@ def failed(what: str, error: BaseException) -> int:
     """Something failed; returns the number by which `seen` knows it."""
     global _watching
     number = next(_numbers)
-    if len(_unread) < _MOST:
+    # After Ctrl-C everything under way is given up, and whoever pressed it knows.
+    if len(_unread) < _MOST and getattr(sys, "last_type", None) is not KeyboardInterrupt:
         _unread[number] = time.monotonic(), f"{what} failed ({type(error).__name__}: {error})"
         if not _watching and background.on_loop():
             _watching = True

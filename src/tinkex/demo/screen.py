@@ -30,10 +30,10 @@ class Answer:
 
 class Screen:
     """Prints a demo as it goes, for lines to be copied: `base` is the base model's directory, `tinkex` is how
-    the command line is called here."""
+    the command line is called here, and `before` what makes it stay on this machine, if it would not."""
 
-    def __init__(self, base: Path, tinkex: str = "tinkex") -> None:
-        self._base, self._tinkex = base, tinkex
+    def __init__(self, base: Path, tinkex: str = "tinkex", before: str = "") -> None:
+        self._base, self._tinkex, self._before = base, tinkex, before
         self._live = sys.stdout.isatty()
         self._steps, self._began = 0, 0.0
         self._seen: list[float] = []
@@ -94,9 +94,8 @@ class Screen:
         click.echo("Two lines load it in PEFT:\n")
         click.echo(f'  model = transformers.AutoModelForCausalLM.from_pretrained("{self._base}")')
         click.echo(f'  model = peft.PeftModel.from_pretrained(model, "{directory}")\n')
-        click.echo(
-            f"Talk to it, or see how it went:\n\n  {self._tinkex} chat {path}\n  {self._tinkex} run plot"
-        )
+        tinkex = f"{self._before}{self._tinkex}"
+        click.echo(f"Talk to it, or see how it went:\n\n  {tinkex} chat {path}\n  {tinkex} run plot")
 
     def verdict(self, learned: bool, before_and_after: str) -> None:
         said, colour = ("It learned", "green") if learned else ("It did not learn", "red")

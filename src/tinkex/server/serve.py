@@ -30,6 +30,7 @@ from tinkex.server.app import Door, Endpoint, Http, build_app
 from tinkex.server.auth import Auth
 from tinkex.server.bodies import MAX_BODY, Bodies
 from tinkex.server.connection import Connection
+from tinkex.server.console import console_routes
 from tinkex.server.downloads import download_routes, link_maker
 from tinkex.server.openai import openai_routes
 from tinkex.server.signing import Signer, WeightsTokens, home_secret
@@ -123,6 +124,7 @@ class Server:
         routes = [
             Route(STREAM_SAMPLE, stream_endpoint(self.door), methods=["POST"]),
             Route("/metrics", Endpoint(self.door, "metrics", self._metrics), methods=["GET"]),
+            *console_routes(self.door),
             *download_routes(self.door, home, signer),
             *openai_routes(self.door),
         ]

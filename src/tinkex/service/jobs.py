@@ -22,6 +22,7 @@ from tinkex.service.futures import Future
 from tinkex.service.journal import Entry, Journal
 from tinkex.service.rows import CustomLossRow, RunRow
 from tinkex.service.worker import Job
+from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.training import ForwardBackwardRequest
 
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
@@ -79,12 +80,7 @@ class Jobs:
             return Job(future, entry.op, one_pass, breaks_window=one_pass.backward)
 
         async def barrier(engine: Engine) -> Any:
-            try:
-                result = await self._barriers.find(entry.op)(engine, run.row, entry.request, again_since)
-            except Exception as error:
-                if entry.seq_id == 0:
-                    run.broken = f"run {run.id} could not be made: {error}"
-                raise
+            result = await self._barriers.find(entry.op)(engine, run.row, entry.request, again_since)
             run.resident = run.resident or entry.op in ("create_model", "load_weights")
             return result
 
@@ -99,7 +95,7 @@ class Jobs:
         elif answered.failed:
             job = _refusing(future, entry.op, answered.outcome.error, breaks_window=backward)
             if entry.seq_id == 0:
-                run.broken = f"run {run.id} could not be made: {answered.outcome.error}"
+                run.broken = not_made(run.id, answered.outcome)
         elif entry.op in SAVES or (entry.op == "forward_backward" and not backward):
             job = Job(future, entry.op, barrier=_do_nothing)
         else:
@@ -115,6 +111,11 @@ class Jobs:
             if row is not None and row.owner == run.row.owner:
                 custom = custom_loss(row)
         return Pass(run.id, work.data, work.loss_fn, config, not request.forward_only, custom)
+
+
+def not_made(run_id: str, outcome: RequestFailedResponse) -> str:
+    """Why nothing can be done with a run whose first request failed."""
+    return f"run {run_id} could not be made: {outcome.error}"
 
 
 def custom_loss(row: CustomLossRow) -> CustomLoss:

@@ -9,6 +9,7 @@ Knows nothing of operations' meaning: how a barrier is executed is in barriers.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ from tinkex.service.barriers import Barriers
 from tinkex.service.core import Core
 from tinkex.service.engines import BaseModel
 from tinkex.service.futures import ACTIVE, Future, QueueState
-from tinkex.service.jobs import Jobs, Run
+from tinkex.service.jobs import Jobs, Run, not_made
 from tinkex.service.journal import Entry, Journal, JournalError, Restored, delete, restore
 from tinkex.service.records import sync
 from tinkex.service.refusal import Refusal
@@ -37,6 +38,7 @@ from tinkex.service.scheduler import Scheduler, Work
 from tinkex.service.threads import in_thread
 from tinkex.service.worker import Worker, execute
 from tinkex.types.data import EncodedTextChunk
+from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.training import ForwardBackwardRequest
 
 log = logging.getLogger("tinkex.service")
@@ -116,7 +118,7 @@ class Live:
 
     async def _revive(self, row: RunRow) -> Run:
         if row.corrupted:
-            raise Refusal(422, f"run {row.run_id} could not be restored; go on from one of its checkpoints")
+            raise Refusal(422, await asyncio.to_thread(self._why_lost, row.run_id))
         if row.state == "closed":
             raise Refusal(410, f"run {row.run_id} ended with its session; go on from one of its checkpoints")
         model = self._core.engines.find(row.base_model)
@@ -139,6 +141,15 @@ class Live:
     def _read_journal(self, run_id: str) -> tuple[Restored, Journal]:
         directory = self._core.run_dir(run_id) / "journal"
         return restore(directory), Journal(directory, fsync=self._core.config.fsync)
+
+    def _why_lost(self, run_id: str) -> str:
+        """Why a run is marked as corrupted: it was never made, or could not be restored. Reads files."""
+        made = None
+        with contextlib.suppress(JournalError, OSError):
+            made = restore(self._core.run_dir(run_id) / "journal").outcomes.get(request_id_of(run_id, 0))
+        if isinstance(made, RequestFailedResponse):
+            return not_made(run_id, made)
+        return f"run {run_id} could not be restored; go on from one of its checkpoints"
 
     def _corrupted(self, row: RunRow, why: str) -> None:
         log.error("run %s could not be restored: %s", row.run_id, why)
@@ -220,6 +231,9 @@ class Live:
     def _resolved(self, run: Run, future: Future) -> None:
         run.unrecorded.append(future)
         self._record(run)
+        if future.failed and seq_of(future.request_id) == 0:
+            run.broken = not_made(run.id, future.outcome)
+            self._core.ledger.update_run(run.id, corrupted=True)  # or it would be listed as a good one
 
     def _record(self, run: Run) -> None:
         """Journal outcomes. If that fails they are told all the same, and a restart finds them anew."""

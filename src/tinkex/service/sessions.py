@@ -91,7 +91,7 @@ class Sessions:
         status = types.SessionCancelled(detail=why)
         if broken:
             reason = types.SessionFailedTrainingRunReason(training_run_id=broken[0].run_id)
-            message = f"run {broken[0].run_id} could not be restored"
+            message = f"run {broken[0].run_id} could not be made, or not be restored"
             status = types.SessionFailed(category="internal", reason=reason, message=message)
         self._end(session_id, status)
 

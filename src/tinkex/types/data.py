@@ -47,7 +47,11 @@ def _from_torch(tensor: Any) -> np.ndarray:
 
 def _listed(tokens: Mapping[Any, Any] | Sequence[Any] | torch.Tensor) -> list[Any]:
     if isinstance(tokens, str | bytes | Mapping) or not hasattr(tokens, "__iter__"):
-        raise InvalidInputError(f"tokens must be a list or array of token ids, got {type(tokens).__name__}")
+        hint = "; encode it with the model's tokenizer" if isinstance(tokens, str) else ""
+        hint = "; take its ['input_ids']" if isinstance(tokens, Mapping) and "input_ids" in tokens else hint
+        raise InvalidInputError(
+            f"tokens must be a list or array of token ids, got {type(tokens).__name__}{hint}"
+        )
     return list(tokens)
 
 
@@ -394,7 +398,8 @@ class Datum:
     def __post_init__(self) -> None:
         if not isinstance(self.model_input, ModelInput):
             raise InvalidInputError(
-                f"Datum.model_input must be a ModelInput, got {type(self.model_input).__name__}"
+                f"Datum.model_input must be a ModelInput, got {type(self.model_input).__name__}; "
+                "ModelInput.from_ints(tokens) makes one"
             )
         if not isinstance(self.loss_fn_inputs, Mapping):
             given = type(self.loss_fn_inputs).__name__

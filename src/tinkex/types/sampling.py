@@ -104,7 +104,10 @@ class SampleRequest:
                 f"prompt_logprobs must be True or False, got {self.prompt_logprobs!r:.80}"
             )
         if type(self.prompt) is not ModelInput:
-            raise InvalidInputError(f"prompt must be a ModelInput, got {type(self.prompt).__name__}")
+            raise InvalidInputError(
+                f"prompt must be a ModelInput, got {type(self.prompt).__name__}; "
+                "ModelInput.from_ints(tokens) makes one"
+            )
         if type(self.sampling_params) is not SamplingParams:
             given = type(self.sampling_params).__name__
             raise InvalidInputError(f"sampling_params must be SamplingParams, got {given}")

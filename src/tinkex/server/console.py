@@ -1,0 +1,136 @@
+"""The pages that `get_console_url` names, for a browser: one's runs, and a run with its curves.
+
+Promises: they show and change nothing, and show only what the key may see. A browser has no API key to send,
+so HTTP's own prompt asks for it: any name, and the key as the password. The API itself takes no such login:
+no other site can use it. Nothing is loaded from elsewhere. Knows operations, and nothing behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import math
+from datetime import datetime
+from html import escape
+from typing import Any
+from urllib.parse import quote
+
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinkex.charts import html_page, html_table, number, svg_chart
+from tinkex.server.app import Door, Endpoint, Http
+from tinkex.service.refusal import Caller
+from tinkex.types.checkpoints import Checkpoint, ListCheckpointsRequest
+from tinkex.types.training import GetTrainingRunRequest, ListTrainingRunsRequest, TrainingRun
+from tinkex.wire import ops
+
+CURVES = ("loss", "grad_norm", "learning_rate")
+MOST = 100  # runs on a page
+_NOT_SHOWN = ("step", "time")
+_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+}
+_ASK = {"www-authenticate": 'Basic realm="Tinkex: any name, and your API key as the password"'}
+_WHICH_KEY = "\nThe password is the key that your script uses: TINKER_API_KEY, or tml-local if none is set."
+
+
+def console_routes(door: Door) -> list[Route]:
+    async def runs(http: Http) -> Response:
+        request = ListTrainingRunsRequest(limit=MOST)
+        listed = await door.service.call(ops.LIST_TRAINING_RUNS, request, _admit(door, http))
+        return _page("Runs", _list(listed.training_runs, listed.cursor.total_count))
+
+    async def run(http: Http) -> Response:
+        caller, run_id = _admit(door, http), http.path_params["run_id"]
+        one = GetTrainingRunRequest(training_run_id=run_id)
+        found = await door.service.call(ops.GET_TRAINING_RUN, one, caller)
+        lines = await door.service.call(ops.GET_RUN_METRICS, one, caller)
+        saved = await door.service.call(
+            ops.LIST_CHECKPOINTS, ListCheckpointsRequest(training_run_id=run_id), caller
+        )
+        # A long history is megabytes: the event loop has other things to do.
+        body = await asyncio.to_thread(lambda: _describe(found, _steps(lines), saved.checkpoints))
+        return _page(f"Run {run_id}", body)
+
+    return [
+        Route("/sessions", Endpoint(door, "console", runs, _refused), methods=["GET"]),
+        Route("/training_runs/{run_id}", Endpoint(door, "console", run, _refused), methods=["GET"]),
+    ]
+
+
+def _admit(door: Door, http: Http) -> Caller:
+    scheme, _, given = http.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            name, _, password = base64.b64decode(given).decode().partition(":")
+        except (binascii.Error, UnicodeDecodeError):
+            name = password = ""
+        http.headers["x-api-key"] = password or name
+    return door.admit(http)
+
+
+def _refused(status: int, message: str, headers: dict[str, str] | None) -> Response:
+    if status == 401:
+        message, headers = message + _WHICH_KEY, {**(headers or {}), **_ASK}
+    return Response(message, status, {**_HEADERS, **(headers or {})}, "text/plain")
+
+
+def _page(title: str, body: str) -> Response:
+    return Response(html_page(title, body), 200, _HEADERS, "text/html")
+
+
+def _list(runs: list[TrainingRun], total: int) -> str:
+    if not runs:
+        return "<p>None yet.</p>"
+    rows = "".join(
+        f"<tr><td>{_link(run.training_run_id)}</td><td>{escape(run.base_model)}</td>"
+        f"<td>{_status(run)}</td><td>{_at(run.last_request_time)}</td></tr>\n"
+        for run in runs
+    )
+    older = f"<p>{total - len(runs)} older ones are not shown.</p>" if total > len(runs) else ""
+    return f"<table>\n{rows}</table>{older}"
+
+
+def _link(run_id: str) -> str:
+    """Relative, as all links here: a proxy may have put the server below a path."""
+    return f'<a href="training_runs/{quote(run_id, safe=":")}">{escape(run_id)}</a>'
+
+
+def _describe(run: TrainingRun, steps: list[dict[str, Any]], checkpoints: list[Checkpoint]) -> str:
+    facts = {
+        "Base model": run.base_model,
+        "LoRA rank": str(run.lora_rank),
+        "Owner": run.model_owner,
+        "Status": _status(run),
+        "Last request": _at(run.last_request_time),
+        "Steps": str(int(steps[-1]["step"])) if steps else "none yet",
+    }
+    facts |= {f"Metadata: {name}": value for name, value in (run.user_metadata or {}).items()}
+    last = {name: number(value) for name, value in (steps or [{}])[-1].items() if name not in _NOT_SHOWN}
+    saved = {c.tinker_path: _at(c.time) for c in checkpoints}
+    curves = {name: [step.get(name, math.nan) for step in steps] for name in CURVES}
+    curves = {name: values for name, values in curves.items() if not all(map(math.isnan, values))}
+    parts = [html_table(facts)]
+    if last:
+        parts += ["<h2>The last step</h2>", html_table(last)]
+    if saved:
+        parts += ["<h2>Checkpoints</h2>", html_table(saved)]
+    if curves:
+        parts.append(svg_chart(curves, x=[step["step"] for step in steps]))
+    return "\n".join([*parts, '<p><a href="../sessions">All runs</a></p>'])
+
+
+def _steps(lines: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+
+
+def _status(run: TrainingRun) -> str:
+    return "failed" if run.corrupted else "ok"
+
+
+def _at(time: datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%S} UTC"
