@@ -130,6 +130,8 @@ class Live:
         except OSError as error:  # too many open files, a full disk: what is there may be good
             raise Refusal(503, f"run {row.run_id} cannot be read now: {error}") from error
         run = self._runs[row.run_id] = Run(row, model, journal, restore_from=restored.snapshot)
+        if model.engine is not None:
+            self._check_fit(run, model.engine)
         self.scheduler(run).open(run.id, row.owner, restored.next_seq)
         self._replay(run, restored)
         if row.state != "live":
@@ -192,7 +194,7 @@ class Live:
         worker.wake()
 
     def _diverged(self, run: Run, entry: Entry, future: Future) -> None:
-        if run.broken is None:
+        if (run.misfit or run.broken) is None:
             why = f"{entry.op} {entry.seq_id} had succeeded and now failed ({future.outcome.error})"
             self._break(run, why, future.outcome.category)
 
@@ -206,6 +208,17 @@ class Live:
             log.error("%s", run.broken)
         return run.broken
 
+    def _check_fit(self, run: Run, engine: Engine) -> None:
+        """A run goes on with the weights that it was made with: others would make something else of it."""
+        made_with, here = run.row.fingerprint, engine.info.fingerprint
+        if made_with and made_with != here and run.misfit is None:
+            run.misfit = (
+                f"run {run.id} was made with other weights than those that this server has as "
+                f"{run.model.name!r} ({made_with}, not {here}); nothing of it is lost: start the server with "
+                "those, and it goes on, with what it was asked to do before"
+            )
+            log.error("%s", run.misfit)
+
     def _why(self, run: Run) -> QueueState:
         if run.model.loading:
             return "paused_capacity", f"the base model {run.model.name} is being loaded"
@@ -218,8 +231,9 @@ class Live:
         return ACTIVE
 
     def _resolved(self, run: Run, future: Future) -> None:
-        run.unrecorded.append(future)
-        self._record(run)
+        if run.misfit is None:  # else it is still to be done
+            run.unrecorded.append(future)
+            self._record(run)
 
     def _record(self, run: Run) -> None:
         """Journal outcomes. If that fails they are told all the same, and a restart finds them anew."""
@@ -235,8 +249,9 @@ class Live:
     async def _make_resident(self, engine: Engine, work: Work) -> None:
         """Before work of a run: its adapter is on the device, as its last snapshot had it."""
         run = self._runs[work.run]
-        if run.broken is not None:
-            raise EngineError(run.broken, "user")
+        self._check_fit(run, engine)
+        if why := run.misfit or run.broken:
+            raise EngineError(why, "user")
         if run.resident:
             return
         await self._make_room(engine, run.model)
@@ -250,6 +265,9 @@ class Live:
             run.resident = True
         elif work.seq_id != 0:
             raise EngineError(f"run {run.id} was never made: its first request did not arrive", "user")
+        if not run.row.fingerprint:
+            self._core.ledger.update_run(run.id, fingerprint=engine.info.fingerprint)
+            run.row = replace(run.row, fingerprint=engine.info.fingerprint)
 
     async def _make_room(self, engine: Engine, model: BaseModel) -> None:
         """One more adapter is coming: put those used least on disk until it fits into what was planned."""

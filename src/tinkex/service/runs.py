@@ -310,6 +310,8 @@ class Runs:
                     future = self._core.futures.create(run.row.owner)
                     future.fail(f"seq_id {seq_id} came after its place was given up; send it anew", "user")
                     return UntypedAPIFuture(future.request_id, run.id)
+                if run.misfit is not None:
+                    raise Refusal(422, run.misfit)
                 with scheduler.arriving(run.id, seq_id):
                     return await self._accept(run, seq_id, op, request, digest)
 
