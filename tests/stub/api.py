@@ -67,7 +67,9 @@ class Api(Futures):
         else:
             model_id, seq_id = request.json.get("model_id"), request.json.get("seq_id", 0)
         if run := self.runs.get(model_id):
-            self.enqueue(run, seq_id, Promise(self.new_id(), "refused", lambda: (None, {})))
+            refused = Promise(self.new_id(), "refused", lambda: (None, {}))
+            self.seen[model_id, seq_id] = self.promises[refused.request_id] = refused
+            self.enqueue(run, seq_id, refused)
 
     # --- bootstrap and sessions
 
