@@ -227,6 +227,29 @@ def test_a_checkpoint_is_looked_after(run: TrainingClient, client: ServiceClient
     assert losses(run, 1)
 
 
+@pytest.mark.parametrize(
+    "name", ["publish", "ttl", "archive", "external_weights_urls", "checkpoints", "weights", "a+b =@,c", "é"]
+)
+def test_a_checkpoint_may_have_any_word_for_a_name(run: TrainingClient, client: ServiceClient, name: str):
+    """The words of an address among them."""
+    rest = client.create_rest_client()
+    path = run.save_weights_external(name).result(SECONDS).path
+    rest.publish_checkpoint_from_tinker_path(path).result(SECONDS)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(SECONDS)
+    (listed,) = rest.list_checkpoints(run.model_id).result(SECONDS).checkpoints
+    assert (listed.tinker_path, listed.public, listed.expires_at is None) == (path, True, False)
+    rest.unpublish_checkpoint_from_tinker_path(path).result(SECONDS)
+    (listed,) = rest.list_checkpoints(run.model_id).result(SECONDS).checkpoints
+    assert not listed.public
+    link = rest.get_checkpoint_archive_url_from_tinker_path(path).result(SECONDS).url
+    urls = rest.get_external_weights_urls(path).result(SECONDS).urls
+    for url in (link, *urls.values()):
+        with urllib.request.urlopen(url) as answer:
+            assert answer.read()
+    rest.delete_checkpoint_from_tinker_path(path).result(SECONDS)
+    assert rest.list_checkpoints(run.model_id).result(SECONDS).checkpoints == []
+
+
 def test_an_export_can_be_downloaded(run: TrainingClient, client: ServiceClient):
     path = run.save_weights_external("e").result(SECONDS).path
     urls = client.create_rest_client().get_external_weights_urls(path).result(SECONDS).urls
