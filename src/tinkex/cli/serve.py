@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from tinkex.cli.numbers import Finite, Whole
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.models import DEFAULT, can_be_named
@@ -50,7 +51,7 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
     help="How clients reach the server, if not by its address: for links, behind a proxy.",
 )  # fmt: skip
 @click.option(
-    "--max-context", type=click.IntRange(1), envvar="TINKEX_MAX_CONTEXT",
+    "--max-context", type=Whole(1), envvar="TINKEX_MAX_CONTEXT",
     help="Longest sequence, if less than the model's own.",
 )  # fmt: skip
 @click.option(
@@ -62,7 +63,7 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
     help="Load every model now, or each when it is first used.",
 )  # fmt: skip
 @click.option(
-    "--drain", "drain_seconds", default=5.0, type=click.FloatRange(0), envvar="TINKEX_DRAIN",
+    "--drain", "drain_seconds", default=5.0, type=Finite(0, 86400), envvar="TINKEX_DRAIN",
     help="Seconds to let polls and streams end at SIGTERM.",
 )  # fmt: skip
 @click.option(
@@ -142,12 +143,11 @@ def read_size(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9.]+) ?(?:([KMGT]?)(i?)B)?", text.strip(), re.IGNORECASE)
     try:
-        number = float(found[1] if found else "")
-    except ValueError:
+        number, unit, binary = found.groups() if found else ("", "", "")
+        power = "KMGT".find(unit.upper()) + 1 if unit else 0
+        return int(float(number) * (1024 if binary else 1000) ** power)
+    except (ValueError, OverflowError):
         raise InvalidInputError(f"{text!r} is no size; write 500MB, 20GiB or a number of bytes") from None
-    assert found is not None
-    power = "KMGT".find(found[2].upper()) + 1 if found[2] else 0
-    return int(number * (1024 if found[3] else 1000) ** power)
 
 
 def _log_to_stderr(level: str) -> None:
