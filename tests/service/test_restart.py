@@ -20,6 +20,7 @@ from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy
 from tests.service.test_life import Slow
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
+from tinkex.service import journal as journal_module
 from tinkex.service import live
 from tinkex.service.journal import Journal, JournalFullError, restore
 from tinkex.service.refusal import Refusal
@@ -122,6 +123,26 @@ async def test_a_snapshot_that_the_disk_does_not_take_is_taken_anew(
             assert at_hand.journal.snapshot is None
         await user.train(run, 5, 1)
         await until(lambda: at_hand.journal.next_seq == 7)
+
+
+async def test_a_snapshot_is_on_the_disk_once_before_it_has_its_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: list[Path] = []
+    for module in (live, journal_module):
+        monkeypatch.setattr(module, "sync", synced.append)
+    async with serving(home, fsync=True, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 2)
+        kept = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        await until(lambda: kept.next_seq == 5)
+        assert kept.snapshot is not None
+        part = kept.snapshot.with_name(kept.snapshot.name.replace("snapshot", "part"))
+        *inside, last = (path for path in synced if path.is_relative_to(part) or path == kept.directory)
+        files = {part / path.relative_to(kept.snapshot) for path in kept.snapshot.rglob("*")}
+        assert sorted(inside) == sorted([part, *files])
+        assert last == kept.directory  # where its name is
 
 
 async def test_results_that_were_fetched_do_not_stay_in_the_journal(home: Path):
