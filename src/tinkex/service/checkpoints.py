@@ -52,10 +52,10 @@ class Checkpoints:
         self, request: types.ListUserCheckpointsRequest, caller: Caller
     ) -> types.CheckpointsListResponse:
         page = self._core.ledger.checkpoints(
-            self._core.scope(caller), limit=request.limit, offset=request.offset
+            self._core.scope(caller), limit=request.limit, offset=request.offset, now=time.time()
         )
         return types.CheckpointsListResponse(
-            checkpoints=[shown(row) for row in page.rows if not _expired(row)],
+            checkpoints=[shown(row) for row in page.rows],
             cursor=Cursor(offset=request.offset, limit=request.limit, total_count=page.total),
         )
 

@@ -224,7 +224,7 @@ class Runs:
 
     def _shown(self, rows: list[RunRow]) -> list[training.TrainingRun]:
         self._core.flush()  # last_request_time is among what it writes down
-        latest = self._core.ledger.latest_checkpoints([row.run_id for row in rows])
+        latest = self._core.ledger.latest_checkpoints([row.run_id for row in rows], time.time())
 
         def newest(row: RunRow, kind: str) -> Any:
             found = latest.get((row.run_id, kind))
