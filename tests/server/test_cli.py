@@ -178,6 +178,7 @@ def test_a_signal_while_models_are_loaded_ends_it_and_frees_the_home(
         (["--model", "m=/no/such/place"], "there is no directory or file /no/such/place"),
         (["--model", "m=./none.gguf"], "there is no directory or file ./none.gguf"),
         (["--model", "a:b=."], "must have no colon"),
+        (["--model", "m=.", "--model", "m=.."], "two models are called 'm'"),
         (["--model", "m=.", "--engine", "fake", "--host", "0.0.0.0"], "tinkex server keys add"),
         (["--model", "m=.", "--engine", "fake", "--host", "nohost.invalid"], "only this machine may connect"),
         (["--model", "m=.", "--engine", "fake", "--public-url", "nowhere"], "must look like"),

@@ -95,7 +95,7 @@ def serve(
     settings = Settings.read()
     _log_to_stderr(log_level)
     try:
-        places = dict(read_model(spec, any_place=engine == "fake") for spec in models)
+        places = read_models(models, any_place=engine == "fake")
         config = ServerConfig(
             ServiceConfig(
                 home=(home or settings.home).expanduser().resolve(),
@@ -113,6 +113,16 @@ def serve(
         run(config, click.echo)
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
+
+
+def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str, str]:
+    """Every base model's place by its name; no name may have two."""
+    places: dict[str, str] = {}
+    for spec in specs:
+        name, place = read_model(spec, any_place=any_place)
+        if places.setdefault(name, place) != place:
+            raise InvalidInputError(f"two models are called {name!r}: {places[name]} and {place}")
+    return places
 
 
 def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
