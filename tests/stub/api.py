@@ -62,6 +62,8 @@ class Api(Futures):
         if EXACT.get((request.method, request.path)) not in TRAINING:
             return
         if PROTOBUF in request.headers.get("content-type", ""):
+            if self.json_only:
+                return  # what cannot be read has no number
             given = canned.read_pass(plain(request))
             model_id, seq_id = given.model_id, given.seq_id
         else:
