@@ -362,6 +362,34 @@ async def test_what_is_saved_anew_while_others_expire_stays(
     await user.load(run, 4, path)
 
 
+@pytest.mark.parametrize("how", ["copy", "seal"])
+async def test_what_is_copied_or_sealed_is_on_the_disk_before_anyone_is_told(
+    user: User, home: Path, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    """As a save is: its source may be deleted next."""
+    run, sync, synced = await user.run(), os.fsync, set[str]()
+    path = await user.save(run, 1, "c")
+
+    def fsync(file: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{file}"))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if how == "copy":
+        request = checkpoints.CopyWeightsRequest(source_path=path, destination_project_id="p")
+        made = (await user.call(ops.COPY_WEIGHTS, request)).tinker_path
+    else:
+        identity = pytest.importorskip("pyrage").x25519.Identity.generate()
+        sealing = checkpoints.SaveWeightsExternalRequest(
+            model_id=run, path="c", seq_id=2, age_encryption_recipients=[str(identity.to_public())]
+        )
+        made = (await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, sealing))).path
+    directory = home / user.service.core.any_checkpoint(made).directory  # type: ignore[union-attr]
+    part = directory.with_name(".c.part")
+    assert synced >= {str(part / file.name) for file in directory.iterdir()} | {str(part)}
+    assert str(directory.parent) in synced
+
+
 async def test_a_copy_is_of_one_checkpoint_though_it_be_overwritten_meanwhile(
     user: User, home: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -30,7 +30,7 @@ from tinkex.service.engines import BaseModel
 from tinkex.service.futures import ACTIVE, Future, QueueState
 from tinkex.service.jobs import Jobs, Run
 from tinkex.service.journal import Entry, Journal, JournalError, Restored, delete, restore
-from tinkex.service.records import sync
+from tinkex.service.records import sync_below
 from tinkex.service.refusal import Refusal
 from tinkex.service.rows import RunRow
 from tinkex.service.scheduler import Scheduler, Work
@@ -323,7 +323,7 @@ class Live:
     async def _commit(self, run: Run, part: Path, next_seq: int, steps: int) -> None:
         """Have a snapshot on the disk, and go by it from then on."""
         try:
-            await in_thread(lambda: _sync_below(part))
+            await in_thread(lambda: sync_below(part))
             delivered = {i for i in run.forgettable if seq_of(i) < next_seq}
             await asyncio.to_thread(run.journal.commit_snapshot, part, delivered)
         except (JournalError, OSError) as error:
@@ -402,11 +402,6 @@ class Live:
                 await self._snapshot(engine, run, worker.scheduler.next_seq(run.id))
             await self._committed(run)
             run.journal.close()
-
-
-def _sync_below(directory: Path) -> None:
-    for path in (*directory.rglob("*"), directory):
-        sync(path)
 
 
 def request_id_of(run_id: str, seq_id: int) -> str:
