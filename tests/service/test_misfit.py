@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ import pytest
 
 from tests.engine.tiny import tiny_model
 from tests.service.harness import MODEL, Failed, User, datum, killed_copy, serving, until
-from tests.service.test_life import Slow
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.protocol import EngineConfig, build_engine
+from tinkex.engine.protocol import EngineConfig, ForwardBackward, OptimStep, build_engine
 from tinkex.service.refusal import Refusal
 from tinkex.types import training
 from tinkex.wire import ops
@@ -19,6 +19,25 @@ from tinkex.wire import ops
 pytestmark = pytest.mark.anyio
 
 OTHER = {MODEL: "other"}
+
+
+def holding(kind: type) -> tuple[type[FakeEngine], threading.Event]:
+    """An engine that does no command of this kind before it is told to."""
+    go_on = threading.Event()
+
+    class Held(FakeEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            run = self.trainer.run
+
+            def held(command: Any, progress: Any = None) -> Any:
+                if isinstance(command, kind):
+                    go_on.wait(60)
+                return run(command, progress)
+
+            self.trainer.run = held  # type: ignore[method-assign]
+
+    return Held, go_on
 
 
 async def corrupted(user: User, run: str) -> bool:
@@ -53,13 +72,15 @@ async def test_runs_come_back_with_the_weights_that_they_were_made_with(home: Pa
 
 @pytest.mark.parametrize("preload", [True, False])
 async def test_what_waited_is_done_once_the_right_model_is_there(home: Path, preload: bool):
-    async with serving(home, Slow) as service:
+    engine, go_on = holding(OptimStep)
+    async with serving(home, engine) as service:
         user = User(service)
         run = await user.run()
         answered = await user.forward_backward(run, 1, datum(0))
         before = (await user.result(answered)).metrics
         waiting = [await user.step(run, 2), await user.forward_backward(run, 3, datum(0))]
         copy = killed_copy(home)
+        go_on.set()
         expected = [(await user.result(promise)).metrics for promise in waiting]
     async with serving(copy, models=OTHER, preload=preload) as service:
         user = User(service)
@@ -80,11 +101,13 @@ async def test_a_server_that_cannot_load_its_model_fails_nothing_that_waits(home
     def missing(config: EngineConfig) -> FakeEngine:
         raise FileNotFoundError("there is no such model")
 
-    async with serving(home, Slow) as service:
+    engine, go_on = holding(ForwardBackward)
+    async with serving(home, engine) as service:
         user = User(service)
         run = await user.run()
         waiting = [await user.forward_backward(run, 1), await user.step(run, 2)]
         copy = killed_copy(home)
+        go_on.set()
     with pytest.raises(Refusal, match="no such model"):
         async with serving(copy, missing, preload=True):
             pass
