@@ -101,6 +101,8 @@ def _answer(conversation: Conversation, line: str) -> None:
         conversation.say(line, lambda piece: click.echo(piece.translate(_OBEYED), nl=False))
         click.echo()
     except (APIStatusError, RequestFailedError) as error:
+        if not sys.stdin.isatty():
+            raise  # nobody is there to try another line
         note(f"\nError: {error}; the line was not kept, and /reset begins anew")
 
 
