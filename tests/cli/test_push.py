@@ -15,6 +15,7 @@ from safetensors.numpy import load
 
 from tests.cli.conftest import Place
 from tests.cli.hub import Hub
+from tests.service.harness import MODEL
 
 pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.parametrize("place", ["served"], indirect=True)
@@ -63,7 +64,9 @@ def test_the_hub_has_the_adapter(place: Place, hub: Hub, tmp_path: Path) -> None
     assert config["r"] == 4
     assert load(hub.files["adapter_model.safetensors"])
     card = hub.files["README.md"].decode()
-    assert f"base_model: {config['base_model_name_or_path']}\n" in card
+    assert config["base_model_name_or_path"] == MODEL  # not where the server has it on its disk
+    assert f"base_model: {MODEL}\n" in card
+    assert f'AutoModelForCausalLM.from_pretrained("{MODEL}")' in card
     assert hub.strange == []
 
 

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -54,20 +56,52 @@ def silent() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_every_command_has_help_of_80_columns() -> None:
-    def walk(path: list[str], command: object) -> Iterator[list[str]]:
-        yield path
-        for name in getattr(command, "commands", {}):
-            yield from walk([*path, name], command.commands[name])  # type: ignore[attr-defined]
+def every_command() -> Iterator[tuple[list[str], click.Command]]:
+    def walk(path: list[str], command: Any) -> Iterator[tuple[list[str], click.Command]]:
+        yield path, command
+        for name, below in getattr(command, "commands", {}).items():
+            yield from walk([*path, name], below)
 
-    seen = 0
     for name in COMMANDS:
-        for path in walk([name], main.get_command(None, name)):  # type: ignore[arg-type]
-            done = CliRunner().invoke(main, [*path, "--help"], terminal_width=80)
-            assert done.exit_code == 0
-            assert max(map(len, done.stdout.splitlines())) <= 80
-            seen += 1
+        yield from walk([name], main.get_command(None, name))  # type: ignore[arg-type]
+
+
+def test_every_command_has_help_of_80_columns() -> None:
+    seen = 0
+    for path, _ in every_command():
+        done = CliRunner().invoke(main, [*path, "--help"], terminal_width=80)
+        assert done.exit_code == 0
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        seen += 1
     assert seen > 25
+
+
+NUMBERS = [
+    (path, command, option)
+    for path, command in every_command()
+    for option in command.params
+    if isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+]
+
+
+@pytest.mark.parametrize(("path", "command", "option"), NUMBERS, ids=lambda x: getattr(x, "name", None))
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "9" * 30, "-" + "9" * 30])
+def test_a_number_that_cannot_be_is_refused_by_every_option(
+    path: list[str], command: click.Command, option: click.Parameter, number: str
+) -> None:
+    needed = [word for p in command.params if p.required for word in _given(p)]
+    done = CliRunner().invoke(main, [*path, *needed, option.opts[0], number])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"Error: Invalid value for '{option.opts[0]}': ")
+
+
+def _given(needed: click.Parameter) -> list[str]:
+    return ["x"] if isinstance(needed, click.Argument) else [needed.opts[0], "x"]
+
+
+def test_the_options_that_take_numbers_are_known() -> None:
+    assert len(NUMBERS) >= 10
 
 
 @pytest.mark.parametrize(

@@ -315,13 +315,30 @@ def test_what_was_never_sent_uses_no_seq_id(stub: Stub, run: Any, monkeypatch: p
 def test_a_submission_lost_for_good_fails_its_call_alone(
     stub: Stub, service: ServiceClient, run: Any
 ) -> None:
-    stub.gap_seconds = 0.1
+    """The server would wait a minute for the seq id that it never saw."""
+    stub.gap_seconds = 1000
     fast_retries(service, lost_budget=0.2)
     stub.script("optim_step", *[drop()] * 50)
-    with pytest.raises(APIConnectionError):
-        run.optim_step().result(20)
+    for _ in range(2):
+        with pytest.raises(APIConnectionError):
+            run.optim_step().result(20)
     stub.unscript()
     train(run)
+    assert executed(stub) == [(1, "forward"), (2, "forward"), (3, "forward_backward"), (4, "optim_step")]
+
+
+def test_chunks_lost_for_good_hold_up_nothing_that_comes_after(stub: Stub) -> None:
+    stub.gap_seconds = 1000
+    run = small_chunks(stub)
+    fast_retries(run._requests, lost_budget=0.2)
+    where = lambda request: read_pass(request.body).seq_id == 2  # noqa: E731
+    stub.script("forward_backward", *[drop()] * 50, where=where)
+    with pytest.raises(APIConnectionError):
+        run.forward_backward([datum()] * 3, "cross_entropy").result(20)
+    stub.unscript()
+    run.save_state("a").result(20)
+    ops = ["forward_backward", "forward", "forward_backward", "save_weights"]
+    assert [op for _, op in executed(stub)] == ops
 
 
 # -- chunks ------------------------------------------------------------------------------------------------

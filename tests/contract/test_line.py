@@ -8,6 +8,7 @@ import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.server.conftest import Running
 from tests.service.harness import MODEL, config, datum
 from tinkex import (
     AdamParams,
+    APIConnectionError,
     BadRequestError,
     ClientClosedError,
     Datum,
@@ -37,6 +39,8 @@ from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
 from tinkex.service.refusal import Caller
 from tinkex.service.service import Service
+from tinkex.wire import ops
+from tinkex.wire.ops import Op
 
 Connect = Callable[[str], ServiceClient]
 SECONDS = 20.0
@@ -105,6 +109,28 @@ def loss(run: TrainingClient) -> float:
 
 
 # -- training --------------------------------------------------------------------------------------------
+
+
+def test_requests_that_never_arrived_hold_up_nothing(run: TrainingClient, monkeypatch: pytest.MonkeyPatch):
+    """A service waits a minute for a seq id that it has not seen."""
+    transport = run._session.connection.transport
+    call, lost = transport.call, [ops.OPTIM_STEP, ops.SAVE_WEIGHTS]
+
+    async def losing(op: Op, request: Any, **context: Any) -> Any:
+        if op in lost:
+            lost.remove(op)
+            raise APIConnectionError(message="lost on the way")
+        return await call(op, request, **context)
+
+    before = loss(run)
+    monkeypatch.setattr(transport, "call", losing)
+    with pytest.raises(APIConnectionError):
+        run.optim_step(ADAM).result(SECONDS)
+    with pytest.raises(APIConnectionError):
+        run.save_state("lost").result(SECONDS)
+    assert loss(run) == before
+    losses(run, 1)
+    assert loss(run) < before
 
 
 def test_the_service_says_what_it_has(client: ServiceClient):
@@ -199,6 +225,29 @@ def test_a_checkpoint_is_looked_after(run: TrainingClient, client: ServiceClient
     with pytest.raises(NotFoundError):
         rest.delete_checkpoint_from_tinker_path(path).result(SECONDS)
     assert losses(run, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["publish", "ttl", "archive", "external_weights_urls", "checkpoints", "weights", "a+b =@,c", "é"]
+)
+def test_a_checkpoint_may_have_any_word_for_a_name(run: TrainingClient, client: ServiceClient, name: str):
+    """The words of an address among them."""
+    rest = client.create_rest_client()
+    path = run.save_weights_external(name).result(SECONDS).path
+    rest.publish_checkpoint_from_tinker_path(path).result(SECONDS)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(SECONDS)
+    (listed,) = rest.list_checkpoints(run.model_id).result(SECONDS).checkpoints
+    assert (listed.tinker_path, listed.public, listed.expires_at is None) == (path, True, False)
+    rest.unpublish_checkpoint_from_tinker_path(path).result(SECONDS)
+    (listed,) = rest.list_checkpoints(run.model_id).result(SECONDS).checkpoints
+    assert not listed.public
+    link = rest.get_checkpoint_archive_url_from_tinker_path(path).result(SECONDS).url
+    urls = rest.get_external_weights_urls(path).result(SECONDS).urls
+    for url in (link, *urls.values()):
+        with urllib.request.urlopen(url) as answer:
+            assert answer.read()
+    rest.delete_checkpoint_from_tinker_path(path).result(SECONDS)
+    assert rest.list_checkpoints(run.model_id).result(SECONDS).checkpoints == []
 
 
 def test_an_export_can_be_downloaded(run: TrainingClient, client: ServiceClient):

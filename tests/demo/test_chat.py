@@ -43,6 +43,12 @@ def test_answers_go_to_stdout_and_a_reset_forgets(model: Path, tmp_path: Path):
     assert first != second  # which had the first before it
 
 
+def test_an_answer_that_failed_fails_the_command_where_nobody_looks(model: Path, tmp_path: Path):
+    done = chat(model, tmp_path, "hello " * 5000 + "\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.strip().splitlines()[-1].startswith("Error: ")
+
+
 def _answers(said: str) -> list[str]:
     """Each answer ends its line; a random model may say newlines of its own, so none is looked for."""
     lines = said.split("\n")[:-1]

@@ -22,6 +22,7 @@ from tests.engine.tiny import tiny_model
 from tests.server.conftest import KEY, MODEL, OTHER_KEY, Running, server_config
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server import bodies
+from tinkex.service import archive
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardRequest
 from tinkex.wire import codec, ops, proto_codec
@@ -182,11 +183,33 @@ def test_an_archive_is_a_302_to_a_link_that_needs_no_key(server: Running) -> Non
     assert answer.headers["expires"].endswith("GMT")
     link = answer.headers["location"]
     assert link.startswith(server.url)
-    archive = server.ask("GET", link.removeprefix(server.url), key=None)
-    assert archive.status == 200
-    assert int(archive.headers["content-length"]) == len(archive.body)
-    with tarfile.open(fileobj=io.BytesIO(archive.body)) as tar:
+    taken = server.ask("GET", link.removeprefix(server.url), key=None)
+    assert taken.status == 200
+    assert int(taken.headers["content-length"]) == len(taken.body)
+    with tarfile.open(fileobj=io.BytesIO(taken.body)) as tar:
         assert "adapter_config.json" in tar.getnames()
+
+
+def test_asking_how_large_an_archive_is_reads_none_of_it(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = server.open_run()
+    server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=1, path="w"))
+    answer = server.ask("GET", f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/w/archive")
+    link = answer.headers["location"].removeprefix(server.url)
+    whole = server.ask("GET", link, key=None)
+    read: list[str] = []
+    monkeypatch.setattr(archive, "_content", lambda file, size: read.append(file.name) or [bytes(size)])
+    connection = server.connect()
+    connection.request("HEAD", link)
+    head = connection.getresponse()
+    assert (head.status, head.read()) == (200, b"")
+    for name in ("content-length", "content-type", "content-disposition"):
+        assert head.headers[name] == whole.headers[name]
+    connection.request("HEAD", "/api/v1/healthz")  # answered once the server has done with the one before
+    assert connection.getresponse().status == 200
+    connection.close()
+    assert read == []
 
 
 # -- refusals --------------------------------------------------------------------------------------------

@@ -103,6 +103,18 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     assert "no key has the id or name 'laptop'" in missing.stderr
 
 
+def test_a_number_that_is_one_keys_id_and_anothers_name_revokes_neither(tmp_path: Path) -> None:
+    home = ["--home", str(tmp_path)]
+    for name in ("laptop", "desk", "1"):
+        run("server", "keys", "add", name, *home)
+    unclear = run("server", "keys", "revoke", "1", *home)
+    assert (unclear.returncode, unclear.stdout) == (1, "")
+    assert "'laptop' (id 1)" in unclear.stderr
+    assert "'1' (id 3)" in unclear.stderr
+    assert "'1' (id 3) is revoked" in run("server", "keys", "revoke", "3", *home).stdout
+    assert "'laptop' (id 1) is revoked" in run("server", "keys", "revoke", "1", *home).stdout
+
+
 def test_serving_with_keys_that_change_meanwhile(tmp_path: Path, processes: list[Any]) -> None:
     home = ["--home", str(tmp_path)]
     key = run("server", "keys", "add", "laptop", *home).stdout.strip()
@@ -166,9 +178,11 @@ def test_a_signal_while_models_are_loaded_ends_it_and_frees_the_home(
         (["--model", "m=/no/such/place"], "there is no directory or file /no/such/place"),
         (["--model", "m=./none.gguf"], "there is no directory or file ./none.gguf"),
         (["--model", "a:b=."], "must have no colon"),
+        (["--model", "m=.", "--model", "m=.."], "two models are called 'm'"),
         (["--model", "m=.", "--engine", "fake", "--host", "0.0.0.0"], "tinkex server keys add"),
         (["--model", "m=.", "--engine", "fake", "--host", "nohost.invalid"], "only this machine may connect"),
         (["--model", "m=.", "--engine", "fake", "--public-url", "nowhere"], "must look like"),
+        (["--model", "m=.", "--engine", "fake", "--disk-quota", "9" * 400], "is no size"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, args: list[str], says: str) -> None:

@@ -23,7 +23,7 @@ from tinkex.service import core as core_module
 from tinkex.service import encryption
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
-from tinkex.types import checkpoints, sessions
+from tinkex.types import checkpoints, sessions, training
 from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
@@ -132,6 +132,19 @@ async def test_what_has_expired_is_gone_with_its_files(user: User, home: Path):
     await user.service.tick()
     assert ledger.checkpoint(run, "weights", "c") is None
     assert [p.name for p in found(home, "weights/*")] == ["d"]
+
+
+async def test_what_has_expired_hides_nothing_that_has_not(user: User, service: Service):
+    """In a home that no process owns it stays for long; a listing ends with a page that is empty."""
+    run = await user.run()
+    kept = await user.save(run, 1, "kept")
+    for number in (2, 3):
+        await user.save(run, number, f"c{number}", ttl_seconds=3600)
+        service.core.ledger.update_checkpoint(run, "weights", f"c{number}", expires_at=time.time() - 1)
+    page = await user.call(ops.LIST_USER_CHECKPOINTS, checkpoints.ListUserCheckpointsRequest(limit=2))
+    assert ([c.tinker_path for c in page.checkpoints], page.cursor.total_count) == ([kept], 1)
+    shown = await user.call(ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=run))
+    assert shown.last_checkpoint.tinker_path == kept
 
 
 async def test_the_name_of_what_has_expired_is_free_at_once(user: User, service: Service):
@@ -347,6 +360,34 @@ async def test_what_is_saved_anew_while_others_expire_stays(
     go_on.set()
     await tick
     await user.load(run, 4, path)
+
+
+@pytest.mark.parametrize("how", ["copy", "seal"])
+async def test_what_is_copied_or_sealed_is_on_the_disk_before_anyone_is_told(
+    user: User, home: Path, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    """As a save is: its source may be deleted next."""
+    run, sync, synced = await user.run(), os.fsync, set[str]()
+    path = await user.save(run, 1, "c")
+
+    def fsync(file: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{file}"))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if how == "copy":
+        request = checkpoints.CopyWeightsRequest(source_path=path, destination_project_id="p")
+        made = (await user.call(ops.COPY_WEIGHTS, request)).tinker_path
+    else:
+        identity = pytest.importorskip("pyrage").x25519.Identity.generate()
+        sealing = checkpoints.SaveWeightsExternalRequest(
+            model_id=run, path="c", seq_id=2, age_encryption_recipients=[str(identity.to_public())]
+        )
+        made = (await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, sealing))).path
+    directory = home / user.service.core.any_checkpoint(made).directory  # type: ignore[union-attr]
+    part = directory.with_name(".c.part")
+    assert synced >= {str(part / file.name) for file in directory.iterdir()} | {str(part)}
+    assert str(directory.parent) in synced
 
 
 async def test_a_copy_is_of_one_checkpoint_though_it_be_overwritten_meanwhile(

@@ -20,7 +20,8 @@ from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy
 from tests.service.test_life import Slow
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
-from tinkex.service import live
+from tinkex.service import journal as journal_module
+from tinkex.service import live, records
 from tinkex.service.journal import Journal, JournalFullError, restore
 from tinkex.service.refusal import Refusal
 from tinkex.types import checkpoints, futures, sessions, training
@@ -89,7 +90,7 @@ async def test_training_does_not_wait_for_a_snapshot_to_reach_the_disk(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     disk = threading.Event()
-    monkeypatch.setattr(live, "sync", lambda path: disk.wait(10))
+    monkeypatch.setattr(live, "sync_below", lambda path: disk.wait(10))
     async with serving(home, snapshot_steps=2) as service:
         user = User(service)
         run = await user.run()
@@ -114,7 +115,7 @@ async def test_a_snapshot_that_the_disk_does_not_take_is_taken_anew(
         user = User(service)
         run = await user.run()
         with monkeypatch.context() as patched:
-            patched.setattr(live, "sync", broken)
+            patched.setattr(live, "sync_below", broken)
             await user.train(run, 1, 2)
             at_hand = service.live.at_hand(run)
             assert at_hand is not None
@@ -122,6 +123,26 @@ async def test_a_snapshot_that_the_disk_does_not_take_is_taken_anew(
             assert at_hand.journal.snapshot is None
         await user.train(run, 5, 1)
         await until(lambda: at_hand.journal.next_seq == 7)
+
+
+async def test_a_snapshot_is_on_the_disk_once_before_it_has_its_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: list[Path] = []
+    for module in (records, journal_module):
+        monkeypatch.setattr(module, "sync", synced.append)
+    async with serving(home, fsync=True, snapshot_steps=2) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 2)
+        kept = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        await until(lambda: kept.next_seq == 5)
+        assert kept.snapshot is not None
+        part = kept.snapshot.with_name(kept.snapshot.name.replace("snapshot", "part"))
+        inside = [path for path in synced if path.is_relative_to(part)]
+        files = {part / path.relative_to(kept.snapshot) for path in kept.snapshot.rglob("*")}
+        assert sorted(inside) == sorted([part, *files])
+        assert kept.directory in synced[synced.index(inside[-1]) :]  # where its name is
 
 
 async def test_results_that_were_fetched_do_not_stay_in_the_journal(home: Path):
@@ -267,7 +288,7 @@ async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A disk that is slow: the run goes on, and is killed, before the snapshot after the load is there."""
-    sync, go_on = live._sync_below, threading.Event()
+    sync, go_on = live.sync_below, threading.Event()
 
     def slowly(directory: Path) -> None:
         go_on.wait(1.0)
@@ -278,7 +299,7 @@ async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
         run = await user.run()
         await user.train(run, 1, 2)
         path = await user.save(run, 5, "latest")
-        monkeypatch.setattr(live, "_sync_below", slowly)
+        monkeypatch.setattr(live, "sync_below", slowly)
         await user.load(run, 6, path, optimizer=True)
         await user.train(run, 7, 1)
         await user.save(run, 9, "latest", overwrite=True)

@@ -55,6 +55,41 @@ async def test_an_adapter_samples_as_it_was_trained(user: User):
     assert (about.base_model, about.model_path) == (MODEL, path)
 
 
+async def test_a_sampler_never_gets_what_was_saved_over_its_checkpoint_while_it_waited(home: Path):
+    """Adapters are loaded one at a time; meanwhile its run goes on, and saves under the same name."""
+    loading, go_on = asyncio.Event(), asyncio.Event()
+
+    class OneAtATime(FakeEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            publish = self.sampler.publish
+
+            async def slowly(source: str | Path, name: str) -> None:
+                if "first" in name:
+                    loading.set()
+                    await go_on.wait()
+                await publish(source, name)
+
+            self.sampler.publish = slowly  # type: ignore[method-assign]
+
+    async with serving(home, OneAtATime) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 1)
+        session = run.split(":")[0]
+        first = await user.sampler(session, 0, await user.save(run, 3, "first"))
+        latest = await user.sampler(session, 1, await user.save(run, 4, "latest"))
+        sampling_first = await user.sample(first)
+        await loading.wait()
+        sampling_latest = await user.sample(latest)
+        await user.train(run, 5, 3)
+        await user.save(run, 11, "latest", overwrite=True)
+        go_on.set()
+        await user.result(sampling_first)
+        with pytest.raises(Failed, match="was deleted or replaced since this sampler was made"):
+            await user.result(sampling_latest)
+
+
 async def test_clones_get_numbers_of_their_own(user: User):
     sampler = await user.sampler(await user.session())
     join = sampling.JoinSamplingSessionRequest(sampling_session_id=sampler)

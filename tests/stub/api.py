@@ -62,12 +62,16 @@ class Api(Futures):
         if EXACT.get((request.method, request.path)) not in TRAINING:
             return
         if PROTOBUF in request.headers.get("content-type", ""):
+            if self.json_only:
+                return  # what cannot be read has no number
             given = canned.read_pass(plain(request))
             model_id, seq_id = given.model_id, given.seq_id
         else:
             model_id, seq_id = request.json.get("model_id"), request.json.get("seq_id", 0)
         if run := self.runs.get(model_id):
-            self.enqueue(run, seq_id, Promise(self.new_id(), "refused", lambda: (None, {})))
+            refused = Promise(self.new_id(), "refused", lambda: (None, {}))
+            self.seen[model_id, seq_id] = self.promises[refused.request_id] = refused
+            self.enqueue(run, seq_id, refused)
 
     # --- bootstrap and sessions
 

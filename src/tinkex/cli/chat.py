@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.numbers import Finite, Whole
 from tinkex.cli.output import CONTEXT, note
 from tinkex.cli.place import is_local, where
 from tinkex.config import LOCAL
@@ -31,9 +32,9 @@ HELP = "/reset begins anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 @click.command(context_settings=CONTEXT)
 @click.argument("model", default=DEFAULT, metavar="[MODEL|tinker://…]")
 @click.option("--system", help="What the model is told before the conversation.")
-@click.option("--max-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of an answer.")
-@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0), help="0: greedy.")
-@click.option("--seed", type=int, help="For answers that can be repeated.")
+@click.option("--max-tokens", default=512, show_default=True, type=Whole(1), help="Of an answer.")
+@click.option("--temperature", default=0.7, show_default=True, type=Finite(0), help="0: greedy.")
+@click.option("--seed", type=Whole(), help="For answers that can be repeated.")
 @click.option("--local", is_flag=True, help="Run in this process, even if a key or a server is set.")
 def chat(
     model: str, system: str | None, max_tokens: int, temperature: float, seed: int | None, local: bool
@@ -100,6 +101,8 @@ def _answer(conversation: Conversation, line: str) -> None:
         conversation.say(line, lambda piece: click.echo(piece.translate(_OBEYED), nl=False))
         click.echo()
     except (APIStatusError, RequestFailedError) as error:
+        if not sys.stdin.isatty():
+            raise  # nobody is there to try another line
         note(f"\nError: {error}; the line was not kept, and /reset begins anew")
 
 

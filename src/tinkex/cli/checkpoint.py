@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.numbers import Whole
 from tinkex.cli.output import (
     CONTEXT,
     Column,
@@ -44,7 +45,7 @@ def checkpoint() -> None:
 @checkpoint.command("list", context_settings=CONTEXT)
 @click.option("--run-id", help="Only those of this run.")
 @click.option(
-    "--limit", default=20, type=click.IntRange(0), show_default=True,
+    "--limit", default=20, type=Whole(0), show_default=True,
     help="At most so many of all runs'; 0: all. A run's own are all shown.",
 )  # fmt: skip
 @format_option
@@ -136,7 +137,7 @@ def unpublish(checkpoint_path: str) -> None:
 
 @checkpoint.command("set-ttl", context_settings=CONTEXT)
 @click.argument("checkpoint_path")
-@click.option("--ttl", type=int, metavar="SECONDS", help="Delete it so many seconds from now.")
+@click.option("--ttl", type=Whole(1), metavar="SECONDS", help="Delete it so many seconds from now.")
 @click.option("--remove", is_flag=True, help="Keep it for ever.")
 @format_option
 def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.cli.numbers import Whole
 from tinkex.cli.output import CONTEXT, how_called, note
 from tinkex.cli.place import where
 from tinkex.config import LOCAL, Settings
@@ -25,7 +26,7 @@ INTERRUPTED = 130  # as a shell says it of a process that Ctrl-C ended
 @click.command(context_settings=CONTEXT)
 @click.argument("act", type=click.Choice(["sft", "rl"]), default="sft", metavar="[sft|rl]")
 @click.option("--model", default=DEFAULT, show_default=True, help="A base model: its name or its directory.")
-@click.option("--steps", type=click.IntRange(1), help="Training steps.  [default: 14, and 12 for rl]")
+@click.option("--steps", type=Whole(1), help="Training steps.  [default: 14, and 12 for rl]")
 @click.option("--resume", is_flag=True, help="Go on where Ctrl-C stopped the last one.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False),

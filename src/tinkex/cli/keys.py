@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.cli.numbers import Finite
 from tinkex.cli.output import Column, format_option, plural, show_json, show_table, wants_json
 from tinkex.config import Settings
 
@@ -116,17 +117,23 @@ def revoke(key: str, home: Path | None) -> None:
     with _ledger(home) as ledger:
         rows = ledger.keys()
         live = [row for row in rows if row.revoked_at is None]
-        row = next((row for row in live if key in (str(row.key_id), row.name)), None)
-        if row is None:
+        meant = [row for row in live if key in (str(row.key_id), row.name)]
+        if not meant:
             names = ", ".join(row.name for row in live) or "none"
             raise click.ClickException(f"no key has the id or name {key!r}; there are: {names}")
+        if len(meant) > 1:
+            both = " and ".join(f"{row.name!r} (id {row.key_id})" for row in meant)
+            raise click.ClickException(
+                f"{key} is one key's id and another's name: {both}; say the other name or the other id"
+            )
+        (row,) = meant
         ledger.revoke_key(row.key_id, time.time())
     click.echo(f"Key {row.name!r} (id {row.key_id}) is revoked.")
 
 
 @server.command()
 @click.argument("run_id", metavar="RUN")
-@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7.0, show_default=True)
+@click.option("--days", type=Finite(0, 36500, min_open=True), default=7.0, show_default=True)
 @_home
 def share(run_id: str, days: float, home: Path | None) -> None:
     """Print a token with which other users of this server may read the checkpoints of a RUN.

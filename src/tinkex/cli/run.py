@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.numbers import Whole
 from tinkex.cli.output import (
     CONTEXT,
     Column,
@@ -50,9 +51,7 @@ def run() -> None:
 
 
 @run.command("list", context_settings=CONTEXT)
-@click.option(
-    "--limit", default=20, type=click.IntRange(0), show_default=True, help="At most so many; 0: all."
-)
+@click.option("--limit", default=20, type=Whole(0), show_default=True, help="At most so many; 0: all.")
 @click.option(
     "-c", "--columns",
     help=f"Which columns, separated by commas: {', '.join(_COLUMNS)}, and {_HISTORY} for its curve.  "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from tinkex.cli.numbers import Finite, Whole
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.models import DEFAULT, can_be_named
@@ -50,7 +51,7 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
     help="How clients reach the server, if not by its address: for links, behind a proxy.",
 )  # fmt: skip
 @click.option(
-    "--max-context", type=click.IntRange(1), envvar="TINKEX_MAX_CONTEXT",
+    "--max-context", type=Whole(1), envvar="TINKEX_MAX_CONTEXT",
     help="Longest sequence, if less than the model's own.",
 )  # fmt: skip
 @click.option(
@@ -62,7 +63,7 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
     help="Load every model now, or each when it is first used.",
 )  # fmt: skip
 @click.option(
-    "--drain", "drain_seconds", default=5.0, type=click.FloatRange(0), envvar="TINKEX_DRAIN",
+    "--drain", "drain_seconds", default=5.0, type=Finite(0, 86400), envvar="TINKEX_DRAIN",
     help="Seconds to let polls and streams end at SIGTERM.",
 )  # fmt: skip
 @click.option(
@@ -94,7 +95,7 @@ def serve(
     settings = Settings.read()
     _log_to_stderr(log_level)
     try:
-        places = dict(read_model(spec, any_place=engine == "fake") for spec in models)
+        places = read_models(models, any_place=engine == "fake")
         config = ServerConfig(
             ServiceConfig(
                 home=(home or settings.home).expanduser().resolve(),
@@ -112,6 +113,16 @@ def serve(
         run(config, click.echo)
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
+
+
+def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str, str]:
+    """Every base model's place by its name; no name may have two."""
+    places: dict[str, str] = {}
+    for spec in specs:
+        name, place = read_model(spec, any_place=any_place)
+        if places.setdefault(name, place) != place:
+            raise InvalidInputError(f"two models are called {name!r}: {places[name]} and {place}")
+    return places
 
 
 def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
@@ -142,12 +153,11 @@ def read_size(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9.]+) ?(?:([KMGT]?)(i?)B)?", text.strip(), re.IGNORECASE)
     try:
-        number = float(found[1] if found else "")
-    except ValueError:
+        number, unit, binary = found.groups() if found else ("", "", "")
+        power = "KMGT".find(unit.upper()) + 1 if unit else 0
+        return int(float(number) * (1024 if binary else 1000) ** power)
+    except (ValueError, OverflowError):
         raise InvalidInputError(f"{text!r} is no size; write 500MB, 20GiB or a number of bytes") from None
-    assert found is not None
-    power = "KMGT".find(found[2].upper()) + 1 if found[2] else 0
-    return int(number * (1024 if found[3] else 1000) ** power)
 
 
 def _log_to_stderr(level: str) -> None:

@@ -121,7 +121,8 @@ def push(parsed: ParsedCheckpointTinkerPath, upload: Upload, api: Any) -> dict[s
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
         directory = Path(scratch) / "adapter"
         fetch_checkpoint(parsed, directory, overwrite=False)
-        config = _adapter_config(directory, parsed)
+        config = _with_base_model(_adapter_config(directory, parsed), parsed)
+        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         repo = upload.repo or _repository_name(parsed)
         if upload.model_card and not (directory / "README.md").exists():
             (directory / "README.md").write_text(_model_card(repo, config, parsed), encoding="utf-8")
@@ -142,6 +143,13 @@ def _adapter_config(directory: Path, parsed: ParsedCheckpointTinkerPath) -> dict
         return json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TinkerError(f"{parsed.tinker_path} is no PEFT adapter: {error}") from None
+
+
+def _with_base_model(config: dict[str, Any], parsed: ParsedCheckpointTinkerPath) -> dict[str, Any]:
+    """Call the base model what the server calls it: the files say where it lies on the server's disk."""
+    with connected() as connection:
+        name = RestClient(connection).get_weights_info_by_tinker_path(parsed.tinker_path).result().base_model
+    return config if Path(name).is_absolute() else {**config, "base_model_name_or_path": name}
 
 
 def _repository_name(parsed: ParsedCheckpointTinkerPath) -> str:

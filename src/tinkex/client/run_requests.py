@@ -1,8 +1,9 @@
 """One run's requests: numbered in the order of their turns, passes cut into chunks, steps after their passes.
 
-Promises: a seq id is taken when its turn comes, and is free again if nothing with it left this process; a
-step whose pass was not wholly accepted is held back, so that nothing is ever applied to a part of a batch.
-Knows nothing of what the requests are for.
+Promises: a seq id is taken when its turn comes, and is free again if nothing with it left this process; one
+whose request was not accepted is used up by the next call, so that no server waits for it; a step whose pass
+was not wholly accepted is held back, so that nothing is ever applied to a part of a batch. Knows nothing of
+what the requests are for.
 """
 
 from __future__ import annotations
@@ -11,15 +12,28 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tinkex.client import custom_loss, passes
+from tinkex.client.connection import ONCE
 from tinkex.client.future import APIFuture
 from tinkex.client.poller import retrieve
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.session import Session
 from tinkex.client.turns import Send, Turns
-from tinkex.errors import CredentialError, InvalidInputError, PassIncompleteError, RunLostError, TinkerError
-from tinkex.types.data import Datum, ForwardBackwardInput
+from tinkex.errors import (
+    BadRequestError,
+    ConflictError,
+    CredentialError,
+    InvalidInputError,
+    PassIncompleteError,
+    RunLostError,
+    TinkerError,
+    UnprocessableEntityError,
+)
+from tinkex.types.data import Datum, ForwardBackwardInput, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
@@ -30,6 +44,11 @@ LossConfig = Mapping[str, float | str]
 
 # Errors after which a seq id is free again: nothing with it left this process.
 NEVER_SENT = (InvalidInputError, CredentialError)
+# A pass over it is looked at by nobody, and takes a seq id's place on any server.
+_NOTHING = Datum(
+    ModelInput.from_ints([0]),
+    {"target_tokens": TensorData(np.zeros(1, np.int64)), "weights": TensorData(np.zeros(1, np.float32))},
+)
 
 
 class RunRequests:
@@ -42,6 +61,7 @@ class RunRequests:
         self._watch = self._connection.watch(f"run {model_id}")
         self._turns = Turns()
         self._seq = 1  # create_model was 0; only touched in a turn
+        self._gaps: list[int] = []  # seq ids whose requests were not accepted, for all we know
         self._incomplete: str | None = None  # why the next step must not be sent: a part of its pass was
         self._failed: str | None = None  # why the pass before came to nothing, which bars steps called before
         self._failures = 0
@@ -105,7 +125,28 @@ class RunRequests:
         except NEVER_SENT:
             self._seq = seq_id
             raise
+        except BaseException:
+            self._gaps.append(seq_id)
+            raise
+        await self._fill_gaps()
         return self._result(op, promise.request_id)
+
+    async def _fill_gaps(self) -> None:
+        """Use up the seq ids that the server may be waiting for, by passes that change nothing.
+
+        Sent after a request that was accepted: the server is there. What it refuses has its place already,
+        as if an answer was all that got lost; what does not arrive now goes with the next request.
+        """
+        while self._gaps:
+            work = ForwardBackwardInput([_NOTHING], "cross_entropy")
+            request = ForwardBackwardRequest(work, self._model_id, self._gaps[0], forward_only=True)
+            try:
+                await self._connection.transport.call(ops.FORWARD_BACKWARD, request, retry=ONCE)
+            except (BadRequestError, ConflictError, UnprocessableEntityError):
+                pass
+            except TinkerError:
+                return
+            del self._gaps[0]
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
         return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self._model_id)
@@ -135,6 +176,7 @@ class RunRequests:
             for n, chunk in enumerate(chunks)
         ]
         promises = await self._post_chunks(requests, parallel=limits.parallel_fwdbwd_chunks)
+        await self._fill_gaps()
         op = ops.FORWARD if forward_only else ops.FORWARD_BACKWARD
         return self._collect_pass(op, [promise.request_id for promise in promises])
 
@@ -157,7 +199,10 @@ class RunRequests:
             return answers
         if len(errors) == len(answers) and all(isinstance(e, NEVER_SENT) for e in errors):
             self._seq = requests[0].seq_id
-        elif not requests[0].forward_only:
+            raise errors[0]
+        asked = zip(requests, answers, strict=True)
+        self._gaps += [request.seq_id for request, answer in asked if isinstance(answer, BaseException)]
+        if not requests[0].forward_only:
             accepted = len(answers) - len(errors)
             self._incomplete = (
                 f"{accepted} of {len(answers)} requests of a forward_backward were accepted ({errors[0]})"

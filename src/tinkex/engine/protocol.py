@@ -236,6 +236,7 @@ class ModelInfo:
     parameters: int
     layers: int
     losses: tuple[str, ...]
+    fingerprint: str  # of its weights: an adapter goes with those that it was trained on, and no others
 
 
 class Engine(Protocol):

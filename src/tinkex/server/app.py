@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import orjson
 from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -246,7 +247,7 @@ class Endpoint:
 def build_app(door: Door, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     """The ASGI application: every operation of the table, and `more`."""
     endpoints = {op: Endpoint(door, op.name, _handler(op, door)) for op in ops.OPS.values()}
-    routes = [Route(op.path, endpoint, methods=[op.method]) for op, endpoint in endpoints.items()]
+    routes = [Route(_route(op), endpoint, methods=[op.method]) for op, endpoint in endpoints.items()]
     app = Starlette(routes=[*routes, *more], exception_handlers={HTTPException: _no_such_route})
     app.router.redirect_slashes = False
     # Routes are tried one after another: most operations have one fixed path, and are found by it at once.
@@ -257,6 +258,25 @@ def build_app(door: Door, more: Iterable[BaseRoute] = ()) -> ASGIApp:
         return (endpoint or app)(scope, receive, send)
 
     return dispatch
+
+
+class _CheckpointId(Convertor[str]):
+    """KIND/NAME. Were it any path, deleting a checkpoint called "publish" would be unpublishing "KIND"."""
+
+    regex = "[^/]+/[^/]+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("checkpoint", _CheckpointId())
+
+
+def _route(op: Op[Any, Any]) -> str:
+    return op.path.replace("{checkpoint_id:path}", "{checkpoint_id:checkpoint}")
 
 
 async def _no_such_route(http: Request, error: Exception) -> Response:

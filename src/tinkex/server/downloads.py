@@ -39,7 +39,7 @@ def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
             raise Refusal(403, _NO_LINK)
         place = _below(home, path)
         if place.is_dir():
-            return await asyncio.to_thread(_tar, place)
+            return await asyncio.to_thread(_tar, place, http.scope["method"] == "HEAD")
         if not place.is_file():
             raise Refusal(404, "this file was deleted, or has expired")
         return FileResponse(place, media_type="application/octet-stream", filename=place.name)
@@ -47,12 +47,15 @@ def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
     return [Route(f"{DOWNLOADS}/{{path:path}}", Endpoint(door, "download", download), methods=["GET"])]
 
 
-def _tar(directory: Path) -> Response:
+def _tar(directory: Path, only_head: bool) -> Response:
     archive = Archive(directory)
     headers = {
         "content-length": str(archive.length),
         "content-disposition": f"attachment; filename*=utf-8''{quote(directory.name)}.tar",
     }
+    if only_head:
+        archive.close()
+        return Response(media_type="application/x-tar", headers=headers)
     return StreamingResponse(archive, media_type="application/x-tar", headers=headers)
 
 

@@ -45,6 +45,10 @@ class Archive:
     def length(self) -> int:
         return sum(len(head) + size + _padding(size) for head, _, size in self._entries) + len(_END)
 
+    def close(self) -> None:
+        """Nobody will read it."""
+        self._files.close()
+
     def __iter__(self) -> Iterator[bytes]:
         with self._files:
             for head, file, size in self._entries:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tinkex.service.archive import LINK_LIFE
 from tinkex.service.barriers import Barriers, shown
 from tinkex.service.core import Core
+from tinkex.service.records import sync, sync_below
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow
 from tinkex.service.sessions import Sessions
@@ -52,10 +53,10 @@ class Checkpoints:
         self, request: types.ListUserCheckpointsRequest, caller: Caller
     ) -> types.CheckpointsListResponse:
         page = self._core.ledger.checkpoints(
-            self._core.scope(caller), limit=request.limit, offset=request.offset
+            self._core.scope(caller), limit=request.limit, offset=request.offset, now=time.time()
         )
         return types.CheckpointsListResponse(
-            checkpoints=[shown(row) for row in page.rows if not _expired(row)],
+            checkpoints=[shown(row) for row in page.rows],
             cursor=Cursor(offset=request.offset, limit=request.limit, total_count=page.total),
         )
 
@@ -223,5 +224,7 @@ def _copy(source: Path, target: Path) -> None:
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
+    sync_below(part)  # as a save is: the source may be deleted next
     shutil.rmtree(target, ignore_errors=True)  # not before: it may be the source itself
     part.rename(target)
+    sync(target.parent)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.protocol import EngineError
+from tinkex.service.records import sync, sync_below
 
 
 def read_recipients(texts: list[str]) -> list[Any]:
@@ -40,6 +41,8 @@ def seal(plain: Path, sealed: Path, recipients: list[Any]) -> int:
     part.mkdir(parents=True)
     for file in sorted(plain.iterdir()):
         encrypt_file(str(file), str(part / f"{file.name}.age"), recipients)
+    sync_below(part)
     shutil.rmtree(sealed, ignore_errors=True)
     part.rename(sealed)
+    sync(sealed.parent)
     return sum(file.stat().st_size for file in sealed.iterdir())

@@ -48,6 +48,7 @@ class Run:
     resident: bool = False
     restore_from: Path | None = None  # the snapshot to load before the next work; None: it is made anew
     broken: str | None = None  # why nothing can be done with it any more
+    misfit: str | None = None  # why nothing can be done with it in this process; on disk it stays as it is
     steps: int = 0  # since the last snapshot
     snapshot_at: float = field(default_factory=time.monotonic)
     used_at: float = field(default_factory=time.monotonic)

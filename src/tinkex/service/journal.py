@@ -140,13 +140,9 @@ class Journal:
         """From now on a restart begins here; what only led up to it is deleted.
 
         So are the outcomes of those requests among `delivered` that it covers: nobody will ask for them, and
-        no replay either. JournalError if the outcome of a request that it covers was not kept: that could
-        never be delivered.
+        no replay either. What is in `path` must be on the disk by now. JournalError if the outcome of a
+        request that it covers was not kept: that could never be delivered.
         """
-        if self._fsync:
-            for inside in path.rglob("*"):
-                sync(inside)
-            sync(path)
         with self._lock:
             begun, next_seq = self._begun or (None, 0)
             assert begun == path, f"{path} is not the snapshot begun last ({begun})"

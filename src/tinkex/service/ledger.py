@@ -319,14 +319,20 @@ class Ledger:
         """Newest first."""
         return self._select(CheckpointRow, "WHERE run_id = ? ORDER BY created_at DESC, rowid DESC", [run_id])
 
-    def checkpoints(self, scope: Scope, *, limit: int, offset: int = 0) -> Page[CheckpointRow]:
+    def checkpoints(
+        self, scope: Scope, *, limit: int, offset: int = 0, now: float = 0.0
+    ) -> Page[CheckpointRow]:
+        """Those that have not expired by `now`."""
         where, values = _within(scope)
-        return self._page(CheckpointRow, where, values, "rowid", limit, offset)
+        return self._page(CheckpointRow, f"{where} AND {_UNEXPIRED}", [*values, now], "rowid", limit, offset)
 
-    def latest_checkpoints(self, run_ids: Sequence[str]) -> dict[tuple[str, str], CheckpointRow]:
-        """The newest of each kind of each run, by (run id, kind)."""
-        rest = f"WHERE run_id IN {_LISTED} ORDER BY created_at, rowid"
-        return {(row.run_id, row.kind): row for row in self._select(CheckpointRow, rest, [_listed(run_ids)])}
+    def latest_checkpoints(
+        self, run_ids: Sequence[str], now: float = 0.0
+    ) -> dict[tuple[str, str], CheckpointRow]:
+        """The newest of each kind of each run that has not expired by `now`, by (run id, kind)."""
+        rest = f"WHERE run_id IN {_LISTED} AND {_UNEXPIRED} ORDER BY created_at, rowid"
+        found = self._select(CheckpointRow, rest, [_listed(run_ids), now])
+        return {(row.run_id, row.kind): row for row in found}
 
     def expired_checkpoints(self, now: float) -> list[CheckpointRow]:
         return self._select(CheckpointRow, "WHERE expires_at <= ? ORDER BY expires_at", [now])
@@ -421,6 +427,7 @@ class Ledger:
 # -- SQL in pieces ---------------------------------------------------------------------------------------
 
 _CHECKPOINT = "run_id = ? AND kind = ? AND name = ?"
+_UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
 _LISTED = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
 _ADD_TO_USAGE = """
     ON CONFLICT (hour, owner, kind, ifnull(project_id, ''), ifnull(session_id, ''), ifnull(run_id, ''),

@@ -31,7 +31,7 @@ from tinkex.service.engines import BaseModel
 from tinkex.service.futures import ACTIVE, Future, QueueState
 from tinkex.service.jobs import Jobs, Run, not_made
 from tinkex.service.journal import Entry, Journal, JournalError, Restored, delete, restore
-from tinkex.service.records import sync
+from tinkex.service.records import sync_below
 from tinkex.service.refusal import Refusal
 from tinkex.service.rows import RunRow
 from tinkex.service.scheduler import Scheduler, Work
@@ -132,6 +132,8 @@ class Live:
         except OSError as error:  # too many open files, a full disk: what is there may be good
             raise Refusal(503, f"run {row.run_id} cannot be read now: {error}") from error
         run = self._runs[row.run_id] = Run(row, model, journal, restore_from=restored.snapshot)
+        if model.engine is not None:
+            self._check_fit(run, model.engine)
         self.scheduler(run).open(run.id, row.owner, restored.next_seq)
         self._replay(run, restored)
         if row.state != "live":
@@ -203,7 +205,7 @@ class Live:
         worker.wake()
 
     def _diverged(self, run: Run, entry: Entry, future: Future) -> None:
-        if run.broken is None:
+        if (run.misfit or run.broken) is None:
             why = f"{entry.op} {entry.seq_id} had succeeded and now failed ({future.outcome.error})"
             self._break(run, why, future.outcome.category)
 
@@ -217,6 +219,17 @@ class Live:
             log.error("%s", run.broken)
         return run.broken
 
+    def _check_fit(self, run: Run, engine: Engine) -> None:
+        """A run goes on with the weights that it was made with: others would make something else of it."""
+        made_with, here = run.row.fingerprint, engine.info.fingerprint
+        if made_with and made_with != here and run.misfit is None:
+            run.misfit = (
+                f"run {run.id} was made with other weights than those that this server has as "
+                f"{run.model.name!r} ({made_with}, not {here}); nothing of it is lost: start the server with "
+                "those, and it goes on, with what it was asked to do before"
+            )
+            log.error("%s", run.misfit)
+
     def _why(self, run: Run) -> QueueState:
         if run.model.loading:
             return "paused_capacity", f"the base model {run.model.name} is being loaded"
@@ -229,6 +242,8 @@ class Live:
         return ACTIVE
 
     def _resolved(self, run: Run, future: Future) -> None:
+        if run.misfit is not None:
+            return  # what waits for the right model is still to be done
         run.unrecorded.append(future)
         self._record(run)
         if future.failed and seq_of(future.request_id) == 0:
@@ -249,8 +264,9 @@ class Live:
     async def _make_resident(self, engine: Engine, work: Work) -> None:
         """Before work of a run: its adapter is on the device, as its last snapshot had it."""
         run = self._runs[work.run]
-        if run.broken is not None:
-            raise EngineError(run.broken, "user")
+        self._check_fit(run, engine)
+        if why := run.misfit or run.broken:
+            raise EngineError(why, "user")
         if run.resident:
             return
         await self._make_room(engine, run.model)
@@ -264,6 +280,9 @@ class Live:
             run.resident = True
         elif work.seq_id != 0:
             raise EngineError(f"run {run.id} was never made: its first request did not arrive", "user")
+        if not run.row.fingerprint:
+            self._core.ledger.update_run(run.id, fingerprint=engine.info.fingerprint)
+            run.row = replace(run.row, fingerprint=engine.info.fingerprint)
 
     async def _make_room(self, engine: Engine, model: BaseModel) -> None:
         """One more adapter is coming: put those used least on disk until it fits into what was planned."""
@@ -319,7 +338,7 @@ class Live:
     async def _commit(self, run: Run, part: Path, next_seq: int, steps: int) -> None:
         """Have a snapshot on the disk, and go by it from then on."""
         try:
-            await in_thread(lambda: _sync_below(part))
+            await in_thread(lambda: sync_below(part))
             delivered = {i for i in run.forgettable if seq_of(i) < next_seq}
             await asyncio.to_thread(run.journal.commit_snapshot, part, delivered)
         except (JournalError, OSError) as error:
@@ -398,11 +417,6 @@ class Live:
                 await self._snapshot(engine, run, worker.scheduler.next_seq(run.id))
             await self._committed(run)
             run.journal.close()
-
-
-def _sync_below(directory: Path) -> None:
-    for path in (*directory.rglob("*"), directory):
-        sync(path)
 
 
 def request_id_of(run_id: str, seq_id: int) -> str:

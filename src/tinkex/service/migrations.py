@@ -70,7 +70,11 @@ def _the_first(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_the_first,)
+def _fingerprints(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE runs ADD COLUMN fingerprint TEXT NOT NULL DEFAULT ''")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_the_first, _fingerprints)
 
 
 def version(db: sqlite3.Connection) -> int:

@@ -33,7 +33,7 @@ class Published:
             return
         self._used[row.adapter] += 1
         try:
-            await self._ensure(engine, row, self._directory(row))
+            await self._ensure(engine, row)
         except BaseException:
             self.leave(row)
             raise
@@ -52,21 +52,21 @@ class Published:
         if self._sizes.pop(adapter, None) is not None:
             await engine.sampler.retire(adapter)
 
-    async def _ensure(self, engine: Engine, row: SamplerRow, source: Path | str) -> None:
+    async def _ensure(self, engine: Engine, row: SamplerRow, run: str | None = None) -> None:
         assert row.adapter is not None
         if row.adapter in self._sizes:
             self._sizes.move_to_end(row.adapter)
             return
         # Not given up with whoever waits for it: what the engine holds must be known here.
-        await asyncio.shield(asyncio.create_task(self._load(engine, row, source)))
+        await asyncio.shield(asyncio.create_task(self._load(engine, row, run)))
 
-    async def _load(self, engine: Engine, row: SamplerRow, source: Path | str) -> None:
+    async def _load(self, engine: Engine, row: SamplerRow, run: str | None) -> None:
         assert row.adapter is not None
-        async with self._lock:
+        assert row.adapter_dir is not None
+        async with self._lock, self._core.changing(row.adapter_dir):
             if row.adapter in self._sizes:
                 return
-            await engine.sampler.publish(source, row.adapter)
-            assert row.adapter_dir is not None
+            await engine.sampler.publish(run or self._directory(row), row.adapter)
             self._sizes[row.adapter] = _size(self._core.home / row.adapter_dir)
             await self._make_room(engine)
 
@@ -81,9 +81,8 @@ class Published:
 
     def _directory(self, row: SamplerRow) -> Path:
         """Where the adapter is, if it is still what the sampler was made from."""
-        assert row.adapter is not None
         assert row.adapter_dir is not None
-        if row.model_path is not None and row.adapter not in self._sizes:
+        if row.model_path is not None:
             checkpoint = self._core.any_checkpoint(row.model_path)
             if checkpoint is None or name_of(row.model_path, checkpoint.created_at) != row.adapter:
                 raise EngineError(

@@ -277,6 +277,12 @@ def _cannot_write(path: Path, error: OSError) -> JournalError:
     return JournalError(f"{path} cannot be written: {error}")
 
 
+def sync_below(directory: Path) -> None:
+    """Have the disk hold a directory and everything in it."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
+
+
 def sync(path: Path) -> None:
     """Have the disk hold a file's content, or a directory's names."""
     file = os.open(path, os.O_RDONLY)

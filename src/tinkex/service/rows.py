@@ -53,6 +53,7 @@ class RunRow:
     user_metadata: dict[str, Any] | None = None
     corrupted: bool = False
     state: RunState = "live"
+    fingerprint: str = ""  # of the base model's weights that it was made with, once that is known
 
 
 @dataclass(frozen=True)

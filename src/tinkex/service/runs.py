@@ -224,7 +224,7 @@ class Runs:
 
     def _shown(self, rows: list[RunRow]) -> list[training.TrainingRun]:
         self._core.flush()  # last_request_time is among what it writes down
-        latest = self._core.ledger.latest_checkpoints([row.run_id for row in rows])
+        latest = self._core.ledger.latest_checkpoints([row.run_id for row in rows], time.time())
 
         def newest(row: RunRow, kind: str) -> Any:
             found = latest.get((row.run_id, kind))
@@ -310,6 +310,8 @@ class Runs:
                     future = self._core.futures.create(run.row.owner)
                     future.fail(f"seq_id {seq_id} came after its place was given up; send it anew", "user")
                     return UntypedAPIFuture(future.request_id, run.id)
+                if run.misfit is not None:
+                    raise Refusal(422, run.misfit)
                 with scheduler.arriving(run.id, seq_id):
                     return await self._accept(run, seq_id, op, request, digest)
 

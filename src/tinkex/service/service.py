@@ -68,9 +68,9 @@ class Service:
             await asyncio.to_thread(self._clear_unfinished)
             self._open()
             await asyncio.to_thread(self.core.archives.sweep)
-            await self._take_up_runs()
-            if self.config.preload:
+            if self.config.preload:  # first: if it fails, what is owed must wait for a better start
                 await self.core.engines.load_all()
+            await self._take_up_runs()
         except BaseException:
             if hasattr(self, "core"):
                 self.core.ledger.close()

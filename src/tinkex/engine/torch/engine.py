@@ -97,6 +97,7 @@ class TorchEngine:
             parameters=sum(p.numel() for p in decoder.parameters()),
             layers=shape.layers,
             losses=SUPPORTED_LOSSES,
+            fingerprint=self._trainer.base.fingerprint,
         )
 
     def check_loss(self, loss: CustomLoss) -> None:
