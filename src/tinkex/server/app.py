@@ -301,22 +301,22 @@ def _handler(op: Op[Any, Any], door: Door) -> Handler:
         try:
             request = await bodies.decode(op, http.path_params, http.query, headers, body)
         except InvalidInputError as error:
-            value = await _promise_to_fail(op, door, headers, body, caller, error)
-            return await _reply(op, door, http, None, value)
+            promise = await _promise_to_fail(op, door, headers, body, caller, str(error))
+            if promise is None:
+                raise  # here: a frame that keeps an error is kept by it, and so would be the body
+            return await _reply(op, door, http, None, promise)
         return await _reply(op, door, http, request, await call(op, request, caller))
 
     return answer
 
 
 async def _promise_to_fail(
-    op: Op[Any, Any], door: Door, headers: Mapping[str, str], body: bytes, caller: Caller, error: Exception
-) -> UntypedAPIFuture:
-    """What a run's request whose content cannot be read is answered with; anything else is refused."""
+    op: Op[Any, Any], door: Door, headers: Mapping[str, str], body: bytes, caller: Caller, message: str
+) -> UntypedAPIFuture | None:
+    """What a run's request whose content cannot be read is answered with; None: it is no such request."""
     limit = door.bodies.limit
     turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.is_promise else None
-    if turn is None:
-        raise error
-    return await door.service.fail(op, *turn, str(error), caller)
+    return None if turn is None else await door.service.fail(op, *turn, message, caller)
 
 
 async def _reply(op: Op[Any, Any], door: Door, http: Http, request: Any, value: Any) -> Response:
