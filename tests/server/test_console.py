@@ -95,3 +95,14 @@ def test_the_api_takes_no_login_of_a_browsers(server: Running) -> None:
     answer = server.ask("POST", "/api/v1/create_session", {}, headers=login(ALICE), key=None)
     assert answer.status == 401
     assert "www-authenticate" not in answer.headers
+
+
+def test_a_run_whose_steps_all_have_one_number_has_a_page(server: Running) -> None:
+    """As after a step that had nothing to apply, or one that was taken again from a checkpoint."""
+    run = ServiceClient(base_url=server.url, api_key=ALICE).create_lora_training_client(MODEL, timeout=20)
+    run.forward_backward(DATA, "cross_entropy")
+    for _ in range(2):
+        run.optim_step(AdamParams(learning_rate=0.25)).result(20)
+    answer = server.ask("GET", urlsplit(run.get_console_url()).path, headers=login(ALICE), key=None)
+    assert answer.status == 200
+    assert "svg" in Words(answer.body).tags
