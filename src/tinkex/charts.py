@@ -280,7 +280,7 @@ def _draw(pen: _Pen, series: Series, title: str, x_label: str, x: Sequence[float
     if title:
         pen.text((_MARGIN[0], 48), title, _INK, 17)
     steps = list(x) if x else list(range(1, max((len(values) for values in series.values()), default=0) + 1))
-    across = _span(steps) if len(steps) > 1 else _padded(*_span(steps))
+    across = _span(steps) if len(set(steps)) > 1 else _padded(*_span(steps))
     top = _top(titled=bool(title))
     for index, (name, values) in enumerate(series.items()):
         box = _Box(_MARGIN[0], top, _WIDE - sum(_MARGIN), _PANEL, across, _padded(*_span(values)))

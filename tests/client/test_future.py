@@ -450,6 +450,16 @@ def test_what_ctrl_c_makes_fail_is_no_news(
     eventually(lambda: unread.say() or "nobody" in caplog.text)
 
 
+def test_what_fails_after_a_prompts_ctrl_c_is_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a notebook an interrupt ends a cell, and is the last traceback for hours."""
+    monkeypatch.setattr(sys, "last_type", KeyboardInterrupt, raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    failing(ValueError("the disk is full"))
+    eventually(lambda: unread.say() or "the disk is full" in caplog.text)
+
+
 UNREAD = """
 import sys, tinkex
 run = tinkex.ServiceClient(base_url=sys.argv[1]).create_lora_training_client("stub/base")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import close, datum, fast_retries
-from tests.stub import Stub, delay, drop, fail, read_pass, status
+from tests.stub import Stub, delay, drop, fail, hang, read_pass, status
 from tinkex import (
     AdamParams,
     APIConnectionError,
@@ -325,6 +325,35 @@ def test_a_submission_lost_for_good_fails_its_call_alone(
     stub.unscript()
     train(run)
     assert executed(stub) == [(1, "forward"), (2, "forward"), (3, "forward_backward"), (4, "optim_step")]
+
+
+def test_what_takes_a_lost_submissions_place_is_sent_until_it_arrives(
+    stub: Stub, service: ServiceClient, run: Any
+) -> None:
+    """A loop that waits for each result makes no further call that could bring it along."""
+    stub.gap_seconds = 1000
+    fast_retries(service, lost_budget=0.2)
+    stub.script("optim_step", *[drop()] * 50)
+    with pytest.raises(APIConnectionError):
+        run.optim_step().result(20)
+    stub.unscript()
+    stub.script("forward_backward", status(503), status(429))
+    run.optim_step().result(20)
+    assert executed(stub) == [(1, "forward"), (2, "optim_step")]
+
+
+def test_nobody_waits_for_what_takes_a_lost_submissions_place(
+    stub: Stub, service: ServiceClient, run: Any
+) -> None:
+    stub.gap_seconds = 0.1  # as on a server that waits for none
+    fast_retries(service, lost_budget=0.2)
+    stub.script("optim_step", *[drop()] * 50)
+    with pytest.raises(APIConnectionError):
+        run.optim_step().result(20)
+    stub.unscript()
+    stub.script("forward_backward", hang())
+    run.optim_step().result(20)
+    assert executed(stub) == [(2, "optim_step")]
 
 
 def test_chunks_lost_for_good_hold_up_nothing_that_comes_after(stub: Stub) -> None:

@@ -76,7 +76,8 @@ def test_the_list_leads_to_every_run_and_back(server: Running, trained: Training
 
 @pytest.mark.parametrize("path", ["/sessions", "/training_runs/none"])
 def test_a_browser_is_asked_for_the_key(server: Running, path: str) -> None:
-    for headers in ({}, login("mine"), {"authorization": "Basic %%%"}):
+    odd = [{"authorization": f"Basic {text}"} for text in ("%%%", "é", "gICA")]
+    for headers in ({}, login("mine"), *odd):
         answer = server.ask("GET", path, headers=headers, key=None)
         assert answer.status == 401
         assert answer.headers["www-authenticate"].startswith("Basic realm=")
@@ -95,3 +96,14 @@ def test_the_api_takes_no_login_of_a_browsers(server: Running) -> None:
     answer = server.ask("POST", "/api/v1/create_session", {}, headers=login(ALICE), key=None)
     assert answer.status == 401
     assert "www-authenticate" not in answer.headers
+
+
+def test_a_run_whose_steps_all_have_one_number_has_a_page(server: Running) -> None:
+    """As after a step that had nothing to apply, or one that was taken again from a checkpoint."""
+    run = ServiceClient(base_url=server.url, api_key=ALICE).create_lora_training_client(MODEL, timeout=20)
+    run.forward_backward(DATA, "cross_entropy")
+    for _ in range(2):
+        run.optim_step(AdamParams(learning_rate=0.25)).result(20)
+    answer = server.ask("GET", urlsplit(run.get_console_url()).path, headers=login(ALICE), key=None)
+    assert answer.status == 200
+    assert "svg" in Words(answer.body).tags

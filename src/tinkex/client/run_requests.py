@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinkex.client import custom_loss, passes
-from tinkex.client.connection import ONCE
+from tinkex.client import loop as background
 from tinkex.client.future import APIFuture
 from tinkex.client.poller import retrieve
 from tinkex.client.queue_state import QueueStats
@@ -128,25 +128,28 @@ class RunRequests:
         except BaseException:
             self._gaps.append(seq_id)
             raise
-        await self._fill_gaps()
+        self._fill_gaps()
         return self._result(op, promise.request_id)
 
-    async def _fill_gaps(self) -> None:
+    def _fill_gaps(self) -> None:
         """Use up the seq ids that the server may be waiting for, by passes that change nothing.
 
-        Sent after a request that was accepted: the server is there. What it refuses has its place already,
-        as if an answer was all that got lost; what does not arrive now goes with the next request.
+        Sent after a request that was accepted: the server is there, and may not begin it before these. They
+        are retried as any request is, beside the queue; what never arrives goes with the next request.
         """
-        while self._gaps:
-            work = ForwardBackwardInput([_NOTHING], "cross_entropy")
-            request = ForwardBackwardRequest(work, self._model_id, self._gaps[0], forward_only=True)
-            try:
-                await self._connection.transport.call(ops.FORWARD_BACKWARD, request, retry=ONCE)
-            except (BadRequestError, ConflictError, UnprocessableEntityError):
-                pass
-            except TinkerError:
-                return
-            del self._gaps[0]
+        gaps, self._gaps = self._gaps, []
+        for seq_id in gaps:
+            background.spawn(self._fill(seq_id))
+
+    async def _fill(self, seq_id: int) -> None:
+        work = ForwardBackwardInput([_NOTHING], "cross_entropy")
+        request = ForwardBackwardRequest(work, self._model_id, seq_id, forward_only=True)
+        try:
+            await self._connection.transport.call(ops.FORWARD_BACKWARD, request)
+        except (BadRequestError, ConflictError, UnprocessableEntityError):
+            pass  # its place is taken, as if an answer was all that got lost
+        except TinkerError:
+            self._gaps.append(seq_id)
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
         return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self._model_id)
@@ -176,7 +179,7 @@ class RunRequests:
             for n, chunk in enumerate(chunks)
         ]
         promises = await self._post_chunks(requests, parallel=limits.parallel_fwdbwd_chunks)
-        await self._fill_gaps()
+        self._fill_gaps()
         op = ops.FORWARD if forward_only else ops.FORWARD_BACKWARD
         return self._collect_pass(op, [promise.request_id for promise in promises])
 

@@ -30,13 +30,17 @@ def failed(what: str, error: BaseException) -> int:
     """Something failed; returns the number by which `seen` knows it."""
     global _watching
     number = next(_numbers)
-    # After Ctrl-C everything under way is given up, and whoever pressed it knows.
-    if len(_unread) < _MOST and getattr(sys, "last_type", None) is not KeyboardInterrupt:
+    if len(_unread) < _MOST and not _is_given_up():
         _unread[number] = time.monotonic(), f"{what} failed ({type(error).__name__}: {error})"
         if not _watching and background.on_loop():
             _watching = True
             asyncio.get_running_loop().call_later(PATIENCE, _watch)
     return number
+
+
+def _is_given_up() -> bool:
+    """Has Ctrl-C ended the script? Whoever pressed it knows. At a prompt it ends one line of many."""
+    return getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1")
 
 
 def seen(number: int) -> None:

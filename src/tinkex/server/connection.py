@@ -50,13 +50,11 @@ class Connection(HttpToolsProtocol):
         return True
 
     def on_response_complete(self) -> None:
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
-            return
         self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-            return
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._look_again(self.timeout_keep_alive)

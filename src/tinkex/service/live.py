@@ -146,12 +146,15 @@ class Live:
 
     def _why_lost(self, run_id: str) -> str:
         """Why a run is marked as corrupted: it was never made, or could not be restored. Reads files."""
-        made = None
-        with contextlib.suppress(JournalError, OSError):
-            made = restore(self._core.run_dir(run_id) / "journal").outcomes.get(request_id_of(run_id, 0))
+        made = self.answer_to(request_id_of(run_id, 0))
         if isinstance(made, RequestFailedResponse):
             return not_made(run_id, made)
         return f"run {run_id} could not be restored; go on from one of its checkpoints"
+
+    def answer_to(self, request_id: str) -> Any:
+        """What a run's journal holds of a request, whatever became of the run; None: nothing. Reads files."""
+        with contextlib.suppress(JournalError, OSError):
+            return restore(self._core.run_dir(run_of(request_id)) / "journal").outcomes.get(request_id)
 
     def _corrupted(self, row: RunRow, why: str) -> None:
         log.error("run %s could not be restored: %s", row.run_id, why)

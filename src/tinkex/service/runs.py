@@ -260,7 +260,11 @@ class Runs:
             if refusal.status == 410:  # the run has ended, and its results with it
                 return None
             future = Future(request_id, row.owner)
-            future.fail(refusal.message)
+            answer = await asyncio.to_thread(self._live.answer_to, request_id)
+            if answer is None:
+                future.fail(refusal.message)
+            else:
+                future.resolve(answer)
             return future
         return self._core.futures.get(request_id)
 
