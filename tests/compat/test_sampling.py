@@ -123,6 +123,6 @@ def test_scoring_given_targets(served: Served, facts: dict[str, dict[str, Any]])
 
 def test_cancelled_samples_end_on_the_server(facts: dict[str, dict[str, Any]]) -> None:
     cancelled = facts["cancelled"]
-    assert cancelled["cancelled"] == [True] * 8
+    assert sum(cancelled["cancelled"]) >= 8
     assert len(cancelled["after"][0]["tokens"]) == 2
     assert cancelled["told"] >= 8

@@ -76,8 +76,8 @@ def scoring(sampler: Any, prompt: Any) -> None:
 def cancelling(sampler: Any, prompt: Any) -> None:
     params = tinker.SamplingParams(max_tokens=200, stop=[])
     before = answered("sample")
-    futures = [sampler.sample(prompt, 32, params) for _ in range(8)]
-    eventually(lambda: answered("sample") >= before + 8)  # until the server has them all
+    futures = [sampler.sample(prompt, 32, params) for _ in range(40)]  # more than are done by then
+    eventually(lambda: answered("sample") >= before + 40)  # until the server has them all
     cancelled = [future.cancel() for future in futures]
     after = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result()
     eventually(lambda: answered("cancel_future") >= 8)  # the client reports them in the background
