@@ -39,8 +39,11 @@ class Seats:
         self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
         self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
         self._slots: dict[Adapter, int] = {}
-        sizes = (i * sum(part.out_features for part in parts) for i, parts in decoder.sites().values())
-        self._largest = sorted(sizes)[-2]  # projection, the unembedding aside
+        self._largest = max(  # numbers of a weight
+            i * sum(part.out_features for part in parts)
+            for site, (i, parts) in decoder.sites().items()
+            if site.group != "unembed"
+        )
 
     def table(self, rank: int) -> kernel.Table:
         """Where the kernels look adapters up, none of them wider than `rank`."""
