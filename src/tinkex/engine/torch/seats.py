@@ -39,11 +39,12 @@ class Seats:
         self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
         self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
         self._slots: dict[Adapter, int] = {}
-        self._largest = max(  # numbers of a weight
+        largest = max(
             i * sum(part.out_features for part in parts)
             for site, (i, parts) in decoder.sites().items()
             if site.group != "unembed"
         )
+        self._adapts = largest <= adapted.LARGEST and not decoder.invariant
 
     def table(self, rank: int) -> kernel.Table:
         """Where the kernels look adapters up, none of them wider than `rank`."""
@@ -59,9 +60,8 @@ class Seats:
             self._name(used)
         places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
         total = segments[-1][2]
-        rows = kernel.tile_rows(total // len(places))
-        if len(used) == 1 and total <= adapted.MOST and not self._invariant:
-            rows = adapted.tile_rows(total, self._largest)
+        whole = len(used) == 1 and total <= adapted.MOST and self._adapts
+        rows = adapted.tile_rows(total) if whole else kernel.tile_rows(total // len(places))
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((3, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles

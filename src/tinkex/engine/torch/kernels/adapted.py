@@ -31,7 +31,7 @@ from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
 _MULTIPROCESSORS = 132
 _SHARED = 232_000  # bytes of a multiprocessor's own memory
 MOST = 256  # rows
-_LARGEST = 1 << 23  # numbers of a weight
+LARGEST = 1 << 23  # numbers of a weight
 
 
 @triton.jit
@@ -245,9 +245,9 @@ class Adapted:
         }
 
 
-def tile_rows(rows: int, largest: int) -> int:
-    """How many rows a tile should have if one adapter has them all; `largest` is the weights' numbers."""
-    return 16 if rows <= 16 else 128 if rows > 128 and largest <= _LARGEST else 64
+def tile_rows(rows: int) -> int:
+    """How many rows a tile should have where one adapter has them all."""
+    return 16 if rows <= 16 else 64 if rows <= 128 else 128
 
 
 def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
@@ -258,4 +258,4 @@ def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
     """
     table, tiles, _ = adapters
     few = tiles.rows >= 64 and tiles.rows * tiles.cells.shape[1] < 2 * max(rows, 64)
-    return few and rows <= MOST and table.widest <= 64 and weight.numel() <= _LARGEST
+    return few and rows <= MOST and table.widest <= 64 and weight.numel() <= LARGEST
