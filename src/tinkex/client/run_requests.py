@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
 from tinkex.client import custom_loss, passes
 from tinkex.client import loop as background
 from tinkex.client.future import APIFuture
@@ -33,7 +31,6 @@ from tinkex.errors import (
 )
 from tinkex.types.data import Datum, ForwardBackwardInput, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
-from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
@@ -44,11 +41,6 @@ LossConfig = Mapping[str, float | str]
 
 # Errors after which a seq id is free again: nothing with it left this process.
 NEVER_SENT = (InvalidInputError, CredentialError)
-# A pass over it is looked at by nobody, and takes a seq id's place on any server.
-_NOTHING = Datum(
-    ModelInput.from_ints([0]),
-    {"target_tokens": TensorData(np.zeros(1, np.int64)), "weights": TensorData(np.zeros(1, np.float32))},
-)
 
 
 class RunRequests:
@@ -142,7 +134,8 @@ class RunRequests:
             background.spawn(self._fill(seq_id))
 
     async def _fill(self, seq_id: int) -> None:
-        work = ForwardBackwardInput([_NOTHING], "cross_entropy")
+        nothing = Datum(ModelInput.from_ints([0]), {"target_tokens": [0], "weights": [0.0]})
+        work = ForwardBackwardInput([nothing], "cross_entropy")
         request = ForwardBackwardRequest(work, self._model_id, seq_id, forward_only=True)
         try:
             await self._connection.transport.call(ops.FORWARD_BACKWARD, request)

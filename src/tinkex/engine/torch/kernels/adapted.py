@@ -30,6 +30,7 @@ from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
 
 _MULTIPROCESSORS = 132
 _SHARED = 232_000  # bytes of a multiprocessor's own memory
+_STAGES = 4  # rounds on their way, if there is memory
 MOST = 256  # rows
 LARGEST = 1 << 23  # numbers of a weight
 
@@ -145,7 +146,6 @@ class Shape(NamedTuple):
     features: int  # that one round reads
     splits: int = 1
     warps: int = 4
-    stages: int = 4  # rounds on their way, if there is memory
 
 
 def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> Shape:
@@ -240,7 +240,7 @@ class Adapted:
             "BLOCK_N": shape.columns,
             "BLOCK_K": shape.features,
             "num_warps": shape.warps,
-            "num_stages": max(2, min(shape.stages, left // each - 1)),
+            "num_stages": max(2, min(_STAGES, left // each - 1)),
             **CHAINED,
         }
 
