@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tinkex.client import custom_loss, passes
 from tinkex.client import loop as background
 from tinkex.client.future import APIFuture
@@ -31,6 +33,7 @@ from tinkex.errors import (
 )
 from tinkex.types.data import Datum, ForwardBackwardInput, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
@@ -134,7 +137,8 @@ class RunRequests:
             background.spawn(self._fill(seq_id))
 
     async def _fill(self, seq_id: int) -> None:
-        nothing = Datum(ModelInput.from_ints([0]), {"target_tokens": [0], "weights": [0.0]})
+        inputs = {"target_tokens": np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}
+        nothing = Datum(ModelInput.from_ints([0]), {name: TensorData(x) for name, x in inputs.items()})
         work = ForwardBackwardInput([nothing], "cross_entropy")
         request = ForwardBackwardRequest(work, self._model_id, seq_id, forward_only=True)
         try:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import lora as kernel
+from tinkex.engine.torch.kernels import project as projection
 from tinkex.engine.torch.ops import frozen_product
 from tinkex.engine.torch.upload import to_device
 
@@ -72,12 +73,16 @@ def kernel_site(adapter: Adapter, site: Site) -> kernel.Site:
 def product_last(
     x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
 ) -> tuple[Tensor, Tensor]:
-    """The frozen product added to the adapters' part, instead of that to it, and x·Aᵀ; tiles hold every row.
+    """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
 
-    So the two are added before they are rounded, and a product that adds reads the result while it
-    multiplies, which saves reading and writing it once more.
+    In one launch where that can be, else the product is added to the adapters' part, instead of that to it:
+    it then reads the result while it multiplies, which saves reading and writing it once more.
     """
-    u, y = kernel.shrink(x, table, tiles, site), x.new_empty(x.shape[0], weight.shape[0])
+    u = kernel.shrink(x, table, tiles, site)
+    if projection.suits(x.shape[0], weight, site.outs):
+        u = u if len(u) == 1 else u.sum(0, keepdim=True).to(x.dtype)
+        return projection.project(x, weight, u[0], table, tiles, site), u
+    y = x.new_empty(x.shape[0], weight.shape[0])
     kernel.write(u, y, table, tiles, site)
     return y.addmm_(x, weight.t()), u
 
@@ -155,6 +160,9 @@ class GroupedLora:
         """The gradient to x, of the frozen product and of the adapters, into `out` if there is one."""
         out = grad_y.new_empty(grad_y.shape[0], weight.shape[1]) if out is None else out
         if self._adds_last(site):
+            if projection.suits(out.shape[0], weight, [site.in_features]):
+                projection.project_back(grad_y, weight, grad_u[0], out, self._table, self._tiles, site)
+                return out
             kernel.write_back(grad_u, out, self._table, self._tiles, site)
             return out.addmm_(grad_y, weight)
         torch.mm(grad_y, weight, out=out)
@@ -171,7 +179,7 @@ class GroupedLora:
             assert adapter.grad is not None
             grads.append(adapter.grad)
         longest = max(stop - start for _, start, stop in self._places)
-        segments = kernel.Tiles(self._to(kernel.cut_tiles(self._places, longest)), longest)
+        segments = kernel.Tiles(self._to(kernel.whole_segments(self._places)), longest)
         return kernel.Backward(self._table_of(grads), segments, len(self._places) > len(self._adapters))
 
 

@@ -78,7 +78,7 @@ def largest(parameters: int, tokens: int) -> int:
 def cut(orders: Numbers, key: Key) -> list[Numbers]:
     """The views of a step's orders: tokens, positions, slots, tiles, cells, each by rows, and the pages."""
     parts, stop = [], 0
-    for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (3, key.cells)):
+    for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (4, key.cells)):
         start, stop = stop, stop + -(-rows * columns // 4) * 4  # each begins at a multiple of 16 bytes
         parts.append(orders[start : start + rows * columns].reshape(rows, columns))
     return [*parts, orders[stop:]]
@@ -99,6 +99,7 @@ def write_orders(
     tiles[:, : layout.tiles.shape[1]] = layout.tiles
     if seated is not None:
         cells[:, : seated.cells.shape[1]] = seated.cells
+        cells[3, seated.cells.shape[1] :] = seated.cells.shape[1]
     pages[: len(layout.pages)] = layout.pages
     return used
 

@@ -44,6 +44,12 @@ def _block(place, have, at, EVEN: tl.constexpr):
         return tl.load(place, mask=have & at, other=0.0)
 
 
+@triton.jit
+def _scaled(u, scale, dtype):
+    """x · Aᵀ as `project` has it: rounded, scaled and rounded again, which a power of two does not show."""
+    return (u.to(dtype).to(tl.float32) * scale).to(dtype)
+
+
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _adapted(
@@ -83,7 +89,7 @@ def _adapted(
             right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
             down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
             total, u = tl.dot(left, right, total), tl.dot(left, down, u)
-        total += tl.dot(u.to(dtype), b) * scale
+        total = tl.dot(_scaled(u, scale, dtype), b, total)
         out = y + split * split_y + row[:, None] * stride_y + before + col[None, :]
         tl.store(out, total, mask=have_m & have_n)
 
@@ -130,8 +136,8 @@ def _gated(
             right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
             down = _block(a + at[:, None], have_r, here, False)
             gate, up, u = tl.dot(left, right_gate, gate), tl.dot(left, right_up, up), tl.dot(left, down, u)
-        gate += tl.dot(u.to(dtype), b_gate) * scale
-        up += tl.dot(u.to(dtype), b_up) * scale
+        u = _scaled(u, scale, dtype)
+        gate, up = tl.dot(u, b_gate, gate), tl.dot(u, b_up, up)
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         tl.store(y + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
 

@@ -35,7 +35,7 @@ class Launcher:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        device = args[0].get_device()
+        device = getattr(args[0], "base", args[0]).get_device()
         # What Triton compiles anew for: a type, whether 16 divides a number or an address, and the number 1.
         kinds: list[Any] = [device, *constants, *constants.values()]
         values: list[Any] = []
@@ -43,6 +43,9 @@ class Launcher:
             if isinstance(argument, Tensor):
                 value = argument.data_ptr()
                 kinds.append(argument.dtype if value & 15 == 0 else (argument.dtype, "unaligned"))
+            elif hasattr(argument, "block_shape"):  # a tensor for the copy engine
+                value = argument
+                kinds.append((argument.base.dtype, *argument.block_shape))
             else:
                 value = argument
                 kinds.append(float if isinstance(value, float) else _kind(value))

@@ -29,6 +29,7 @@ from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 _PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
 _WIDEST = 128  # columns of u that one program holds
+ALIGNED = 128  # rows: no tile lies on both sides of a multiple of it
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Table:
 class Tiles(NamedTuple):
     """Rows start:start+count of each tile belong to one slot; `count` 0 is a tile that does nothing."""
 
-    cells: Tensor  # int32 [3, tiles]: slots, starts, counts
+    cells: Tensor  # int32 [4, tiles]: slots, starts, counts; and the first tile of each ALIGNED rows
     rows: int  # of a whole tile
 
 
@@ -66,12 +67,24 @@ def tile_rows(each: int) -> int:
 
 
 def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray:
-    """Tiles of at most `rows` rows of the segments (slot, start, stop): int32 [3, tiles]."""
+    """Tiles of the segments (slot, start, stop), cut at multiples of `rows`: int32 [4, tiles].
+
+    The last row of them tells for each ALIGNED rows which tile is the first, where tiles hold every row.
+    """
     slots, starts, stops = np.array(segments, np.int32).reshape(-1, 3).T
-    tiles = -(-(stops - starts) // rows)
+    firsts = starts // rows
+    tiles = np.where(stops > starts, -(-stops // rows) - firsts, 0)
     of = np.repeat(np.arange(len(tiles)), tiles)
-    at = starts[of] + rows * (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of])
-    return np.stack([slots[of], at, np.minimum(rows, stops[of] - at)]).astype(np.int32)
+    at = (firsts[of] + np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of]) * rows
+    start, stop = np.maximum(starts[of], at), np.minimum(stops[of], at + rows)
+    first = np.searchsorted(start, ALIGNED * np.arange(len(of)))
+    return np.stack([slots[of], start, stop - start, first]).astype(np.int32)
+
+
+def whole_segments(segments: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """Each of the segments (slot, start, stop) as one tile: int32 [3, segments]."""
+    slots, starts, stops = np.array(segments, np.int32).reshape(-1, 3).T
+    return np.stack([slots, starts, stops - starts])
 
 
 # -- kernels -------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Attention over the paged KV cache: one kernel for decoding and for prefill, by tiles of queries.
+"""Attention over the paged KV cache, by tiles of queries: one kernel for tiles of one token, one for larger.
 
 A tile is up to `tokens` consecutive queries of one sequence with all the heads that share a kv head, so that
 a key is read once for all of them. Keys beyond a query's position are never read into a result, so pages need
-no clearing. Few sequences are cut along their keys and joined by a second kernel. With one size of tile
+no clearing. Few sequences are cut along their keys and joined by a further kernel. With one size of tile
 and no cuts a query's result is the same to the last bit, whatever else is in the batch: blocks of keys begin
 at multiples of their size. `kv.PagedAttend` is the plain path. Knows nothing of requests.
 
@@ -60,10 +60,115 @@ def _either(condition, yes, no, ALIGNED: tl.constexpr):
     return address
 
 
+@triton.jit
+def _see(total, best, mass, queries, at_k, at_v, seen, have_c, scale):
+    """Let queries see one page of keys, those that `seen` allows."""
+    keys = tl.load(at_k, mask=seen[:, None] & have_c[None, :], other=0.0)
+    values = tl.load(at_v, mask=seen[None, :] & have_c[:, None], other=0.0)
+    scores = tl.where(seen[:, None], tl.dot(keys, queries) * scale, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 0))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, fade = tl.exp2(scores - level[None, :]), tl.exp2(best - level)
+    total = tl.dot(values, weights.to(values.dtype), total * fade[None, :])
+    return total, higher, mass * fade + tl.sum(weights, 0)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "stride_table"])
+def _decode(
+    q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of one token. The new key is read where it lies, and put into the pools on the way.
+
+    Everything is turned round, [keys, heads] and [C, heads], since there may be as few as 8 columns but not
+    rows; two pages make a round, each with one address, and their numbers are fetched a round before.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
+    position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
+    after_previous()
+    scale2 = scale * 1.4426950408889634  # so that exp2 does
+    if count > 0:
+        head, c, l = tl.arange(0, HEADS), tl.arange(0, BLOCK_C), tl.arange(0, PAGE)
+        have_h, have_c = head < H // G, c < C
+        at_q = (row.to(tl.int64) * H + kv_head * (H // G) + head)[None, :] * C + c[:, None]
+        queries = tl.load(q + at_q, mask=have_h[None, :] & have_c[:, None], other=0.0)
+        pages, newest = table + sequence.to(tl.int64) * stride_table, position // PAGE
+        k_pool, v_pool = k_pool + kv_head * C, v_pool + kv_head * C
+        down, across = l[:, None] * (G * C) + c[None, :], l[None, :] * (G * C) + c[:, None]
+        new = (row.to(tl.int64) * G + kv_head) * C
+        first = tl.maximum(position - WINDOW + 1, 0) // (2 * PAGE) * (2 * PAGE) if WINDOW > 0 else 0
+        span = tl.cdiv(tl.cdiv(position + 1 - first, 2 * PAGE), SPLITS) * (2 * PAGE)
+        low = first + split * span
+        high = tl.minimum(low + span, position + 1)
+        inner, outer = low, low + tl.maximum(tl.minimum(high, position) - low, 0) // (2 * PAGE) * (2 * PAGE)
+        best = tl.full((HEADS,), float("-inf"), tl.float32)
+        mass = tl.zeros((HEADS,), tl.float32)
+        total = tl.zeros((BLOCK_C, HEADS), tl.float32)
+        if WINDOW > 0:
+            if (split == 0) & (position >= WINDOW):
+                inner = tl.minimum(low + 2 * PAGE, outer)
+            for start in range(low, inner, PAGE):
+                place = tl.load(pages + start // PAGE).to(tl.int64) * (PAGE * G * C)
+                total, best, mass = _see(
+                    total, best, mass, queries, k_pool + place + down, v_pool + place + across,
+                    start + l > position - WINDOW, have_c, scale2,
+                )  # fmt: skip
+        left = tl.load(pages + tl.minimum(inner // PAGE, newest))
+        right = tl.load(pages + tl.minimum(inner // PAGE + 1, newest))
+        for start in tl.range(inner, outer, 2 * PAGE, num_stages=STAGES):
+            one, two = left.to(tl.int64) * (PAGE * G * C), right.to(tl.int64) * (PAGE * G * C)
+            following = start // PAGE + 2
+            left = tl.load(pages + tl.minimum(following, newest))
+            right = tl.load(pages + tl.minimum(following + 1, newest))
+            if C == BLOCK_C:
+                k1, k2 = tl.load(k_pool + one + down), tl.load(k_pool + two + down)
+                v1, v2 = tl.load(v_pool + one + across), tl.load(v_pool + two + across)
+            else:
+                k1 = tl.load(k_pool + one + down, mask=have_c[None, :], other=0.0)
+                k2 = tl.load(k_pool + two + down, mask=have_c[None, :], other=0.0)
+                v1 = tl.load(v_pool + one + across, mask=have_c[:, None], other=0.0)
+                v2 = tl.load(v_pool + two + across, mask=have_c[:, None], other=0.0)
+            s1, s2 = tl.dot(k1, queries) * scale2, tl.dot(k2, queries) * scale2
+            higher = tl.maximum(best, tl.max(tl.maximum(s1, s2), 0))
+            w1, w2, fade = (
+                tl.exp2(s1 - higher[None, :]),
+                tl.exp2(s2 - higher[None, :]),
+                tl.exp2(best - higher),
+            )
+            mass = mass * fade + tl.sum(w1 + w2, 0)
+            total = tl.dot(v1, w1.to(v1.dtype), total * fade[None, :])
+            total = tl.dot(v2, w2.to(v2.dtype), total)
+            best = higher
+        for start in range(outer, high, PAGE):
+            key = start + l
+            slot = tl.load(pages + start // PAGE).to(tl.int64) * (PAGE * G * C) + l * (G * C)
+            at_k = _either(key == position, k + new, k_pool + slot, ALIGNED=C % 8 == 0)
+            at_v = _either(key == position, v + new, v_pool + slot, ALIGNED=C % 8 == 0)
+            seen = key <= position
+            if WINDOW > 0:
+                seen &= key > position - WINDOW
+            total, best, mass = _see(
+                total, best, mass, queries, at_k[:, None] + c[None, :], at_v[None, :] + c[:, None],
+                seen, have_c, scale2,
+            )  # fmt: skip
+        if (low <= position) & (position < low + span):
+            place = tl.load(pages + newest).to(tl.int64) * (PAGE * G * C) + position % PAGE * (G * C) + c
+            tl.store(k_pool + place, tl.load(k + new + c, mask=have_c), mask=have_c)
+            tl.store(v_pool + place, tl.load(v + new + c, mask=have_c), mask=have_c)
+        total = total / tl.where(mass == 0, 1.0, mass)[None, :]
+        part = (row.to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
+        tl.store(out + part[None, :] * C + c[:, None], total, mask=have_h[None, :] & have_c[:, None])
+        if SPLITS > 1:
+            tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_h)
+
+
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _attend(
-    q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
+    q, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -82,7 +187,6 @@ def _attend(
         last = position + count  # keys that the last query sees
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
         span = tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS
-        new = (row.to(tl.int64) * G + kv_head) * C
         best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((TOKENS * HEADS,), tl.float32)
         total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
@@ -92,12 +196,10 @@ def _attend(
                 tl.int64
             )
             slot = ((page * PAGE + key % PAGE) * G + kv_head) * C
-            at_k, at_v = k_pool + slot, v_pool + slot
-            if TOKENS == 1:  # the new one is not there yet
-                at_k = _either(key == position, k + new, at_k, ALIGNED=C % 8 == 0)
-                at_v = _either(key == position, v + new, at_v, ALIGNED=C % 8 == 0)
             keys = tl.load(
-                at_k[None, :] + c[:, None], mask=(key < last)[None, :] & have_c[:, None], other=0.0
+                k_pool + slot[None, :] + c[:, None],
+                mask=(key < last)[None, :] & have_c[:, None],
+                other=0.0,
             )
             scores = tl.dot(queries, keys) * scale2
             seen = key[None, :] <= position + token[:, None]
@@ -110,22 +212,16 @@ def _attend(
             fade = tl.exp2(best - level)
             mass = mass * fade + tl.sum(weights, 1)
             values = tl.load(
-                at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
+                v_pool + slot[:, None] + c[None, :],
+                mask=(key < last)[:, None] & have_c[None, :],
+                other=0.0,
             )
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
-        if TOKENS == 1:
-            low = first + split * span
-            if (position >= low) & (position < low + span):  # whoever saw the new key puts it into the pools
-                page = tl.load(table + sequence * stride_table + position // PAGE).to(tl.int64)
-                slot = ((page * PAGE + position % PAGE) * G + kv_head) * C + c
-                tl.store(k_pool + slot, tl.load(k + new + c, mask=have_c), mask=have_c)
-                tl.store(v_pool + slot, tl.load(v + new + c, mask=have_c), mask=have_c)
         total = total / tl.where(mass == 0, 1.0, mass)[:, None]
         part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
         tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
-        if SPLITS * TOKENS > 1:
-            tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_m)
+        tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_m)
 
 
 @launched
@@ -140,15 +236,6 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
     values = tl.load(parts + (row * SPLITS + s)[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
     whole = tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
     tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
-
-
-def _loop(tokens: int, splits: int, programs: int) -> tuple[int, int, int]:
-    """Keys that one round reads, warps, and rounds under way: as measured on an H200."""
-    if tokens > 1:
-        return 64, 4, 3
-    if splits > 1:
-        return 32, 2, 2
-    return (32, 1, 2) if programs >= 1024 else (64, 2, 3)
 
 
 def attend(
@@ -171,16 +258,21 @@ def attend(
     out = torch.empty_like(q_THC)
     parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
     lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
-    heads = max(power_of_2(h // kv_heads), 16 // queries.tokens)
-    block_c = max(16, power_of_2(c))
-    count = queries.tiles.shape[1]
-    keys, warps, stages = _loop(queries.tokens, splits, count * kv_heads)
-    _attend[(count, kv_heads, splits)](
-        q_THC, k_TGC, v_TGC, k_pool, v_pool, parts, lse, queries.tiles, count,
-        queries.table_BN, queries.table_BN.stride(0), c**-0.5,
-        H=h, G=kv_heads, C=c, PAGE=page, WINDOW=window or 0, SPLITS=splits, TOKENS=queries.tokens,
-        HEADS=heads, KEYS=keys, BLOCK_C=block_c, num_warps=warps, num_stages=stages, **CHAINED,
-    )  # fmt: skip
+    block_c, count = max(16, power_of_2(c)), queries.tiles.shape[1]
+    seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5)
+    shape = {"H": h, "G": kv_heads, "C": c, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits}
+    heads = power_of_2(h // kv_heads)
+    if queries.tokens == 1:
+        _decode[(count, kv_heads, splits)](
+            q_THC, k_TGC, v_TGC, k_pool, v_pool, parts, lse, *seen,
+            **shape, HEADS=max(8, heads), BLOCK_C=block_c, STAGES=2, num_warps=1, **CHAINED,
+        )  # fmt: skip
+    else:
+        _attend[(count, kv_heads, splits)](
+            q_THC, k_pool, v_pool, parts, lse, *seen,
+            **shape, TOKENS=queries.tokens, HEADS=max(heads, 16 // queries.tokens), KEYS=64, BLOCK_C=block_c,
+            num_warps=4, num_stages=3, **CHAINED,
+        )  # fmt: skip
     if splits > 1:
         _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **CHAINED)
     return out, lse[:, :, 0]

@@ -1,0 +1,287 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+"""A frozen product and its adapters' part in one launch, for many rows: training and long prompts.
+
+What adapters add, u·Bᵀ of few columns, is one more step of every sum, so it costs no reading or writing of
+the result and nothing is rounded in between. A program goes from tile to tile, and the copy engine fetches
+operands three rounds ahead, over tiles' ends too. A row's result has the same bits whatever the others are,
+and those that `adapted` gives where it cuts no sums. Written in Gluon, for Hopper's instructions: elsewhere
+`lora.write` and a library's product do the same. Knows nothing of autograd.
+
+Shapes: M rows, N out-features, K in-features, of this product: a gradient's are the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles
+from tinkex.engine.torch.kernels.sizes import cdiv
+
+wait_for_all = (
+    gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+)  # the latter since Triton 3.7
+
+FEWEST = 512  # rows: fewer do not keep a device busy in such tiles
+_MULTIPROCESSORS = 132
+_COLUMNS = 256  # of a tile of ALIGNED rows
+_FEATURES = 64  # that one round reads
+_SLICE = 64  # columns that are stored at once
+
+
+@gluon.jit
+def _tile_at(index, tiles_m, tiles_n, TOGETHER: gl.constexpr):
+    """Row and column of a tile: column by column through bands of TOGETHER rows, for the cache's sake."""
+    band = index // (TOGETHER * tiles_n)
+    high = gl.minimum(tiles_m - band * TOGETHER, TOGETHER)
+    inside = index % (TOGETHER * tiles_n)
+    return band * TOGETHER + inside % high, inside // high
+
+
+@gluon.jit
+def _fetch(x, w, left, right, full, stage, index, m, n, k, tiles_m, tiles_n, rounds, TURNED: gl.constexpr,
+           TOGETHER: gl.constexpr):  # fmt: skip
+    """Have the operands of a round come into a stage; returns which is the next round."""
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    FEATURES: gl.constexpr = x.block_type.shape[1]
+    COLUMNS: gl.constexpr = w.block_type.shape[1] if TURNED else w.block_type.shape[0]
+    there, bar = index < tiles_m * tiles_n, full.index(stage)
+    mbarrier.expect(bar, 2 * FEATURES * (ROWS + COLUMNS), pred=there)
+    tma.async_copy_global_to_shared(x, [m * ROWS, k * FEATURES], bar, left.index(stage), pred=there)
+    at = [k * FEATURES, n * COLUMNS] if TURNED else [n * COLUMNS, k * FEATURES]
+    tma.async_copy_global_to_shared(w, at, bar, right.index(stage), pred=there)
+    k += 1
+    if k == rounds:
+        k = 0
+        index += gl.num_programs(0)
+        m, n = _tile_at(index, tiles_m, tiles_n, TOGETHER)
+    return (stage + 1) % left.shape[0], index, m, n, k
+
+
+@gluon.jit
+def _adapter_from(cells, tiles, at, end):
+    """The slot, first row and rows of the adapter of tile `at`, and the tile after those of it."""
+    slot, start = gl.load(cells + at), gl.load(cells + tiles + at)
+    count = gl.load(cells + 2 * tiles + at)
+    at += 1
+    same = at < end
+    while same:
+        more = gl.load(cells + 2 * tiles + at)
+        same = (gl.load(cells + at) == slot) & (more > 0)
+        if same:
+            count += more
+            at += 1
+            same = at < end
+    return slot, start, count, at
+
+
+@gluon.jit
+def _operands(u, matrix, row, col, start, count, width, left_of, k, wide, scale, stride_u, STEP: gl.constexpr,
+              by_row: gl.constexpr, by_col: gl.constexpr):  # fmt: skip
+    """Some columns of scale · u and as many rows of an adapter's matrix; zeros in others' rows."""
+    r = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, by_row))
+    mine = ((row >= start) & (row < start + count))[:, None] & (r < wide)[None, :]
+    low = gl.load(u + row.to(gl.int64)[:, None] * stride_u + left_of + r[None, :], mask=mine, other=0.0)
+    r = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, by_col))
+    have = (r < wide)[:, None] & (col >= 0)[None, :]
+    up = gl.load(matrix + r[:, None] * width + col[None, :], mask=have, other=0.0)
+    return (low.to(gl.float32) * scale).to(low.dtype), up
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of a tile's columns: nothing moves."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _store(y, buffers, x, m, n, number: gl.constexpr):
+    """One slice of columns of a tile to where it belongs; rows beyond the last are cut off."""
+    ROWS: gl.constexpr = y.block_type.shape[0]
+    SLICE: gl.constexpr = y.block_type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
+    buffer = buffers.index(number % 2)
+    tma.store_wait(1)  # what was stored from this buffer has left it
+    wait_for_all()
+    buffer.store(gl.convert_layout(x, layout))
+    fence_async_shared()
+    wait_for_all()
+    tma.async_copy_shared_to_global(y, [m * ROWS, n * 4 * SLICE + number * SLICE], buffer)
+
+
+@launched
+@gluon.jit(do_not_specialize=["tiles", "column", "tiles_m", "tiles_n", "rounds"])
+def _project(
+    x, w, y, u, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, tiles_m, tiles_n, rounds,
+    TURNED: gl.constexpr, MULTIPLE: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x.dtype
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    COLUMNS: gl.constexpr = 4 * y.block_type.shape[1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    by_col: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    left = gl.allocate_shared_memory(dtype, [STAGES, ROWS, x.block_type.shape[1]], x.layout)
+    right = gl.allocate_shared_memory(dtype, [STAGES, w.block_type.shape[0], w.block_type.shape[1]], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    buffers = gl.allocate_shared_memory(dtype, [2, y.block_type.shape[0], y.block_type.shape[1]], y.layout)
+    # between two tiles' stores the buffers hold what adapters multiply
+    low_shared = buffers.index(0)._reinterpret(
+        dtype, [ROWS, STEP], gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype)
+    )
+    up_shared = buffers.index(1)._reinterpret(
+        dtype, [STEP, COLUMNS], gl.NVMMASharedLayout.get_default_for([STEP, COLUMNS], dtype)
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    wait_for_all()
+
+    ahead, index, k, stage, phase = 0, gl.program_id(0), 0, 0, 0
+    m, n = _tile_at(index, tiles_m, tiles_n, TOGETHER)
+    for _ in range(STAGES - 1):
+        ahead, index, m, n, k = _fetch(
+            x, w, left, right, full, ahead, index, m, n, k, tiles_m, tiles_n, rounds, TURNED, TOGETHER
+        )
+    total = gl.zeros([ROWS, COLUMNS], gl.float32, sums)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n, TOGETHER)
+        # which adapter comes first, and its operands, which take as long to come as a round
+        b0, b1 = gl.cdiv(n0, COLUMNS), gl.cdiv(n1, COLUMNS)
+        part = gl.where(tile_n < b0, 0, gl.where(tile_n < b0 + b1, 1, 2))
+        width = gl.where(part == 0, n0, gl.where(part == 1, n1, n2))
+        first = (tile_n - gl.where(part == 0, 0, gl.where(part == 1, b0, b0 + b1))) * COLUMNS
+        row = tile_m * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_row))
+        col = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, by_col))
+        at = gl.load(cells + 3 * tiles + tile_m, mask=tile_m < tiles, other=tiles)
+        end = gl.load(
+            cells + 3 * tiles + tile_m + 1, mask=tile_m + 1 < gl.minimum(tiles, tiles_m), other=tiles
+        )
+        some = at < end
+        slot, start, count, at = _adapter_from(cells, tiles, gl.minimum(at, tiles - 1), end)
+        rank = gl.load(table + slot * columns).to(gl.int32)
+        address = gl.load(table + slot * columns + column + part)
+        wide = gl.where((address != 0) & (count > 0), rank * MULTIPLE, 0)
+        matrix = address.to(gl.pointer_type(dtype))
+        low, up = _operands(
+            u, matrix, row, col, start, count, width, part * rank, 0, wide, gl.load(scales + slot),
+            stride_u, STEP, by_row, by_col,
+        )  # fmt: skip
+        for step in range(rounds):
+            mbarrier.wait(full.index(stage), phase)
+            other = right.index(stage)
+            if not TURNED:
+                other = other.permute((1, 0))
+            total = warpgroup_mma(left.index(stage), other, total, use_acc=step > 0, is_async=True)
+            total = warpgroup_mma_wait(1, deps=[total])
+            wait_for_all()  # all have read the stage before this one
+            ahead, index, m, n, k = _fetch(
+                x, w, left, right, full, ahead, index, m, n, k, tiles_m, tiles_n, rounds, TURNED, TOGETHER
+            )
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase = phase ^ 1
+        total = warpgroup_mma_wait(0, deps=[total])
+        done = 0
+        while some:
+            tma.store_wait(0)
+            wait_for_all()
+            low_shared.store(low)
+            up_shared.store(up)
+            fence_async_shared()
+            wait_for_all()
+            total = warpgroup_mma_wait(0, deps=[warpgroup_mma(low_shared, up_shared, total, is_async=True)])
+            done += STEP
+            if done >= wide:
+                done = 0
+                some = at < end
+                if some:
+                    slot, start, count, at = _adapter_from(cells, tiles, at, end)
+                    rank = gl.load(table + slot * columns).to(gl.int32)
+                    address = gl.load(table + slot * columns + column + part)
+                    wide = gl.where((address != 0) & (count > 0), rank * MULTIPLE, 0)
+                    matrix = address.to(gl.pointer_type(dtype))
+            if some:
+                low, up = _operands(
+                    u, matrix, row, col, start, count, width, part * rank, done, wide, gl.load(scales + slot),
+                    stride_u, STEP, by_row, by_col,
+                )  # fmt: skip
+        one, two = _halves(total.to(dtype))
+        first_quarter, second = _halves(one)
+        third, fourth = _halves(two)
+        _store(y, buffers, first_quarter, tile_m, tile_n, 0)
+        _store(y, buffers, second, tile_m, tile_n, 1)
+        _store(y, buffers, third, tile_m, tile_n, 2)
+        _store(y, buffers, fourth, tile_m, tile_n, 3)
+    tma.store_wait(0)
+
+
+@cache
+def _able(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether the kernel can do such a product, and soon: parts in whole tiles, rows that fill the device."""
+    wide = min(weight.shape) >= _FEATURES and max(weight.stride()) % 8 == 0
+    return rows >= FEWEST and wide and all(size % _COLUMNS == 0 for size in sizes) and _able(weight.device)
+
+
+def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+    return TensorDescriptor.from_tensor(x, list(block), layout)
+
+
+def _projected(
+    x: Tensor,
+    w_NK: Tensor,
+    u: Tensor,
+    y: Tensor,
+    table: Table,
+    tiles: Tiles,
+    column: int,
+    sizes: Sequence[int],
+    multiple: int,
+) -> None:
+    turned = w_NK.stride(0) == 1
+    weight = _descriptor(w_NK.t(), _FEATURES, _COLUMNS) if turned else _descriptor(w_NK, _COLUMNS, _FEATURES)
+    (rows, k), count = x.shape, tiles.cells.shape[1]
+    tiles_m, tiles_n = cdiv(rows, ALIGNED), y.shape[1] // _COLUMNS
+    n0, n1, n2 = (*sizes, 0, 0)[:3]
+    _project[(min(_MULTIPROCESSORS, tiles_m * tiles_n),)](
+        _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
+        u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column, n0, n1, n2,
+        u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
+        TURNED=turned, MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8, num_warps=8,
+    )  # fmt: skip
+
+
+def project(x: Tensor, weight: Tensor, u: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
+    """x · weightᵀ + scale · u · Bᵀ, `u` being `lora.shrink`'s of one split; the tiles must hold every row."""
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    _projected(x, weight, u, y, table, tiles, site.column + 1, site.outs, 1)
+    return y
+
+
+def project_back(
+    grad_y: Tensor, weight: Tensor, grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site
+) -> None:
+    """grad_x = grad_y · weight + scale · grad_u · A."""
+    parts = len(site.outs)
+    _projected(grad_y, weight.t(), grad_u, grad_x, table, tiles, site.column, [site.in_features], parts)
