@@ -77,12 +77,12 @@ def _look(
         inside = (key < length)[:, None] & (c < C)[None, :]
         place = key.to(tl.int64)[:, None] * stride + c[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * scale
+        scores = tl.dot(queries, tl.trans(keys))
         if MASK:
             scores = _visible(scores, query[:, None], key[None, :], length, WINDOW)
-        higher = tl.maximum(best, tl.max(scores, 1))
+        higher = tl.maximum(best, tl.max(scores, 1) * scale)
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[:, None])
+        weights = tl.exp2(scores * scale - level[:, None])
         fade = tl.exp2(best - level)
         mass = mass * fade + tl.sum(weights, 1)
         values = tl.load(v + place, mask=inside, other=0.0)
@@ -168,10 +168,10 @@ def _gather_keys(
         place = query.to(tl.int64)[:, None] * STRIDE + c[None, :]
         queries = tl.load(q + place, mask=inside, other=0.0)
         level, along = _halves(tl.load(sums + query))
-        scores = tl.dot(keys, tl.trans(queries)) * scale  # [keys, queries]
+        scores = tl.dot(keys, tl.trans(queries))  # [keys, queries]
         if MASK:
             scores = _visible(scores, query[None, :], key[:, None], length, WINDOW)
-        weights = tl.exp2(scores - level[None, :])
+        weights = tl.exp2(scores * scale - level[None, :])
         grads = tl.load(grad + place, mask=inside, other=0.0)
         grad_v = tl.dot(weights.to(grads.dtype), grads, grad_v)
         slope = weights * tl.dot(values, tl.trans(grads), tl.broadcast_to(-along[None, :], KEYS, BLOCK))
@@ -274,10 +274,10 @@ def _gather_queries(
         place = key.to(tl.int64)[:, None] * STRIDE + c[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0)
         values = tl.load(v + place, mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * scale
+        scores = tl.dot(queries, tl.trans(keys))
         if MASK:
             scores = _visible(scores, query[:, None], key[None, :], length, WINDOW)
-        weights = tl.exp2(scores - level[:, None])
+        weights = tl.exp2(scores * scale - level[:, None])
         slope = weights * tl.dot(grads, tl.trans(values), tl.broadcast_to(-along[:, None], BLOCK, BLOCK))
         grad_q = tl.dot(slope.to(keys.dtype), keys, grad_q)
     return grad_q
