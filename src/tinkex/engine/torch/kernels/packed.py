@@ -23,26 +23,35 @@ from torch import Tensor
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import power_of_2
 
-TILE, KEYS = 64, 128  # positions of a tile, and of one of keys where those stay
+TILE = 64  # positions of a tile; tiles of keys have more where those fit
 # Slopes may take this many times the queries' memory, about what the layer's MLP has given back when its
 # backward comes to the attention. Sequences of 2,500 tokens reach it with a head dim of 128.
 ROOM = 10
 
 
 class Tiles(NamedTuple):
-    """Tiles of queries and of keys, int32 [5, tiles], and how many tiles the slopes of one head have.
+    """Tiles of queries and of keys, int32 [5, tiles]: those with the most work first.
 
     A column: its sequence's first row and length, a position, and how many tiles of positions and of slopes
-    the sequences before it have. Slopes have a tile where a tile of queries sees one of keys.
+    the sequences before it have. Slopes have a tile where TILE queries see any of TILE keys.
     """
 
     queries: Tensor
     keys: Tensor
-    slopes: int
+    width: int  # of a tile of keys
+    slopes: int  # tiles of one head
 
 
-def cut(lengths: Sequence[int], put: Callable[[np.ndarray], Tensor]) -> Tiles:
-    """Tiles with the most work first: late queries, or early keys. `put` brings an array to the device."""
+def width_for(x_THC: Tensor) -> int:
+    """How wide tiles of keys are: wider ones are quicker, and take 200 KiB of shared memory."""
+    wide = x_THC.shape[-1] <= 128
+    if wide and x_THC.is_cuda:
+        wide = torch.cuda.get_device_properties(x_THC.device).shared_memory_per_block_optin >= 200 << 10
+    return 2 * TILE if wide else TILE
+
+
+def cut(lengths: Sequence[int], width: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:
+    """The sequences in tiles; `put` brings an array to the device."""
     counts = [-(-length // TILE) for length in lengths]
     slopes = [count * (count + 1) // 2 for count in counts]
     first, tile, slope = (np.cumsum([0, *sizes[:-1]]).tolist() for sizes in (lengths, counts, slopes))
@@ -53,7 +62,8 @@ def cut(lengths: Sequence[int], put: Callable[[np.ndarray], Tensor]) -> Tiles:
         columns.sort(key=lambda column: by(column[1], column[2]))
         return put(np.ascontiguousarray(np.array(columns, np.int32).T))
 
-    return Tiles(cells(TILE, lambda n, at: -at), cells(KEYS, lambda n, at: at - n), sum(slopes))
+    queries, keys = cells(TILE, lambda n, at: -at), cells(width, lambda n, at: at - n)  # late, and early ones
+    return Tiles(queries, keys, width, sum(slopes))
 
 
 @triton.jit
@@ -363,8 +373,8 @@ def backward(
     given = (q_THC, k_TGC, v_TGC, grad_THC, sums)
     _backward_keys[(g, tiles.keys.shape[1])](
         *given, slopes, grad_k, grad_v, tiles.keys, tiles.keys.shape[1], count, tiles.slopes, *scales,
-        **shape, WINDOW=window or 0, STORE=store, KEYS=KEYS, **blocks,
-        num_warps=KEYS // 16, num_stages=3 if c <= 128 else 1,
+        **shape, WINDOW=window or 0, STORE=store, KEYS=tiles.width, **blocks,
+        num_warps=tiles.width // 16, num_stages=3 if tiles.width > TILE else 2,
     )  # fmt: skip
     if store:
         heads = 2 - h // g % 2  # that share their keys
