@@ -159,29 +159,48 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool, 
 # -- packed attention --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 21, 200])
+@pytest.mark.parametrize("window", [None, 21, 100])
 @pytest.mark.parametrize(
     ("heads", "dim"),
     [((6, 2), 24), ((4, 4), 64)] if INTERPRETED else [((6, 2), 24), ((4, 4), 64), ((4, 1), 128)],
 )
 def test_packed_attention(window: int | None, heads: tuple[int, int], dim: int):
-    """Sequences from one token to several tiles: the output and all three gradients."""
-    (h, g), lengths = heads, [1, 150, 64, 17] if INTERPRETED else [1, 300, 128, 17, 129]
+    """Sequences from one token to several tiles."""
+    lengths = [1, 250, 64, 17] if INTERPRETED else [1, 300, 128, 17, 129]
+    check_packed_attention(lengths, heads, dim, window)
+
+
+@pytest.mark.parametrize(("heads", "dim", "width"), [((3, 1), 24, 128), ((4, 2), 40, 64), ((2, 2), 64, 128)])
+def test_slopes_are_kept_or_computed_again(monkeypatch, heads: tuple[int, int], dim: int, width: int):
+    """Sequences up to, at and beyond a tile's end: the gradients are the same either way."""
+    lengths = [63, 1, 65, 200, 64]
+    grad_q, *others = check_packed_attention(lengths, heads, dim, None, width)
+    monkeypatch.setattr(packed, "ROOM", 0)
+    again_q, *again = check_packed_attention(lengths, heads, dim, None, width)
+    assert off(again_q, grad_q) < (1e-6 if INTERPRETED else 1e-3)  # scores are k·q there and q·k here
+    for one, other in zip(again, others, strict=True):
+        assert torch.equal(one, other)
+
+
+def check_packed_attention(
+    lengths: list[int], heads: tuple[int, int], dim: int, window: int | None, width: int = 128
+) -> tuple[Tensor, ...]:
+    """The output and all three gradients are what autograd gives in double; the gradients."""
+    h, g = heads
     q, k, v = (random(sum(lengths), n, dim, seed=i) for i, n in enumerate((h, g, g)))
     grad = random(sum(lengths), h, dim, seed=3)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     pieces = zip(*(x.split(lengths) for x in leaves), strict=True)
     want = torch.cat([attention(*piece, window) for piece in pieces])
     want.backward(grad.double())
-    sizes = ((packed.QUERIES, True), (packed.KEYS, False))
-    cut = [packed.cut_tiles(lengths, size, later_first=first) for size, first in sizes]
-    tiles = packed.Tiles(*(torch.from_numpy(one).to(DEVICE) for one in cut))
+    tiles = packed.cut(lengths, width, lambda array: torch.from_numpy(array).to(DEVICE))
     out, lse = packed.forward(q, k, v, tiles, window)
     assert off(out, want.detach()) < 8e-3
     back = packed.backward(grad, q, k, v, out, lse, tiles, window)
     for got, leaf in zip(back, leaves, strict=True):
         assert leaf.grad is not None
         assert off(got, leaf.grad) < 1.5e-2
+    return back
 
 
 # -- paged attention ---------------------------------------------------------------------------------------

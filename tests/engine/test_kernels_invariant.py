@@ -111,11 +111,7 @@ def test_packed_attention_in_the_samplers_tiles(window: int | None):
     """It gives what the trainer's own kernel gives, and a sequence the same alone."""
     (h, g, c), lengths = (6, 2, 24), [1, 70, 17]
     q, k, v = (random(sum(lengths), n, c, seed=i) for i, n in enumerate((h, g, g)))
-    cut = [
-        packed.cut_tiles(lengths, size, later_first=first)
-        for size, first in ((packed.QUERIES, True), (packed.KEYS, False))
-    ]
-    tiles = packed.Tiles(*(torch.from_numpy(one).to(DEVICE) for one in cut))
+    tiles = packed.cut(lengths, packed.TILE, lambda array: torch.from_numpy(array).to(DEVICE))
     want, want_lse = packed.forward(q, k, v, tiles, window)
     got, lse = PackedForward(lengths, DEVICE)(q, k, v, window)
     assert_near(got, want)

@@ -100,11 +100,8 @@ class PackedAttend:
         from tinkex.engine.torch.kernels import packed
 
         if self._tiles is None:
-            arrays = (
-                packed.cut_tiles(self._lengths, packed.QUERIES, later_first=True),
-                packed.cut_tiles(self._lengths, packed.KEYS, later_first=False),
-            )
-            self._tiles = packed.Tiles(*(to_device(array, q_THC.device) for array in arrays))
+            width, device = packed.width_for(q_THC), q_THC.device
+            self._tiles = packed.cut(self._lengths, width, lambda array: to_device(array, device))
         if self._invariant:
             return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._in_sampler_tiles(q_THC))  # type: ignore[return-value]
         window = None if window is None or window >= max(self._lengths) else window

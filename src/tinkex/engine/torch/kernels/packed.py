@@ -1,16 +1,17 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
 """Causal attention within the sequences of a packed batch, forward and backward, with sliding windows.
 
 Work comes in tiles of one sequence's positions, the longest first, so that ragged batches fill the device.
-The backward gathers the gradients of a kv head over the query heads that share it; the order of every sum is
-fixed. `attention.attend_plain` is the plain path. Knows nothing of autograd.
+The backward gathers the gradients of a kv head over the query heads that share it, and keeps the slopes that
+it met (the gradients to the scores) for the queries' gradient, unless they are too many. The order of every
+sum is fixed. `attention.attend_plain` is the plain path. Knows nothing of autograd.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim. Logarithms are to base 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,22 +23,47 @@ from torch import Tensor
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import power_of_2
 
-QUERIES, KEYS = 64, 64  # positions of a tile: of queries where they stay, of keys where those do
+TILE = 64  # positions of a tile; tiles of keys have more where those fit
+# Slopes may take this many times the queries' memory, about what the layer's MLP has given back when its
+# backward comes to the attention. Sequences of 2,500 tokens reach it with a head dim of 128.
+ROOM = 10
 
 
 class Tiles(NamedTuple):
-    """Tiles of queries and of keys, int32 [3, tiles]: the sequence's first row, its length, a position."""
+    """Tiles of queries and of keys, int32 [5, tiles]: those with the most work first.
+
+    A column: its sequence's first row and length, a position, and how many tiles of positions and of slopes
+    the sequences before it have. Slopes have a tile where TILE queries see any of TILE keys.
+    """
 
     queries: Tensor
     keys: Tensor
+    width: int  # of a tile of keys
+    slopes: int  # tiles of one head
 
 
-def cut_tiles(lengths: Sequence[int], size: int, *, later_first: bool) -> np.ndarray:
-    """Tiles of `size` positions, those with the most work first: late queries, or early keys."""
-    starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    tiles = [(s, n, at) for s, n in zip(starts, lengths, strict=True) for at in range(0, n, size)]
-    tiles.sort(key=lambda tile: -tile[2] if later_first else tile[2] - tile[1])
-    return np.ascontiguousarray(np.array(tiles, np.int32).T)
+def width_for(x_THC: Tensor) -> int:
+    """How wide tiles of keys are: wider ones are quicker, and take 200 KiB of shared memory."""
+    wide = x_THC.shape[-1] <= 128
+    if wide and x_THC.is_cuda:
+        wide = torch.cuda.get_device_properties(x_THC.device).shared_memory_per_block_optin >= 200 << 10
+    return 2 * TILE if wide else TILE
+
+
+def cut(lengths: Sequence[int], width: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:
+    """The sequences in tiles; `put` brings an array to the device."""
+    counts = [-(-length // TILE) for length in lengths]
+    slopes = [count * (count + 1) // 2 for count in counts]
+    first, tile, slope = (np.cumsum([0, *sizes[:-1]]).tolist() for sizes in (lengths, counts, slopes))
+    sequences = list(zip(first, lengths, tile, slope, strict=True))
+
+    def cells(size: int, by: Callable[[int, int], int]) -> Tensor:
+        columns = [(row, n, at, *before) for row, n, *before in sequences for at in range(0, n, size)]
+        columns.sort(key=lambda column: by(column[1], column[2]))
+        return put(np.ascontiguousarray(np.array(columns, np.int32).T))
+
+    queries, keys = cells(TILE, lambda n, at: -at), cells(width, lambda n, at: at - n)  # late, and early ones
+    return Tiles(queries, keys, width, sum(slopes))
 
 
 @triton.jit
@@ -61,12 +87,12 @@ def _look(
         inside = (key < length)[:, None] & (c < C)[None, :]
         place = key.to(tl.int64)[:, None] * stride + c[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * scale
+        scores = tl.dot(queries, tl.trans(keys))
         if MASK:
             scores = _visible(scores, query[:, None], key[None, :], length, WINDOW)
-        higher = tl.maximum(best, tl.max(scores, 1))
+        higher = tl.maximum(best, tl.max(scores, 1) * scale)
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[:, None])
+        weights = tl.exp2(scores * scale - level[:, None])
         fade = tl.exp2(best - level)
         mass = mass * fade + tl.sum(weights, 1)
         values = tl.load(v + place, mask=inside, other=0.0)
@@ -82,7 +108,7 @@ def _forward(
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0), tl.program_id(1)
+    head, tile = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
     at = tl.load(cells + 2 * tiles + tile)
     query, c = at + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
@@ -110,81 +136,138 @@ def _forward(
     tl.store(lse + head * T + first + query, best + tl.log2(mass), mask=query < length)
 
 
+@triton.jit
+def _halves(both):
+    """The two numbers in fp32 that one in int64 holds."""
+    low, high = (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
 @launched
 @triton.jit
-def _along(out, grad, delta, T, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """delta = Σ out · grad of every token and head."""
-    token = tl.program_id(0).to(tl.int64)
-    head, c = tl.arange(0, HEADS), tl.arange(0, BLOCK_C)
-    inside = (head < H)[:, None] & (c < C)[None, :]
-    place = token * (H * C) + head[:, None] * C + c[None, :]
+def _along(
+    out, grad, lse, sums, cells, tiles, T,
+    H: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Each query's logarithm of its mass and Σ out · grad, side by side, with zeros up to a whole tile."""
+    head, tile = tl.program_id(0), tl.program_id(1)
+    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
+    at = tl.load(cells + 2 * tiles + tile)
+    query, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    inside = (query < length)[:, None] & (c < C)[None, :]
+    place = (first + query)[:, None] * (H * C) + head * C + c[None, :]
     o = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + head.to(tl.int64) * T + token, tl.sum(o * g, 1), mask=head < H)
+    level = tl.load(lse + head * T + first + query, mask=query < length, other=0.0)
+    cell = 2 * ((head * tiles + tl.load(cells + 3 * tiles + tile)) * BLOCK + query)
+    tl.store(sums + cell, level)
+    tl.store(sums + cell + 1, tl.sum(o * g, 1))
 
 
 @triton.jit
 def _gather_keys(
-    grad_k, grad_v, keys, values, q, grad, lse, delta, key, low, high, length, scale,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    grad_k, grad_v, keys, values, q, grad, sums, slopes, key, low, high, length, scale,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, STORE: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries low:high of one head give to a tile of keys and values."""
-    c = tl.arange(0, BLOCK_C)
+    row, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
     for start in range(low, high, BLOCK):
-        query = start + tl.arange(0, BLOCK)
+        query = start + row
         inside = (query < length)[:, None] & (c < C)[None, :]
         place = query.to(tl.int64)[:, None] * STRIDE + c[None, :]
         queries = tl.load(q + place, mask=inside, other=0.0)
-        level = tl.load(lse + query, mask=query < length, other=0.0)
-        scores = tl.dot(keys, tl.trans(queries)) * scale  # [keys, queries]
+        level, along = _halves(tl.load(sums + query))
+        scores = tl.dot(keys, tl.trans(queries))  # [keys, queries]
         if MASK:
             scores = _visible(scores, query[None, :], key[:, None], length, WINDOW)
-        weights = tl.exp2(scores - level[None, :])
+        weights = tl.exp2(scores * scale - level[None, :])
         grads = tl.load(grad + place, mask=inside, other=0.0)
         grad_v = tl.dot(weights.to(grads.dtype), grads, grad_v)
-        along = tl.load(delta + query, mask=query < length, other=0.0)
-        slopes = weights * (tl.dot(values, tl.trans(grads)) - along[None, :])
-        grad_k = tl.dot(slopes.to(queries.dtype), queries, grad_k)
+        slope = weights * tl.dot(values, tl.trans(grads), tl.broadcast_to(-along[None, :], KEYS, BLOCK))
+        slope = slope.to(queries.dtype)
+        grad_k = tl.dot(slope, queries, grad_k)
+        if STORE:
+            tile = start // BLOCK
+            to = slopes + (tile * (tile + 1) // 2).to(tl.int64) * (BLOCK * BLOCK)
+            to += tl.arange(0, KEYS)[:, None] * BLOCK + row[None, :]
+            if MASK and KEYS > BLOCK:  # tiles of later keys have no slopes, and their place is another's
+                tl.store(to, slope, mask=(key < start + BLOCK)[:, None])
+            else:
+                tl.store(to, slope)
     return grad_k, grad_v
 
 
 @launched
 @triton.jit
 def _backward_keys(
-    q, k, v, grad, lse, delta, out_k, out_v, cells, tiles, T, scale, scale2,
-    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    q, k, v, grad, sums, slopes, out_k, out_v, cells, tiles, query_tiles, stored, scale, scale2,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, STORE: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    tile, kv = tl.program_id(0), tl.program_id(1)
+    kv, tile = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
-    at = tl.load(cells + 2 * tiles + tile)
-    key, c = at + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
+    at = tl.multiple_of(tl.load(cells + 2 * tiles + tile), KEYS)
+    first_tile, first_slope = tl.load(cells + 3 * tiles + tile), tl.load(cells + 4 * tiles + tile)
+    key, c = at + tl.arange(0, KEYS), tl.arange(0, BLOCK_C)
     inside = (key < length)[:, None] & (c < C)[None, :]
     place = (first + key)[:, None] * (G * C) + kv * C + c[None, :]
     keys = tl.load(k + place, mask=inside, other=0.0)
     values = tl.load(v + place, mask=inside, other=0.0)
-    grad_k = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-    grad_v = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-    whole, end = tl.minimum(at + BLOCK_N, length), length  # queries from `whole` on see every key of the tile
+    grad_k = tl.zeros((KEYS, BLOCK_C), tl.float32)
+    grad_v = tl.zeros((KEYS, BLOCK_C), tl.float32)
+    whole, end = at + KEYS, length  # queries from `whole` on see every key of the tile
     if WINDOW > 0:
-        whole = tl.minimum(at + BLOCK_N + WINDOW, length)
+        whole += WINDOW
         end = whole
     for head in range(kv * (H // G), (kv + 1) * (H // G)):
         base = first * (H * C) + head * C
-        at_lse, at_delta = lse + head * T + first, delta + head * T + first
+        at_sums = sums + (head * query_tiles + first_tile) * BLOCK
+        at_slopes = slopes + (head * stored + first_slope + at // BLOCK).to(tl.int64) * (BLOCK * BLOCK)
         grad_k, grad_v = _gather_keys(
-            grad_k, grad_v, keys, values, q + base, grad + base, at_lse, at_delta, key,
-            at, whole, length, scale2,
-            MASK=True, WINDOW=WINDOW, BLOCK=BLOCK_M, STRIDE=H * C, C=C, BLOCK_C=BLOCK_C,
+            grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
+            at, tl.minimum(whole, length), length, scale2,
+            MASK=True, WINDOW=WINDOW, STORE=STORE, STRIDE=H * C,
+            BLOCK=BLOCK, KEYS=KEYS, C=C, BLOCK_C=BLOCK_C,
         )  # fmt: skip
         grad_k, grad_v = _gather_keys(
-            grad_k, grad_v, keys, values, q + base, grad + base, at_lse, at_delta, key,
+            grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
             whole, end, length, scale2,
-            MASK=False, WINDOW=WINDOW, BLOCK=BLOCK_M, STRIDE=H * C, C=C, BLOCK_C=BLOCK_C,
+            MASK=False, WINDOW=WINDOW, STORE=STORE, STRIDE=H * C,
+            BLOCK=BLOCK, KEYS=KEYS, C=C, BLOCK_C=BLOCK_C,
         )  # fmt: skip
     tl.store(out_k + place, grad_k * scale, mask=inside)
     tl.store(out_v + place, grad_v, mask=inside)
+
+
+@launched
+@triton.jit
+def _backward_slopes(
+    k, slopes, out_q, cells, tiles, stored, scale,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The gradient to a tile of queries, of HEADS heads that share their keys, from the slopes kept."""
+    group, tile = tl.program_id(0), tl.program_id(1)
+    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
+    at = tl.load(cells + 2 * tiles + tile)
+    number, c, row = at // BLOCK, tl.arange(0, BLOCK_C), tl.arange(0, BLOCK)
+    column = tl.arange(0, HEADS * BLOCK)
+    head, query = group * HEADS + column // BLOCK, at + column % BLOCK
+    of_head = head * stored + tl.load(cells + 4 * tiles + tile) + number * (number + 1) // 2
+    slopes += (
+        of_head.to(tl.int64)[None, :] * (BLOCK * BLOCK) + row[:, None] * BLOCK + (column % BLOCK)[None, :]
+    )
+    k += first * (G * C) + group * HEADS // (H // G) * C
+    grad_q = tl.zeros((HEADS * BLOCK, BLOCK_C), tl.float32)
+    for start in range(0, at + BLOCK, BLOCK):
+        key = start + row
+        inside = (key < length)[:, None] & (c < C)[None, :]
+        slope = tl.load(slopes + start * BLOCK)  # [keys, queries]
+        keys = tl.load(k + key.to(tl.int64)[:, None] * (G * C) + c[None, :], mask=inside, other=0.0)
+        grad_q = tl.dot(tl.trans(slope), keys, grad_q)
+    place = (first + query)[:, None] * (H * C) + head[:, None] * C + c[None, :]
+    tl.store(out_q + place, grad_q * scale, mask=(query < length)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
@@ -201,46 +284,46 @@ def _gather_queries(
         place = key.to(tl.int64)[:, None] * STRIDE + c[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0)
         values = tl.load(v + place, mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * scale
+        scores = tl.dot(queries, tl.trans(keys))
         if MASK:
             scores = _visible(scores, query[:, None], key[None, :], length, WINDOW)
-        weights = tl.exp2(scores - level[:, None])
-        slopes = weights * (tl.dot(grads, tl.trans(values)) - along[:, None])
-        grad_q = tl.dot(slopes.to(keys.dtype), keys, grad_q)
+        weights = tl.exp2(scores * scale - level[:, None])
+        slope = weights * tl.dot(grads, tl.trans(values), tl.broadcast_to(-along[:, None], BLOCK, BLOCK))
+        grad_q = tl.dot(slope.to(keys.dtype), keys, grad_q)
     return grad_q
 
 
 @launched
 @triton.jit
 def _backward_queries(
-    q, k, v, grad, lse, delta, out_q, cells, tiles, T, scale, scale2,
+    q, k, v, grad, sums, out_q, cells, tiles, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0), tl.program_id(1)
+    head, tile = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
     at = tl.load(cells + 2 * tiles + tile)
-    query, c = at + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
+    query, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
     inside = (query < length)[:, None] & (c < C)[None, :]
     place = (first + query)[:, None] * (H * C) + head * C + c[None, :]
     queries = tl.load(q + place, mask=inside, other=0.0)
     grads = tl.load(grad + place, mask=inside, other=0.0)
-    level = tl.load(lse + head * T + first + query, mask=query < length, other=0.0)
-    along = tl.load(delta + head * T + first + query, mask=query < length, other=0.0)
+    first_tile = tl.load(cells + 3 * tiles + tile)
+    level, along = _halves(tl.load(sums + (head * tiles + first_tile) * BLOCK + query))
     kv = first * (G * C) + head // (H // G) * C
-    low, end = 0, tl.minimum(at + BLOCK_M, length)
-    whole = at // BLOCK_N * BLOCK_N
+    low, end = 0, tl.minimum(at + BLOCK, length)
+    whole = at
     if WINDOW > 0:
-        low = tl.maximum(at - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        low = tl.maximum(at - WINDOW + 1, 0) // BLOCK * BLOCK
         whole = low
-    grad_q = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    grad_q = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     grad_q = _gather_queries(
         grad_q, queries, grads, level, along, k + kv, v + kv, query, low, whole, length, scale2,
-        MASK=False, WINDOW=WINDOW, BLOCK=BLOCK_N, STRIDE=G * C, C=C, BLOCK_C=BLOCK_C,
+        MASK=False, WINDOW=WINDOW, BLOCK=BLOCK, STRIDE=G * C, C=C, BLOCK_C=BLOCK_C,
     )  # fmt: skip
     grad_q = _gather_queries(
         grad_q, queries, grads, level, along, k + kv, v + kv, query, whole, end, length, scale2,
-        MASK=True, WINDOW=WINDOW, BLOCK=BLOCK_N, STRIDE=G * C, C=C, BLOCK_C=BLOCK_C,
+        MASK=True, WINDOW=WINDOW, BLOCK=BLOCK, STRIDE=G * C, C=C, BLOCK_C=BLOCK_C,
     )  # fmt: skip
     tl.store(out_q + place, grad_q * scale, mask=inside)
 
@@ -257,9 +340,9 @@ def forward(
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
     out, lse = torch.empty_like(q_THC), torch.empty(h, tokens, dtype=torch.float32, device=q_THC.device)
     count = tiles.queries.shape[1]
-    _forward[(count, h)](
+    _forward[(h, count)](
         q_THC, k_TGC, v_TGC, out, lse, tiles.queries, count, tokens, c**-0.5 * _LOG2E,
-        H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=QUERIES, BLOCK_N=64,
+        H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=TILE, BLOCK_N=64,
         BLOCK_C=_columns(c), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, lse
@@ -277,22 +360,33 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients to q, k and v."""
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
-    delta, block_c = torch.empty_like(lse), _columns(c)
-    _along[(tokens,)](out_THC, grad_THC, delta, tokens, H=h, C=c, HEADS=power_of_2(h), BLOCK_C=block_c)
+    blocks = {"BLOCK": TILE, "BLOCK_C": _columns(c)}
+    cells, count = tiles.queries, tiles.queries.shape[1]
+    sums = torch.empty(h, count * TILE, dtype=torch.int64, device=lse.device)
+    _along[(h, count)](
+        out_THC, grad_THC, lse, sums.view(torch.float32), cells, count, tokens, H=h, C=c, **blocks
+    )
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q_THC, k_TGC, v_TGC))
-    shape = {"H": h, "G": g, "C": c, "WINDOW": window or 0, "BLOCK_C": block_c}
-    scales = c**-0.5, c**-0.5 * _LOG2E
-    given = (q_THC, k_TGC, v_TGC, grad_THC, lse, delta)
-    count = tiles.keys.shape[1]
-    _backward_keys[(count, g)](
-        *given, grad_k, grad_v, tiles.keys, count, tokens, *scales,
-        **shape, BLOCK_M=64, BLOCK_N=KEYS, num_warps=4, num_stages=2,
+    store = window is None and tiles.slopes * TILE**2 <= ROOM * tokens * c
+    slopes = q_THC.new_empty(h, tiles.slopes, TILE, TILE) if store else grad_q  # [keys, queries]
+    shape, scales = {"H": h, "G": g, "C": c}, (c**-0.5, c**-0.5 * _LOG2E)
+    given = (q_THC, k_TGC, v_TGC, grad_THC, sums)
+    _backward_keys[(g, tiles.keys.shape[1])](
+        *given, slopes, grad_k, grad_v, tiles.keys, tiles.keys.shape[1], count, tiles.slopes, *scales,
+        **shape, WINDOW=window or 0, STORE=store, KEYS=tiles.width, **blocks,
+        num_warps=tiles.width // 16, num_stages=3 if tiles.width > TILE else 2,
     )  # fmt: skip
-    count = tiles.queries.shape[1]
-    _backward_queries[(count, h)](
-        *given, grad_q, tiles.queries, count, tokens, *scales,
-        **shape, BLOCK_M=QUERIES, BLOCK_N=64, num_warps=4, num_stages=2,
-    )  # fmt: skip
+    if store:
+        heads = 2 - h // g % 2  # that share their keys
+        _backward_slopes[(h // heads, count)](
+            k_TGC, slopes, grad_q, cells, count, tiles.slopes, scales[0],
+            **shape, HEADS=heads, **blocks, num_warps=4 * heads, num_stages=3,
+        )  # fmt: skip
+    else:
+        _backward_queries[(h, count)](
+            *given, grad_q, cells, count, *scales,
+            **shape, WINDOW=window or 0, **blocks, num_warps=4, num_stages=2,
+        )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
