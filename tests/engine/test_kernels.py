@@ -18,7 +18,7 @@ from tinkex.engine.streams import stream_keys
 from tinkex.engine.torch import grouped, plain, sample
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.kernels import draw, elementwise, logprobs, packed, paged
+from tinkex.engine.torch.kernels import draw, elementwise, logprobs, lora, packed, paged
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
@@ -148,6 +148,32 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool):
             assert off(one.grad, grads) < 1e-2
         else:
             assert not one.grad.any()
+
+
+@pytest.mark.parametrize("tile", [16, 128])
+def test_a_wide_part_is_written_by_several_programs(tile: int):
+    rows, rank, width = 150, 4, 1300
+    u, b = random(2, rows, rank, dtype=torch.float32), random(rank, width, seed=1)
+    table = lora.Table(
+        torch.tensor([[rank, 0, b.data_ptr()], [0, 0, 0]], device=DEVICE),
+        torch.full((2,), 0.5, device=DEVICE),
+        rank,
+    )
+    segments = [(0, 0, 100), (1, 100, 110), (0, 110, rows)]
+    tiles = lora.Tiles(torch.from_numpy(lora.cut_tiles(segments, tile)).to(DEVICE), tile)
+    y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
+    lora.write(u, y, table, tiles, lora.Site(1, 1, [width]))
+    want = 0.5 * u.sum(0) @ b.float()
+    want[100:110] = 0
+    assert off(y, want) < 1e-2
+    assert not y[100:110].any()
+
+
+def test_few_tiles_are_cut_into_more_programs():
+    assert 2 * 151_936 / lora.group_for([151_936], 2, 128) > 1000
+    assert lora.group_for([2048, 1024, 1024], 8, 128) == 128
+    assert lora.group_for([2048, 1024, 1024], 252, 128) == 1024
+    assert lora.group_for([1024], 252, 128) == 512
 
 
 # -- packed attention --------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 
 _PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
+_WRITING = 1000  # programs that keep it busy where all they do is write
+_FEW = 64  # tiles whose programs wait for memory; more of them hide it from each other
 _WIDEST = 128  # columns of u that one program holds
 
 
@@ -314,7 +316,7 @@ def _expanded(
     wide = 64 if table.invariant else power_of_2(multiple * table.widest)
     block_k = max(16, min(64, wide))
     blocks = sum(cdiv(size, block_n) for size in sizes)
-    stages = 2 if count <= 64 else 1  # few programs wait for memory, many hide it from each other
+    stages = 2 if count <= _FEW else 1
     _expand[(blocks, count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
@@ -324,12 +326,20 @@ def _expanded(
     )  # fmt: skip
 
 
+def group_for(sizes: Sequence[int], tiles: int, least: int) -> int:
+    """How many columns one program writes, as measured on an H200: fewer where few tiles would idle it."""
+    group = 512 if max(sizes) <= 1024 else 1024
+    while tiles <= _FEW and group > least and tiles * sum(cdiv(size, group) for size in sizes) < _WRITING:
+        group //= 2
+    return group
+
+
 def _written(
     u: Tensor, y: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
 ) -> None:
     count, block_k = tiles.cells.shape[1], max(16, power_of_2(multiple * table.widest))
     columns, warps = (64, 4) if tiles.rows < 64 or block_k > 128 else (128, 8)
-    group = 512 if max(sizes) <= 1024 else 1024
+    group = group_for(sizes, count, columns)
     _write[(sum(cdiv(size, group) for size in sizes), count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
