@@ -17,8 +17,9 @@ from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.streams import stream_keys
 from tinkex.engine.torch import grouped, plain, sample
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.architecture import Rope
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.kernels import draw, elementwise, logprobs, lora, packed, paged
+from tinkex.engine.torch.kernels import begin, draw, elementwise, logprobs, lora, packed, paged
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
@@ -257,6 +258,35 @@ def test_a_slot_below_zero_is_nowhere():
     paged.write(k, k, pool, pool, torch.tensor([-1, 2], device=DEVICE))
     assert torch.equal(pool[2], k[1, 0])
     assert not pool[[0, 1, 3]].any()
+
+
+# -- the beginning of a step -------------------------------------------------------------------------------
+
+
+def test_orders_are_spread_over_the_rows_of_a_step():
+    """Tokens of the host's and of the step before, a row that does nothing, and angles to the last bit."""
+    rows, capacity, page = 4, 6, 16
+    last = torch.tensor([70, 71, 72, 73, 74, 75], device=DEVICE)
+    orders = torch.full((begin.ORDERS, capacity), -1, device=DEVICE)
+    orders[:4, 0] = torch.tensor([-1, 5, 33, 9 * page + 1])
+    orders[:4, 1] = torch.tensor([3, 0, 0, 4 * page])
+    orders[:4, 3] = torch.tensor([0, 0, 60, 2 * page + 12])
+    rope = Rope(tuple(1.0 / 100.0 ** (i / 12) for i in range(12)), 1.25)
+    known = rope.angles(torch.arange(64, device=DEVICE), BF16)
+    tokens, slots = torch.empty(2, rows, dtype=torch.int64, device=DEVICE)
+    cells = torch.empty(4, rows, dtype=torch.int32, device=DEVICE)
+    table = torch.full((capacity, 4), -7, dtype=torch.int32, device=DEVICE)
+    cos, sin = torch.full((2, rows, 12), torch.nan, dtype=BF16, device=DEVICE)
+    begin.begin(orders, last, tokens, slots, cells, table, page, known, (cos, sin))
+    assert tokens.tolist() == [5, 73, 0, 70]
+    assert slots.tolist() == [9 * page + 1, 4 * page, -1, 2 * page + 12]
+    assert cells.tolist() == [[0, 1, 2, 3], [1, 1, 0, 1], [33, 0, -1, 60], [0, 1, 2, 3]]
+    want = torch.full_like(table, -7)
+    want[0, 2], want[1, 0], want[3, 3] = 9, 4, 2
+    assert torch.equal(table, want)
+    told = rope.angles(torch.tensor([33, 0, 0, 60], device=DEVICE), BF16)
+    assert torch.equal(cos, told[0])
+    assert torch.equal(sin, told[1])
 
 
 # -- drawing -----------------------------------------------------------------------------------------------

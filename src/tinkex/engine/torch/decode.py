@@ -120,6 +120,8 @@ class Graphs:
         def static(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        everywhere = torch.arange(self.width * PAGE, device=device)
+        self._angles = decoder.config.rope.angles(everywhere, decoder.unembed_weight.dtype)
         self.orders = static(begin.ORDERS, self.capacity)
         self.table = static(self.capacity, self.width, dtype=torch.int32)
         self.temperature = static(self.capacity, dtype=torch.float32)
@@ -174,9 +176,12 @@ class Graphs:
         return _TableLora(self._sites, table, tiles, self._beside)
 
     def _step(self, key: Key) -> None:
-        tokens, positions, slots = torch.empty(3, key.rows, dtype=torch.int64, device=self.device)
+        tokens, slots = torch.empty(2, key.rows, dtype=torch.int64, device=self.device)
         cells = torch.empty(4, key.rows, dtype=torch.int32, device=self.device)
-        begin.begin(self.orders, self.tokens, tokens, positions, slots, cells, self.table, PAGE)
+        cos, sin = self._angles[0].new_empty(2, key.rows, self._angles[0].shape[1])
+        begin.begin(
+            self.orders, self.tokens, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin)
+        )
         tile = tile_tokens((), self._decoder.invariant)
         queries = paged.Queries(cells, self.table, tile, splits_for(key.rows * self._cache.heads, tile))
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
@@ -184,7 +189,7 @@ class Graphs:
         if key.tiles:
             tiles = lora_kernel.Tiles(self.cells(key.tiles), key.tile_rows)
             lora = self.hook(self.seats.table(key.rank), tiles)
-        h_BD = self._decoder(tokens, positions, attend, lora)
+        h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
         vocab = self._decoder.config.vocab_size
         drawn = self.tokens, self.logprobs
