@@ -170,6 +170,18 @@ def test_a_wide_part_is_written_by_several_programs(tile: int):
     assert not y[100:110].any()
 
 
+@pytest.mark.parametrize("tile", [16, 64, 128])
+def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
+    rows, rank, width, scale = 150, 4, 520, torch.ones(2, device=DEVICE)
+    x, a = random(rows, width), random(rank, width, seed=1) / width**0.5
+    table = lora.Table(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
+    cells = lora.cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
+    tiles = lora.Tiles(torch.from_numpy(cells).to(DEVICE), tile)
+    u = lora.shrink(x, table, tiles, lora.Site(1, width, [1])).float().sum(0)
+    there = [*range(21), *range(25, rows)]
+    assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
+
+
 def test_few_tiles_are_cut_into_more_programs():
     assert 2 * 151_936 / lora.group_for([151_936], 2, 128) > 1000
     assert lora.group_for([2048, 1024, 1024], 8, 128) == 128
