@@ -248,7 +248,7 @@ def gated_shape_for(rows: int, tile: int) -> Shape:
 
 
 def head_shape_for(rows: int, tile: int, heads: int) -> HeadShape | None:
-    """As measured on an H200; None where there are too few programs, and rotation is better left alone."""
+    """None where heads would make too few programs: then rotation is better left alone."""
     return HeadShape(64, 64) if tile > 64 and heads * cdiv(rows, 64) >= 96 else None
 
 

@@ -334,7 +334,7 @@ def _expanded(
 
 
 def group_for(sizes: Sequence[int], tiles: int, least: int) -> int:
-    """How many columns one program writes, as measured on an H200: fewer where few tiles would idle it."""
+    """How many columns one program writes: fewer where tiles are few, to have more programs."""
     group = 512 if max(sizes) <= 1024 else 1024
     while tiles <= _FEW and group > least and tiles * sum(cdiv(size, group) for size in sizes) < _WRITING:
         group //= 2
