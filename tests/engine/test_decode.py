@@ -40,7 +40,9 @@ class Graphs:
         self.orders = torch.zeros(begin.ORDERS, CAPACITY, dtype=torch.int64)
         self.table = torch.zeros(CAPACITY, self.width, dtype=torch.int32)
         self.temperature = torch.zeros(CAPACITY)
-        self.tokens, self.logprobs = torch.full((CAPACITY,), 7), torch.full((CAPACITY,), -1.0)
+        self.results = decode.Results.of(torch.zeros(2, CAPACITY, dtype=torch.int64))
+        self.results.tokens.fill_(7)
+        self.results.logprobs.fill_(-1.0)
 
     def has(self, rows: int) -> bool:
         return rows in self.there

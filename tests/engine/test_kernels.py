@@ -17,8 +17,9 @@ from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.streams import stream_keys
 from tinkex.engine.torch import grouped, plain, sample
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.architecture import Rope
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.kernels import draw, elementwise, logprobs, packed, paged
+from tinkex.engine.torch.kernels import begin, draw, elementwise, logprobs, lora, packed, paged
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
@@ -156,6 +157,44 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool, 
             assert not one.grad.any()
 
 
+@pytest.mark.parametrize("tile", [16, 128])
+def test_a_wide_part_is_written_by_several_programs(tile: int):
+    rows, rank, width = 150, 4, 1300
+    u, b = random(2, rows, rank, dtype=torch.float32), random(rank, width, seed=1)
+    table = lora.Table(
+        torch.tensor([[rank, 0, b.data_ptr()], [0, 0, 0]], device=DEVICE),
+        torch.full((2,), 0.5, device=DEVICE),
+        rank,
+    )
+    segments = [(0, 0, 100), (1, 100, 110), (0, 110, rows)]
+    tiles = lora.Tiles(torch.from_numpy(lora.cut_tiles(segments, tile)).to(DEVICE), tile)
+    y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
+    lora.write(u, y, table, tiles, lora.Site(1, 1, [width]))
+    want = 0.5 * u.sum(0) @ b.float()
+    want[100:110] = 0
+    assert off(y, want) < 1e-2
+    assert not y[100:110].any()
+
+
+@pytest.mark.parametrize("tile", [16, 64, 128])
+def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
+    rows, rank, width, scale = 150, 4, 520, torch.ones(2, device=DEVICE)
+    x, a = random(rows, width), random(rank, width, seed=1) / width**0.5
+    table = lora.Table(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
+    cells = lora.cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
+    tiles = lora.Tiles(torch.from_numpy(cells).to(DEVICE), tile)
+    u = lora.shrink(x, table, tiles, lora.Site(1, width, [1])).float().sum(0)
+    there = [*range(21), *range(25, rows)]
+    assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
+
+
+def test_few_tiles_are_cut_into_more_programs():
+    assert 2 * 151_936 / lora.group_for([151_936], 2, 128) > 1000
+    assert lora.group_for([2048, 1024, 1024], 8, 128) == 128
+    assert lora.group_for([2048, 1024, 1024], 252, 128) == 1024
+    assert lora.group_for([1024], 252, 128) == 512
+
+
 # -- packed attention --------------------------------------------------------------------------------------
 
 
@@ -256,6 +295,35 @@ def test_a_slot_below_zero_is_nowhere():
     paged.write(k, k, pool, pool, torch.tensor([-1, 2], device=DEVICE))
     assert torch.equal(pool[2], k[1, 0])
     assert not pool[[0, 1, 3]].any()
+
+
+# -- the beginning of a step -------------------------------------------------------------------------------
+
+
+def test_orders_are_spread_over_the_rows_of_a_step():
+    """Tokens of the host's and of the step before, a row that does nothing, and angles to the last bit."""
+    rows, capacity, page = 4, 6, 16
+    last = torch.tensor([70, 71, 72, 73, 74, 75], device=DEVICE)
+    orders = torch.full((begin.ORDERS, capacity), -1, device=DEVICE)
+    orders[:4, 0] = torch.tensor([-1, 5, 33, 9 * page + 1])
+    orders[:4, 1] = torch.tensor([3, 0, 0, 4 * page])
+    orders[:4, 3] = torch.tensor([0, 0, 60, 2 * page + 12])
+    rope = Rope(tuple(1.0 / 100.0 ** (i / 12) for i in range(12)), 1.25)
+    known = rope.angles(torch.arange(64, device=DEVICE), BF16)
+    tokens, slots = torch.empty(2, rows, dtype=torch.int64, device=DEVICE)
+    cells = torch.empty(4, rows, dtype=torch.int32, device=DEVICE)
+    table = torch.full((capacity, 4), -7, dtype=torch.int32, device=DEVICE)
+    cos, sin = torch.full((2, rows, 12), torch.nan, dtype=BF16, device=DEVICE)
+    begin.begin(orders, last, tokens, slots, cells, table, page, known, (cos, sin))
+    assert tokens.tolist() == [5, 73, 0, 70]
+    assert slots.tolist() == [9 * page + 1, 4 * page, -1, 2 * page + 12]
+    assert cells.tolist() == [[0, 1, 2, 3], [1, 1, 0, 1], [33, 0, -1, 60], [0, 1, 2, 3]]
+    want = torch.full_like(table, -7)
+    want[0, 2], want[1, 0], want[3, 3] = 9, 4, 2
+    assert torch.equal(table, want)
+    told = rope.angles(torch.tensor([33, 0, 0, 60], device=DEVICE), BF16)
+    assert torch.equal(cos, told[0])
+    assert torch.equal(sin, told[1])
 
 
 # -- drawing -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tests.engine.test_kernels_step import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import elementwise, lora, step
-from tinkex.engine.torch.kernels.adapted import Adapted, Shape, shape_for, suits
+from tinkex.engine.torch.kernels.adapted import Adapted, HeadShape, Shape, head_shape_for, shape_for, suits
 
 pytestmark = MARKS
 
@@ -21,6 +21,11 @@ shapes = pytest.mark.parametrize("shape", [Shape(32, 32, 1), Shape(16, 64, 4), S
 def adapted(site: Site, lengths: list[int]) -> tuple[Adapted, torch.Tensor, object]:
     x, weight, adapters, want, held = given(site, lengths)
     return Adapted(x, weight, adapters), want, held
+
+
+def angles(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = random(rows, dim // 2, seed=5).float()
+    return angle.cos().to(BF16), angle.sin().to(BF16)
 
 
 @lengths
@@ -44,12 +49,42 @@ def test_gate_and_up_become_one(lengths: list[int], shape: Shape) -> None:
 def test_as_whatever_reads_it_asks(lengths: list[int]) -> None:
     one, want, _held = adapted(QKV, lengths)
     assert_near((one.total(),), (want,))
-    angle = random(sum(lengths), DIM // 2, seed=5).float()
-    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+    cos, sin = angles(sum(lengths), DIM)
     told = plain.rotate(want, cos.float(), sin.float(), HEADS, None, 1e-5)[:3]
     assert_near(one.rotate(cos, sin, HEADS, None, 1e-5), told)
     one, want, _held = adapted(GATE_UP, lengths)
     assert_near((one.swiglu(),), (plain.swiglu(want),))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dim", "normed", "shape"),
+    [
+        ([1, 0, 0, 0], DIM, True, HeadShape(16, 32)),
+        ([20, 17, 2, 1], DIM, False, HeadShape(16, 128)),
+        ([20, 17, 2, 1], 24, True, HeadShape(32, 32)),  # not as many columns as there is room for
+        ([40, 33, 20, 40], DIM, True, HeadShape(32, 64)),
+        ([40, 33, 20, 40], DIM, True, HeadShape(64, 32, 8)),
+    ],
+)
+def test_rotation_on_the_way_is_rotation_afterwards(
+    lengths: list[int], dim: int, normed: bool, shape: HeadShape
+) -> None:
+    """Tiles of 64 rows, of which a program has some."""
+    x, weight, adapters, _want, _held = given(QKV, lengths, tile=64, dim=dim)
+    one, (cos, sin) = Adapted(x, weight, adapters), angles(sum(lengths), dim)
+    norms = (1 + 0.2 * random(dim, seed=6), 1 + 0.2 * random(dim, seed=7)) if normed else None
+    got = one.rotated(cos, sin, HEADS, norms, 1e-5, shape)
+    total = one.parts(Shape(16, shape.features))[0]
+    want = elementwise.rotate(total, cos, sin, HEADS, norms, 1e-5)[:3]
+    assert_near(got, want)
+    if INTERPRETED:  # on a GPU squares are added up in another order
+        assert all(map(torch.equal, got, want))
+
+
+def test_rotation_is_left_alone_where_heads_are_few() -> None:
+    assert head_shape_for(256, 128, 32) is not None
+    assert head_shape_for(256, 128, 15) is None
+    assert head_shape_for(64, 64, 32) is None
 
 
 def test_a_norm_adds_up_the_parts() -> None:
@@ -91,6 +126,10 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
     assert_near((one.total(), one.addend().sum(0)), (want, want))
     if len(outs) == 2:
         assert_near((one.swiglu(),), (plain.swiglu(want),))
+    if len(outs) == 3:
+        (cos, sin), norm = angles(rows, 128), random(128, seed=6)
+        wide = cos.float(), sin.float(), (16, 8), (norm.float(), norm.float()), 1e-5
+        assert_near(one.rotate(cos, sin, (16, 8), (norm, norm), 1e-5), plain.rotate(want, *wide)[:3])
 
 
 @pytest.mark.parametrize(

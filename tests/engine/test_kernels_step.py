@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.torch import grouped, plain
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.hooks import Part, Site, Sites
 from tinkex.engine.torch.kernels import lora, step
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
@@ -23,15 +23,10 @@ BOUND = 1e-5 if INTERPRETED else 1e-2
 
 HEADS, DIM, WIDTH, MLP = (4, 2), 32, 96, 160
 QKV, DOWN, GATE_UP = Site(0, "qkv"), Site(0, "down"), Site(0, "gate_up")
-SITES = {
-    QKV: (WIDTH, (Part("q", 128, "attn"), Part("k", 64, "attn"), Part("v", 64, "attn"))),
-    GATE_UP: (WIDTH, (Part("gate", MLP, "mlp"), Part("up", MLP, "mlp"))),
-    DOWN: (1100, (Part("down", WIDTH, "mlp"),)),
-}
 
 
-def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
-    one = Adapter.fresh(LoraConfig(rank=rank, seed=seed, **flags), SITES, DEVICE)
+def adapter(sites: Sites, rank: int, seed: int, **flags: bool) -> Adapter:
+    one = Adapter.fresh(LoraConfig(rank=rank, seed=seed, **flags), sites, DEVICE)
     one.flat.copy_(0.3 * torch.randn(one.flat.shape, generator=torch.Generator().manual_seed(seed)))
     return one
 
@@ -50,12 +45,22 @@ class Given(NamedTuple):
     held: list[Adapter | None]
 
 
-def given(site: Site, lengths: list[int]) -> Given:
+def sites_of(dim: int) -> Sites:
+    h, g = (heads * dim for heads in HEADS)
+    return {
+        QKV: (WIDTH, (Part("q", h, "attn"), Part("k", g, "attn"), Part("v", g, "attn"))),
+        GATE_UP: (WIDTH, (Part("gate", MLP, "mlp"), Part("up", MLP, "mlp"))),
+        DOWN: (1100, (Part("down", WIDTH, "mlp"),)),
+    }
+
+
+def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM) -> Given:
     """Rows of four adapters, of which one is none and one has nothing on the MLP."""
-    in_features, parts = SITES[site]
+    sites = sites_of(dim)
+    in_features, parts = sites[site]
     outs, rows = sum(part.out_features for part in parts), sum(lengths)
     x, weight = random(rows, in_features), random(in_features, outs, seed=1).t() / in_features**0.5
-    ones = [adapter(4, 1), None, adapter(16, 2, train_mlp=False), adapter(8, 3)]
+    ones = [adapter(sites, 4, 1), None, adapter(sites, 16, 2, train_mlp=False), adapter(sites, 8, 3)]
     want = PlainLora(ones, lengths)(site, x.float(), x.float() @ weight.float().t())
     there = [one for one in ones if one is not None]
     table = torch.from_numpy(grouped.table_rows(there, [one.flat_as(BF16) for one in there]))
@@ -63,10 +68,10 @@ def given(site: Site, lengths: list[int]) -> Given:
     scales = torch.tensor([one.scale for one in there] + [0.0])
     slots = iter(there.index(one) if one in there else len(there) for one in ones)
     starts = [sum(lengths[:i]) for i in range(5)]
-    cells = lora.cut_tiles([(next(slots), a, b) for a, b in pairwise(starts)], 16)
+    cells = lora.cut_tiles([(next(slots), a, b) for a, b in pairwise(starts)], tile)
     adapters = step.Adapters(
         lora.Table(table.to(DEVICE), scales.to(DEVICE), 16),
-        lora.Tiles(torch.from_numpy(cells.copy()).to(DEVICE), 16),
+        lora.Tiles(torch.from_numpy(cells.copy()).to(DEVICE), tile),
         lora.Site(grouped.column_of(site), in_features, [part.out_features for part in parts]),
     )
     return Given(x, weight, adapters, want, ones)

@@ -55,6 +55,19 @@ class Key(NamedTuple):
     rank: int = 0  # the largest, rounded up
 
 
+class Results(NamedTuple):
+    """Tokens and logprobs (float32) of every row, in one piece of memory: one copy brings both."""
+
+    whole: Tensor  # int64 [2, rows], of which the second half's half is used
+    tokens: Tensor
+    logprobs: Tensor
+
+    @classmethod
+    def of(cls, whole: Tensor) -> Results:
+        tokens, rest = whole
+        return cls(whole, tokens, rest.view(torch.float32)[: len(tokens)])
+
+
 class _TableLora(Projecting):
     """The `LoraHook` inside a graph: whichever adapters the table names when it is replayed."""
 
@@ -120,11 +133,13 @@ class Graphs:
         def static(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        everywhere = torch.arange(self.width * PAGE, device=device)
+        self._angles = decoder.config.rope.angles(everywhere, decoder.unembed_weight.dtype)
         self.orders = static(begin.ORDERS, self.capacity)
         self.table = static(self.capacity, self.width, dtype=torch.int32)
         self.temperature = static(self.capacity, dtype=torch.float32)
         self.seats = Seats(decoder, self.capacity)
-        self.tokens, self.logprobs = static(self.capacity), static(self.capacity, dtype=torch.float32)
+        self.results = Results.of(static(2, self.capacity))
         self._cells: dict[int, Tensor] = {}
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
@@ -146,12 +161,12 @@ class Graphs:
     @torch.inference_mode()
     def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
         # compiles kernels and sizes workspaces outside the graph, and must leave no trace: no row is active
-        saved = self.orders.clone(), self.tokens.clone()
+        saved = self.orders.clone(), self.results.tokens.clone()
         self.orders[3].fill_(-1)
         for _ in range(2):
             self._step(key)
         self.orders.copy_(saved[0])
-        self.tokens.copy_(saved[1])
+        self.results.tokens.copy_(saved[1])
         return self.capture(lambda: self._step(key))
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -174,9 +189,11 @@ class Graphs:
         return _TableLora(self._sites, table, tiles, self._beside)
 
     def _step(self, key: Key) -> None:
-        tokens, positions, slots = torch.empty(3, key.rows, dtype=torch.int64, device=self.device)
+        tokens, slots = torch.empty(2, key.rows, dtype=torch.int64, device=self.device)
         cells = torch.empty(4, key.rows, dtype=torch.int32, device=self.device)
-        begin.begin(self.orders, self.tokens, tokens, positions, slots, cells, self.table, PAGE)
+        cos, sin = self._angles[0].new_empty(2, key.rows, self._angles[0].shape[1])
+        _, last, logprobs = self.results
+        begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
         tile = tile_tokens((), self._decoder.invariant)
         queries = paged.Queries(cells, self.table, tile, splits_for(key.rows * self._cache.heads, tile))
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
@@ -184,13 +201,10 @@ class Graphs:
         if key.tiles:
             tiles = lora_kernel.Tiles(self.cells(key.tiles), key.tile_rows)
             lora = self.hook(self.seats.table(key.rank), tiles)
-        h_BD = self._decoder(tokens, positions, attend, lora)
+        h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
-        vocab = self._decoder.config.vocab_size
-        drawn = self.tokens, self.logprobs
-        draw.draw(
-            logits_BV, self.temperature, self.orders[4], vocab, *drawn, invariant=self._decoder.invariant
-        )
+        vocab, invariant = self._decoder.config.vocab_size, self._decoder.invariant
+        draw.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
 
 
 @dataclass
@@ -198,8 +212,7 @@ class Flight:
     """A step that was launched: its rows' sequences, and where the results will be."""
 
     rows: list[tuple[int, Sequence]]
-    tokens: Tensor
-    logprobs: Tensor
+    results: Results
     done: torch.cuda.Event
 
 
@@ -216,11 +229,11 @@ class Pipeline:
         self._launched = 0
         capacity = graphs.capacity
 
-        def pinned(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros((_RING, *shape), dtype=dtype).pin_memory()
+        def pinned(*shape: int) -> Tensor:
+            return torch.zeros((_RING, *shape), dtype=torch.int64).pin_memory()
 
         self._orders = pinned(begin.ORDERS, capacity)
-        self._tokens, self._logprobs = pinned(capacity), pinned(capacity, dtype=torch.float32)
+        self._results = [Results.of(turn) for turn in pinned(2, capacity)]
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
         self._key, self._spare = Key(1), 0  # what graph serves the rows, and for how many steps too large
 
@@ -296,19 +309,19 @@ class Pipeline:
         orders[4, rows] = keys.view(np.int64)
         graphs.orders.copy_(self._orders[turn], non_blocking=True)
         graphs.replay(self._key)
-        self._tokens[turn].copy_(graphs.tokens, non_blocking=True)
-        self._logprobs[turn].copy_(graphs.logprobs, non_blocking=True)
+        results = self._results[turn]
+        results.whole.copy_(graphs.results.whole, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         for sequence in sequences:
             sequence.flying += 1
         seated = list(zip(rows.tolist(), sequences, strict=True))
-        return Flight(seated, self._tokens[turn], self._logprobs[turn], done)
+        return Flight(seated, results, done)
 
 
 def _land(flight: Flight) -> Landed:
     flight.done.synchronize()
-    tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
+    tokens, logprobs = flight.results.tokens.tolist(), flight.results.logprobs.tolist()
     for _, sequence in flight.rows:
         sequence.flying -= 1
     return [(sequence, tokens[row], logprobs[row]) for row, sequence in flight.rows]

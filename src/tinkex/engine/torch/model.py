@@ -189,8 +189,21 @@ class Decoder(nn.Module):
         checkpoint: bool = False,
     ) -> Tensor:
         """The final-normed hidden states [T, D]; `checkpoint` recomputes each layer in the backward."""
+        angles = self.config.rope.angles(positions_T, self.embedding.dtype)
+        return self.at_angles(tokens_T, angles, attend, lora, checkpoint=checkpoint)
+
+    def at_angles(
+        self,
+        tokens_T: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        lora: LoraHook | None = None,
+        *,
+        checkpoint: bool = False,
+    ) -> Tensor:
+        """The same where cos and sin of the positions are at hand: [T, C / 2] each, as `Rope` gives them."""
         stream, delta_TD = Stream(F.embedding(tokens_T, self.embedding)), None
-        args = (self.config.rope.angles(positions_T, self.embedding.dtype), attend, lora)
+        args = (angles, attend, lora)
         for layer in self.layers:
             assert isinstance(layer, Layer)
             if checkpoint:

@@ -4,10 +4,11 @@
 Every program multiplies its rows with its columns of the weight and with all of A, and adds what that gives
 by B before it writes: x·Aᵀ is computed anew for every block of columns, which costs less than a launch and a
 wait. A sum that is cut into parts needs no exchange: each part adds its own (x·Aᵀ)·Bᵀ, and the norm that
-follows adds up. SwiGLU is done on the way. Rows come in the tiles of `lora`, which must hold every row.
-Knows nothing of sites' meaning or of graphs.
+follows adds up. SwiGLU and rotation are done on the way. Rows come in the tiles of `lora`, which must hold
+every row. Knows nothing of sites' meaning or of graphs.
 
-Shapes: M rows, I in-features, O out-features, F MLP width, S parts of a sum.
+Shapes: M rows, I in-features, O out-features, F MLP width, S parts of a sum, H query heads, G kv heads,
+C head dim.
 """
 
 from __future__ import annotations
@@ -142,6 +143,76 @@ def _gated(
         tl.store(y + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
 
 
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _rotated(
+    x, w, cos, sin, q_norm, k_norm, q, k, v, table, scales, cells, tiles, columns, column, K, H, G, eps,
+    stride_x, stride_k, stride_n,
+    EVEN: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One head of some rows of a tile: as `_adapted` has it, rounded, then as `elementwise` rotates it.
+
+    BLOCK_N columns hold half of a head, since rotation needs both halves of every pair.
+    """
+    head, inside = tl.program_id(0), tl.program_id(1) % (TILE // BLOCK_M) * BLOCK_M
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1) // (TILE // BLOCK_M))
+    if count > inside:
+        part = tl.where(head < H, 0, tl.where(head < H + G, 1, 2))
+        before = tl.where(part == 0, 0, tl.where(part == 1, H, H + G)) * C
+        width = tl.where(part == 0, H, G) * C
+        dtype = x.dtype.element_ty
+        m, n, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, RANK)
+        row, col = (start + inside + m).to(tl.int64), head * C - before + n
+        have_m, have_n = (inside + m < count)[:, None], (n < C // 2)[None, :]
+        b_low, rank, scale = b_of(
+            table, scales, slot, columns, column + 1, part, width, r, col, have_n, DTYPE=dtype
+        )
+        b_high, _, _ = b_of(
+            table, scales, slot, columns, column + 1, part, width, r, col + C // 2, have_n, DTYPE=dtype
+        )
+        address = tl.load(table + slot * columns + column)
+        matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + part * rank * K
+        have_r = (r < rank)[None, :]
+        w_low, places = w + (head * C + n)[None, :] * stride_n, x + row[:, None] * stride_x
+        w_high = w_low + C // 2 * stride_n
+        at = tl.arange(0, BLOCK_K)
+        here = (at < K)[:, None]
+        right_low = _block(w_low + at[:, None] * stride_k, have_n, here, EVEN)
+        right_high = _block(w_high + at[:, None] * stride_k, have_n, here, EVEN)
+        down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
+        after_previous()
+        angle, turned = row[:, None] * (C // 2) + n[None, :], have_m & have_n & (part < 2)
+        c, s = tl.load(cos + angle, mask=turned, other=0.0), tl.load(sin + angle, mask=turned, other=0.0)
+        left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
+        low, high, u = tl.dot(left, right_low), tl.dot(left, right_high), tl.dot(left, down)
+        for first in range(BLOCK_K, K, BLOCK_K):
+            at = first + tl.arange(0, BLOCK_K)
+            here = (at < K)[:, None]
+            left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
+            right_low = _block(w_low + at[:, None] * stride_k, have_n, here, EVEN)
+            right_high = _block(w_high + at[:, None] * stride_k, have_n, here, EVEN)
+            down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
+            low, high = tl.dot(left, right_low, low), tl.dot(left, right_high, high)
+            u = tl.dot(left, down, u)
+        low += tl.dot(u.to(dtype), b_low) * scale
+        high += tl.dot(u.to(dtype), b_high) * scale
+        a, b = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+        c, s = c.to(tl.float32), s.to(tl.float32)
+        if part < 2:
+            if NORM:
+                norm = tl.where(part == 0, q_norm, k_norm)
+                sums = tl.sum(tl.where(have_n, a * a, 0.0), 1) + tl.sum(tl.where(have_n, b * b, 0.0), 1)
+                rstd = tl.rsqrt(sums / C + eps)[:, None]
+                w_a = tl.load(norm + n[None, :], mask=have_n, other=0.0).to(tl.float32)
+                w_b = tl.load(norm + C // 2 + n[None, :], mask=have_n, other=0.0).to(tl.float32)
+                a, b = (a * rstd).to(dtype).to(tl.float32) * w_a, (b * rstd).to(dtype).to(tl.float32) * w_b
+            a, b = a * c - b * s, b * c + a * s
+        out = tl.where(part == 0, q, tl.where(part == 1, k, v)) + row[:, None] * width + col[None, :]
+        tl.store(out, a, mask=have_m & have_n)
+        tl.store(out + C // 2, b, mask=have_m & have_n)
+
+
 # -- launching -----------------------------------------------------------------------------------------
 
 
@@ -151,6 +222,14 @@ class Shape(NamedTuple):
     columns: int
     features: int  # that one round reads
     splits: int = 1
+    warps: int = 4
+
+
+class HeadShape(NamedTuple):
+    """How a product that is rotated at once is cut: always into heads."""
+
+    rows: int  # of one program
+    features: int
     warps: int = 4
 
 
@@ -174,6 +253,11 @@ def gated_shape_for(rows: int, tile: int) -> Shape:
     return Shape(64, 64, warps=8) if tile > 64 else Shape(32 if rows <= 64 else 64, 64)
 
 
+def head_shape_for(rows: int, tile: int, heads: int) -> HeadShape | None:
+    """None where heads would make too few programs: then rotation is better left alone."""
+    return HeadShape(64, 64) if tile > 64 and heads * cdiv(rows, 64) >= 96 else None
+
+
 @dataclass(frozen=True)
 class Adapted:
     """x · weightᵀ with every adapter's part, computed by whatever reads it: a `hooks.Pending`."""
@@ -194,7 +278,12 @@ class Adapted:
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
+        """q_MHC and k_MGC, normalised (if asked) and rotated, and v_MGC."""
+        (h, g), rows = heads, self.x_MI.shape[0]
+        shape = head_shape_for(rows, self.adapters.tiles.rows, h + 2 * g)
+        if shape is None:
+            return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
+        return self.rotated(cos, sin, heads, norms, eps, shape)
 
     def total(self) -> Tensor:
         return self.parts(self._shape._replace(splits=1))[0]
@@ -220,7 +309,8 @@ class Adapted:
         _adapted[(blocks, count, shape.splits)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
             k, n0, n1, n2, x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
-            EVEN=even, SPLITS=shape.splits, **self._constants(shape, 1),
+            EVEN=even, SPLITS=shape.splits, BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
+            **self._constants(shape, tiles.rows, shape.columns),
         )  # fmt: skip
         return y
 
@@ -231,19 +321,43 @@ class Adapted:
         _gated[(cdiv(width, shape.columns), count)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
             k, width, x.stride(0), w.stride(1), w.stride(0),
-            EVEN=k % shape.features == 0 and width % shape.columns == 0, **self._constants(shape, 2),
+            EVEN=k % shape.features == 0 and width % shape.columns == 0,
+            BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
+            **self._constants(shape, tiles.rows, 2 * shape.columns, parts=2),
         )  # fmt: skip
         return y
 
-    def _constants(self, shape: Shape, parts: int) -> dict[str, int]:
-        rank, rows = max(16, power_of_2(self.adapters.table.widest)), self.adapters.tiles.rows
+    def rotated(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        shape: HeadShape,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, w, (table, tiles, site), (h, g) = self.x_MI, self.weight_OI, self.adapters, heads
+        (rows, features), count, c = x.shape, tiles.cells.shape[1], sum(site.outs) // (h + 2 * g)
+        q, k, v = (torch.empty(rows, n, c, dtype=x.dtype, device=x.device) for n in (h, g, g))
+        (q_norm, k_norm), half = norms or (cos, cos), max(16, power_of_2(c // 2))
+        _rotated[(h + 2 * g, count * (tiles.rows // shape.rows))](
+            x, w, cos, sin, q_norm, k_norm, q, k, v, table.addresses, table.scales, tiles.cells, count,
+            table.addresses.shape[1], site.column, features, h, g, eps,
+            x.stride(0), w.stride(1), w.stride(0),
+            EVEN=features % shape.features == 0 and c == 2 * half, TILE=tiles.rows, C=c,
+            NORM=norms is not None, BLOCK_M=shape.rows, BLOCK_N=half,
+            **self._constants(shape, shape.rows, 2 * half),
+        )  # fmt: skip
+        return q, k, v
+
+    def _constants(self, shape: Shape | HeadShape, rows: int, columns: int, parts: int = 1) -> dict[str, int]:
+        """For so many rows and columns of one program, which lie in so many parts of the site."""
+        rank = max(16, power_of_2(self.adapters.table.widest))
         # in bytes: what one round reads, of which the first one's is apart, and B
-        each = 2 * shape.features * (rows + parts * (shape.columns + rank))
-        left = _SHARED - 2 * parts * parts * rank * shape.columns
+        each = 2 * shape.features * (rows + columns + parts * rank)
+        left = _SHARED - 2 * parts * rank * columns
         return {
             "RANK": rank,
-            "BLOCK_M": rows,
-            "BLOCK_N": shape.columns,
             "BLOCK_K": shape.features,
             "num_warps": shape.warps,
             "num_stages": max(2, min(_STAGES, left // each - 1)),

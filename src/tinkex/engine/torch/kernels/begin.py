@@ -1,7 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """What a captured decoding step does first: read the host's orders, and its own last tokens.
 
+After it comes an operation of torch (the embedding), so that kernels may read what it wrote before they wait.
 Knows nothing of sequences: rows, positions and slots alone.
+
+Shapes: B rows, P positions, C head dim.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.sizes import power_of_2
 
 ORDERS = 5  # rows of the orders: source, token, position, slot, key
 
@@ -19,8 +23,9 @@ ORDERS = 5  # rows of the orders: source, token, position, slot, key
 @launched
 @triton.jit
 def _begin(
-    orders, last, tokens, positions, slots, tiles, table, rows, stride, stride_table, PAGE: tl.constexpr
-):
+    orders, last, tokens, slots, tiles, table, known_cos, known_sin, cos, sin, rows, stride, stride_table,
+    PAGE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     after_previous()
     row = tl.program_id(0)
     source = tl.load(orders + row)
@@ -31,12 +36,15 @@ def _begin(
     slot = tl.load(orders + 3 * stride + row)
     active = slot >= 0
     tl.store(tokens + row, tl.maximum(token, 0))
-    tl.store(positions + row, tl.maximum(position, 0))
     tl.store(slots + row, slot)
     tl.store(tiles + row, row)
     tl.store(tiles + rows + row, active.to(tl.int32))
     tl.store(tiles + 2 * rows + row, position.to(tl.int32))
     tl.store(tiles + 3 * rows + row, row)
+    at = tl.arange(0, BLOCK)
+    place, half = tl.maximum(position, 0) * HALF + at, at < HALF
+    tl.store(cos + row * HALF + at, tl.load(known_cos + place, mask=half), mask=half)
+    tl.store(sin + row * HALF + at, tl.load(known_sin + place, mask=half), mask=half)
     if active:
         tl.store(table + row * stride_table + position // PAGE, (slot // PAGE).to(tl.int32))
 
@@ -45,19 +53,21 @@ def begin(
     orders: Tensor,
     last: Tensor,
     tokens: Tensor,
-    positions: Tensor,
     slots: Tensor,
     tiles: Tensor,
     table: Tensor,
     page: int,
+    known: tuple[Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
 ) -> None:
     """Spread the orders (int64 [ORDERS, capacity]) over the rows of a step.
 
     A row's token is the last one of row `source`, or `token` if that is below 0; a row whose slot is below 0
-    does nothing. The page that a row writes to is entered in its table.
+    does nothing. The page that a row writes to is entered in its table. `known` is cos and sin of every
+    position, [P, C / 2] each, and `angles` where those of the rows go.
     """
-    rows = len(tokens)
+    rows, half = angles[0].shape
     _begin[(rows,)](
-        orders, last, tokens, positions, slots, tiles, table, rows, orders.stride(0), table.stride(0),
-        PAGE=page, num_warps=1, **CHAINED,
+        orders, last, tokens, slots, tiles, table, *known, *angles, rows, orders.stride(0), table.stride(0),
+        PAGE=page, HALF=half, BLOCK=power_of_2(half), num_warps=1, **CHAINED,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 from tinkex.engine.torch.sample import BLOCK, COLDEST
 
 _AT_ONCE = 16  # blocks that one program reads
+_PICKING = 16  # warps that pick: logs in double take long, and a thread has its own one after another
 
 
 @triton.jit
@@ -81,26 +82,23 @@ def _pick(
     logits, temperatures, keys, best, mass, whole, tokens, logprobs, N, V, vocab, stride,
     COLDEST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    noise, inside = tl.zeros((BLOCKS,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    if temperature != 0:  # most of the work, and needs the host's orders alone
+        noise, inside = _log_exponentials(key, 0, BLOCKS), _log_exponentials(key, N, BLOCK)
+    after_previous()
     n = tl.arange(0, BLOCKS)
     masses = tl.load(whole + row * N + n, mask=n < N, other=float("-inf"))
+    scores = tl.load(tl.where(temperature == 0, best, mass) + row * N + n, mask=n < N, other=float("-inf"))
     level = tl.max(masses, 0)
     normaliser = level + tl.log(tl.sum(tl.exp(masses - level), 0))
-    if temperature == 0:
-        scores = tl.load(best + row * N + n, mask=n < N, other=float("-inf"))
-    else:
-        scores = tl.load(mass + row * N + n, mask=n < N, other=float("-inf")) - _log_exponentials(
-            key, 0, BLOCKS
-        )
+    scores -= noise
     block = tl.minimum(tl.argmax(scores, 0), N - 1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     z = _scaled(tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf")), temperature, COLDEST)
-    scores = tl.where(ids < vocab, z, float("-inf"))
-    if temperature != 0:
-        scores -= _log_exponentials(key, N, BLOCK)
+    scores = tl.where(ids < vocab, z, float("-inf")) - inside
     token = tl.minimum(block * BLOCK + tl.argmax(scores, 0), vocab - 1)
     chosen = _scaled(tl.load(logits + row * stride + token), temperature, COLDEST)
     tl.store(tokens + row, token.to(tl.int64))
@@ -137,7 +135,7 @@ def draw(
     )
     _pick[(rows,)](
         logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
-        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), **CHAINED,
+        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), num_warps=_PICKING, **CHAINED,
     )  # fmt: skip
     if invariant:
         logprobs.chosen(logits_BV, temperature_B, tokens_B, logprobs_B)

@@ -28,6 +28,8 @@ from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 
 _PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
+_WRITING = 1000  # programs that keep it busy where all they do is write
+_FEW = 64  # tiles whose programs wait for memory; more of them hide it from each other
 _WIDEST = 128  # columns of u that one program holds
 ALIGNED = 128  # rows: no tile lies on both sides of a multiple of it
 
@@ -120,19 +122,23 @@ def part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
 def _shrink(
     x, u, table, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
     EVEN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[rows, part] = x[rows, part's columns] · matrixᵀ, the matrix having MULTIPLE · rank rows."""
+    """u[rows, part] = x[rows, part's columns] · matrixᵀ, the matrix having MULTIPLE · rank rows.
+
+    A program has BLOCK_M of a tile's rows.
+    """
     after_previous()
-    tile, split = tl.program_id(0), tl.program_id(2)
+    tile, split = tl.program_id(0) // (TILE // BLOCK_M), tl.program_id(2)
+    inside = tl.program_id(0) % (TILE // BLOCK_M) * BLOCK_M
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
-    if (count > 0) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
+    if (count > inside) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
-        m, n = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
+        m, n = inside + tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
         row = (start + m).to(tl.int64)
         have_m, have_n = (m < count)[:, None], (n < rank * MULTIPLE)[None, :]
         span = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLITS) * BLOCK_K
@@ -298,18 +304,21 @@ def _shrunk(
     block_n = max(16, min(_WIDEST, power_of_2(width)))
     blocks = cdiv(width, block_n)
     block_k = 128
-    wanted = _SHRINKING // (count * parts * blocks)
-    most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
-    splits = _splits(min(wanted, most), max(sizes) // (2 * block_k))
+    if tiles.rows > 64:  # of one adapter, and so few that programs with a whole tile would leave most idle
+        rows, splits = 16, 1
+    else:
+        wanted = _SHRINKING // (count * parts * blocks)
+        most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
+        rows, splits = tiles.rows, _splits(min(wanted, most), max(sizes) // (2 * block_k))
     splits = 1 if table.invariant else splits
     dtype = x.dtype if splits == 1 else torch.float32
     u = torch.empty(splits, x.shape[0], parts * width, dtype=dtype, device=x.device)
-    _shrink[(count, parts * blocks, splits)](
+    _shrink[(count * (tiles.rows // rows), parts * blocks, splits)](
         x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *_triple(sizes),
         x.stride(0), u.stride(1), u.stride(0),
-        EVEN=_even(sizes), MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
-        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=_warps(tiles), num_stages=3, **CHAINED,
+        EVEN=_even(sizes), MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits, TILE=tiles.rows,
+        BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=4, num_stages=3 if rows == tiles.rows else 6, **CHAINED,
     )  # fmt: skip
     return u
 
@@ -327,7 +336,7 @@ def _expanded(
     wide = 64 if table.invariant else power_of_2(multiple * table.widest)
     block_k = max(16, min(64, wide))
     blocks = sum(cdiv(size, block_n) for size in sizes)
-    stages = 2 if count <= 64 else 1  # few programs wait for memory, many hide it from each other
+    stages = 2 if count <= _FEW else 1
     _expand[(blocks, count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
@@ -337,12 +346,20 @@ def _expanded(
     )  # fmt: skip
 
 
+def group_for(sizes: Sequence[int], tiles: int, least: int) -> int:
+    """How many columns one program writes: fewer where tiles are few, to have more programs."""
+    group = 512 if max(sizes) <= 1024 else 1024
+    while tiles <= _FEW and group > least and tiles * sum(cdiv(size, group) for size in sizes) < _WRITING:
+        group //= 2
+    return group
+
+
 def _written(
     u: Tensor, y: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
 ) -> None:
     count, block_k = tiles.cells.shape[1], max(16, power_of_2(multiple * table.widest))
     columns, warps = (64, 4) if tiles.rows < 64 or block_k > 128 else (128, 8)
-    group = 512 if max(sizes) <= 1024 else 1024
+    group = group_for(sizes, count, columns)
     _write[(sum(cdiv(size, group) for size in sizes), count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
