@@ -102,7 +102,7 @@ def test_what_lies_beyond_a_step_does_nothing():
     pieces = [Piece([5, 2], 0, 20), Piece([7, 1, 0], 33, 1)]
     key = Key(64, 16, 6, 1, cells=4, cell_rows=32, rank=8)
     layout, tokens = layout_of(pieces, 16), np.arange(100, 121, dtype=np.int32)
-    cells = np.array([[0, 0], [0, 0], [21, 0], [0, 1]], np.int32)
+    cells = np.array([[0, 0], [0, 0], [21, 0], [0, 1], [21, 0], [1, 0]], np.int32)
     orders = np.full(400, 99, np.int32)  # of a larger step before
     used = write_orders(orders, key, tokens, layout, prefill.Seated(cells, 32, 8))
     on_device = cut(torch.from_numpy(orders), key)
@@ -116,7 +116,7 @@ def test_what_lies_beyond_a_step_does_nothing():
         [0, 16, 33, 0, 0, 0],
         [0, 0, 2, 0, 0, 0],
     ]
-    assert got_cells == [[0] * 4, [0] * 4, [21, 0, 0, 0], [0, 1, 2, 2]]
+    assert got_cells == [[0] * 4, [0] * 4, [21, 0, 0, 0], [0, 1, 2, 2], [21, 0, 0, 0], [1, 0, 0, 0]]
     assert pages[:5] == [5, 2, 7, 1, 0]
     assert used == len(orders) - len(pages) + 5
     assert all(part.data_ptr() % 16 == on_device[0].data_ptr() % 16 for part in on_device)
@@ -139,12 +139,17 @@ def test_adapters_rows_are_cut_into_tiles():
     segments = [(3, 0, 5), (0, 5, 37), (3, 40, 41), (1, 41, 305), (2, 305, 305), (2, 305, 306)]
     for rows in (16, 64, 128):
         cells = kernel.cut_tiles(segments, rows)
-        slots, starts, counts, firsts = cells.tolist()
+        slots, starts, counts, firsts, alike, after = cells.tolist()
         held = [(slot, at + i) for slot, at, n in zip(slots, starts, counts, strict=True) for i in range(n)]
         assert held == [(slot, at) for slot, start, stop in segments for at in range(start, stop)]
         assert all(at // rows == (at + n - 1) // rows for at, n in zip(starts, counts, strict=True))
         for block in range(3):
             assert firsts[block] == min(i for i, at in enumerate(starts) if at >= 128 * block)
+        for i, (slot, at) in enumerate(zip(slots, starts, strict=True)):
+            rest = range(at, (at // 128 + 1) * 128)
+            there = [row for row in rest if (slot, row) in held]
+            assert alike[i] == sum(row == at + n for n, row in enumerate(there))
+            assert after[i] == sum(start < at + alike[i] for start in starts)
 
 
 # -- steps -------------------------------------------------------------------------------------------------

@@ -145,9 +145,9 @@ class Graphs:
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def cells(self, tiles: int) -> Tensor:
-        """Where the graphs of so many tiles look for them: int32 [4, tiles]."""
+        """Where the graphs of so many tiles look for them: int32 [6, tiles]."""
         if tiles not in self._cells:
-            self._cells[tiles] = torch.zeros(4, tiles, dtype=torch.int32, device=self.device)
+            self._cells[tiles] = torch.zeros(6, tiles, dtype=torch.int32, device=self.device)
         return self._cells[tiles]
 
     def has(self, rows: int) -> bool:

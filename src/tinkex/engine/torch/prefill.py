@@ -78,7 +78,7 @@ def largest(parameters: int, tokens: int) -> int:
 def cut(orders: Numbers, key: Key) -> list[Numbers]:
     """The views of a step's orders: tokens, positions, slots, tiles, cells, each by rows, and the pages."""
     parts, stop = [], 0
-    for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (4, key.cells)):
+    for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (6, key.cells)):
         start, stop = stop, stop + -(-rows * columns // 4) * 4  # each begins at a multiple of 16 bytes
         parts.append(orders[start : start + rows * columns].reshape(rows, columns))
     return [*parts, orders[stop:]]

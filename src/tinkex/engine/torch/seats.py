@@ -24,7 +24,7 @@ from tinkex.engine.torch.upload import fill
 class Seated(NamedTuple):
     """Tiles of rows of one adapter each: `kernel.Tiles` on the host, and the widest rank."""
 
-    cells: np.ndarray  # int32 [4, tiles]
+    cells: np.ndarray  # int32 [6, tiles]
     rows: int
     rank: int
 
@@ -63,7 +63,7 @@ class Seats:
         whole = len(used) == 1 and total <= adapted.MOST and self._adapts
         rows = adapted.tile_rows(total) if whole else kernel.tile_rows(total // len(places))
         tiles = kernel.cut_tiles(places, rows)
-        cells = np.zeros((4, round_up(tiles.shape[1])), np.int32)
+        cells = np.zeros((6, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles
         cells[3, tiles.shape[1] :] = tiles.shape[1]
         return Seated(cells, rows, round_up(max(adapter.lora.rank for adapter in self._slots)))

@@ -195,8 +195,8 @@ def _rotated(
             down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
             low, high = tl.dot(left, right_low, low), tl.dot(left, right_high, high)
             u = tl.dot(left, down, u)
-        low += tl.dot(u.to(dtype), b_low) * scale
-        high += tl.dot(u.to(dtype), b_high) * scale
+        u = _scaled(u, scale, dtype)
+        low, high = tl.dot(u, b_low, low), tl.dot(u, b_high, high)
         a, b = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
         c, s = c.to(tl.float32), s.to(tl.float32)
         if part < 2:

@@ -51,7 +51,7 @@ class Table:
 class Tiles(NamedTuple):
     """Rows start:start+count of each tile belong to one slot; `count` 0 is a tile that does nothing."""
 
-    cells: Tensor  # int32 [4, tiles]: slots, starts, counts; and the first tile of each ALIGNED rows
+    cells: Tensor  # int32 [6, tiles]: slots, starts, counts, and what `cut_tiles` says
     rows: int  # of a whole tile
 
 
@@ -69,18 +69,22 @@ def tile_rows(each: int) -> int:
 
 
 def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray:
-    """Tiles of the segments (slot, start, stop), cut at multiples of `rows`: int32 [4, tiles].
+    """Tiles of the segments (slot, start, stop), cut at multiples of `rows`: int32 [6, tiles].
 
-    The last row of them tells for each ALIGNED rows which tile is the first, where tiles hold every row.
+    For larger tiles than these there is also, where tiles hold every row: which tile is the first of each
+    ALIGNED rows; from each tile on, how many rows of those have its slot, and the tile after them.
     """
     slots, starts, stops = np.array(segments, np.int32).reshape(-1, 3).T
     firsts = starts // rows
     tiles = np.where(stops > starts, -(-stops // rows) - firsts, 0)
     of = np.repeat(np.arange(len(tiles)), tiles)
     at = (firsts[of] + np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of]) * rows
-    start, stop = np.maximum(starts[of], at), np.minimum(stops[of], at + rows)
+    slot, start, stop = slots[of], np.maximum(starts[of], at), np.minimum(stops[of], at + rows)
     first = np.searchsorted(start, ALIGNED * np.arange(len(of)))
-    return np.stack([slots[of], start, stop - start, first]).astype(np.int32)
+    goes_on = (slot[1:] == slot[:-1]) & (start[1:] == stop[:-1]) & (start[1:] % ALIGNED > 0)
+    ends = np.append(np.flatnonzero(~goes_on), len(of) - 1)
+    last = ends[np.searchsorted(ends, np.arange(len(of)))]
+    return np.stack([slot, start, stop - start, first, stop[last] - start, last + 1]).astype(np.int32)
 
 
 def whole_segments(segments: Sequence[tuple[int, int, int]]) -> np.ndarray:

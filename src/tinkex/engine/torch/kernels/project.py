@@ -41,6 +41,7 @@ _MULTIPROCESSORS = 132
 _COLUMNS = 256  # of a tile of ALIGNED rows
 _FEATURES = 64  # that one round reads
 _SLICE = 64  # columns that are stored at once
+_FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile, in which adapters' operands come
 
 
 @gluon.jit
@@ -53,9 +54,10 @@ def _tile_at(index, tiles_m, tiles_n, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(x, w, left, right, full, stage, index, m, n, k, tiles_m, tiles_n, rounds, TURNED: gl.constexpr,
+def _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED: gl.constexpr,
            TOGETHER: gl.constexpr):  # fmt: skip
-    """Have the operands of a round come into a stage; returns which is the next round."""
+    """Have the operands of the round `ahead` come into its stage; returns which is the one after it."""
+    stage, index, m, n, k = ahead
     ROWS: gl.constexpr = x.block_type.shape[0]
     FEATURES: gl.constexpr = x.block_type.shape[1]
     COLUMNS: gl.constexpr = w.block_type.shape[1] if TURNED else w.block_type.shape[0]
@@ -73,26 +75,46 @@ def _fetch(x, w, left, right, full, stage, index, m, n, k, tiles_m, tiles_n, rou
 
 
 @gluon.jit
-def _adapter_from(cells, tiles, at, end):
-    """The slot, first row and rows of the adapter of tile `at`, and the tile after those of it."""
-    slot, start = gl.load(cells + at), gl.load(cells + tiles + at)
-    count = gl.load(cells + 2 * tiles + at)
-    at += 1
-    same = at < end
-    while same:
-        more = gl.load(cells + 2 * tiles + at)
-        same = (gl.load(cells + at) == slot) & (more > 0)
-        if same:
-            count += more
-            at += 1
-            same = at < end
-    return slot, start, count, at
+def _round(total, goes_on, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED: gl.constexpr,
+           TOGETHER: gl.constexpr):  # fmt: skip
+    """Multiply what has come into a stage, while what was begun before ends; fetch into the stage before."""
+    stage, phase = now
+    mbarrier.wait(full.index(stage), phase)
+    other = right.index(stage)
+    if not TURNED:
+        other = other.permute((1, 0))
+    total = warpgroup_mma(left.index(stage), other, total, use_acc=goes_on, is_async=True)
+    total = warpgroup_mma_wait(1, deps=[total])
+    wait_for_all()  # to have read the stage before this one
+    ahead = _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER)
+    stage += 1
+    if stage == left.shape[0]:
+        stage = 0
+        phase = phase ^ 1
+    return total, (stage, phase), ahead
 
 
 @gluon.jit
-def _operands(u, matrix, row, col, start, count, width, left_of, k, wide, scale, stride_u, STEP: gl.constexpr,
+def _adapter_at(cells, tiles, at, end):
+    """The slot of tile `at`, its first row, how many rows have that slot, and the tile after them."""
+    have = at < end
+    slot, start = gl.load(cells + at, mask=have, other=0), gl.load(cells + tiles + at, mask=have, other=0)
+    count = gl.load(cells + 4 * tiles + at, mask=have, other=0)
+    return slot, start, count, gl.load(cells + 5 * tiles + at, mask=have, other=0x7FFFFFFF)
+
+
+@gluon.jit
+def _matrix_at(table, scales, columns, column, part, slot):
+    """A slot's rank, the address of its matrix, and its scale."""
+    rank = gl.load(table + slot * columns).to(gl.int32)
+    return rank, gl.load(table + slot * columns + column + part), gl.load(scales + slot)
+
+
+@gluon.jit
+def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale, stride_u, STEP: gl.constexpr,
               by_row: gl.constexpr, by_col: gl.constexpr):  # fmt: skip
     """Some columns of scale · u and as many rows of an adapter's matrix; zeros in others' rows."""
+    matrix = address.to(gl.pointer_type(u.dtype.element_ty))
     r = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, by_row))
     mine = ((row >= start) & (row < start + count))[:, None] & (r < wide)[None, :]
     low = gl.load(u + row.to(gl.int64)[:, None] * stride_u + left_of + r[None, :], mask=mine, other=0.0)
@@ -152,55 +174,80 @@ def _project(
     fence_async_shared()
     wait_for_all()
 
-    ahead, index, k, stage, phase = 0, gl.program_id(0), 0, 0, 0
-    m, n = _tile_at(index, tiles_m, tiles_n, TOGETHER)
+    now = (0, 0)
+    m, n = _tile_at(gl.program_id(0), tiles_m, tiles_n, TOGETHER)
+    ahead = (0, gl.program_id(0), m, n, 0)
     for _ in range(STAGES - 1):
-        ahead, index, m, n, k = _fetch(
-            x, w, left, right, full, ahead, index, m, n, k, tiles_m, tiles_n, rounds, TURNED, TOGETHER
-        )
+        ahead = _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER)
     total = gl.zeros([ROWS, COLUMNS], gl.float32, sums)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n, TOGETHER)
-        # which adapter comes first, and its operands, which take as long to come as a round
+        m, n = _tile_at(tile, tiles_m, tiles_n, TOGETHER)
         b0, b1 = gl.cdiv(n0, COLUMNS), gl.cdiv(n1, COLUMNS)
-        part = gl.where(tile_n < b0, 0, gl.where(tile_n < b0 + b1, 1, 2))
+        part = gl.where(n < b0, 0, gl.where(n < b0 + b1, 1, 2))
         width = gl.where(part == 0, n0, gl.where(part == 1, n1, n2))
-        first = (tile_n - gl.where(part == 0, 0, gl.where(part == 1, b0, b0 + b1))) * COLUMNS
-        row = tile_m * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_row))
+        first = (n - gl.where(part == 0, 0, gl.where(part == 1, b0, b0 + b1))) * COLUMNS
+        row = m * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_row))
         col = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, by_col))
-        at = gl.load(cells + 3 * tiles + tile_m, mask=tile_m < tiles, other=tiles)
-        end = gl.load(
-            cells + 3 * tiles + tile_m + 1, mask=tile_m + 1 < gl.minimum(tiles, tiles_m), other=tiles
+        # a round between any two numbers of which one leads to the other: nobody waits for memory
+        at = gl.load(cells + 3 * tiles + m, mask=m < tiles, other=tiles)
+        end = gl.load(cells + 3 * tiles + m + 1, mask=m + 1 < gl.minimum(tiles, tiles_m), other=tiles)
+        total, now, ahead = _round(
+            total, False, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
         )
-        some = at < end
-        slot, start, count, at = _adapter_from(cells, tiles, gl.minimum(at, tiles - 1), end)
-        rank = gl.load(table + slot * columns).to(gl.int32)
-        address = gl.load(table + slot * columns + column + part)
+        slot, start, count, at = _adapter_at(cells, tiles, at, end)
+        total, now, ahead = _round(
+            total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
+        )
+        rank, address, scale = _matrix_at(table, scales, columns, column, part, slot)
+        total, now, ahead = _round(
+            total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
+        )
         wide = gl.where((address != 0) & (count > 0), rank * MULTIPLE, 0)
-        matrix = address.to(gl.pointer_type(dtype))
         low, up = _operands(
-            u, matrix, row, col, start, count, width, part * rank, 0, wide, gl.load(scales + slot),
-            stride_u, STEP, by_row, by_col,
-        )  # fmt: skip
-        for step in range(rounds):
-            mbarrier.wait(full.index(stage), phase)
-            other = right.index(stage)
-            if not TURNED:
-                other = other.permute((1, 0))
-            total = warpgroup_mma(left.index(stage), other, total, use_acc=step > 0, is_async=True)
-            total = warpgroup_mma_wait(1, deps=[total])
-            wait_for_all()  # all have read the stage before this one
-            ahead, index, m, n, k = _fetch(
-                x, w, left, right, full, ahead, index, m, n, k, tiles_m, tiles_n, rounds, TURNED, TOGETHER
+            u,
+            address,
+            row,
+            col,
+            start,
+            count,
+            width,
+            part * rank,
+            0,
+            wide,
+            scale,
+            stride_u,
+            STEP,
+            by_row,
+            by_col,
+        )
+        for _ in gl.static_range(2):
+            total, now, ahead = _round(
+                total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
             )
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase = phase ^ 1
+        tma.store_wait(0)  # of the last tile, long done
+        wait_for_all()
+        low_shared.store(low)
+        up_shared.store(up)
+        fence_async_shared()
+        for _ in range(_FIRST_ROUNDS, rounds):
+            total, now, ahead = _round(
+                total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
+            )
+        wait_for_all()
+        total = warpgroup_mma(low_shared, up_shared, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
-        done = 0
-        while some:
-            tma.store_wait(0)
+        done = STEP
+        more = (done < wide) | (at < end)
+        while more:  # wider or further adapters
+            if done >= wide:
+                done = 0
+                slot, start, count, at = _adapter_at(cells, tiles, at, end)
+                rank, address, scale = _matrix_at(table, scales, columns, column, part, slot)
+                wide = gl.where((address != 0) & (count > 0), rank * MULTIPLE, 0)
+            low, up = _operands(
+                u, address, row, col, start, count, width, part * rank, done, wide, scale, stride_u, STEP,
+                by_row, by_col,
+            )  # fmt: skip
             wait_for_all()
             low_shared.store(low)
             up_shared.store(up)
@@ -208,27 +255,14 @@ def _project(
             wait_for_all()
             total = warpgroup_mma_wait(0, deps=[warpgroup_mma(low_shared, up_shared, total, is_async=True)])
             done += STEP
-            if done >= wide:
-                done = 0
-                some = at < end
-                if some:
-                    slot, start, count, at = _adapter_from(cells, tiles, at, end)
-                    rank = gl.load(table + slot * columns).to(gl.int32)
-                    address = gl.load(table + slot * columns + column + part)
-                    wide = gl.where((address != 0) & (count > 0), rank * MULTIPLE, 0)
-                    matrix = address.to(gl.pointer_type(dtype))
-            if some:
-                low, up = _operands(
-                    u, matrix, row, col, start, count, width, part * rank, done, wide, gl.load(scales + slot),
-                    stride_u, STEP, by_row, by_col,
-                )  # fmt: skip
+            more = (done < wide) | (at < end)
         one, two = _halves(total.to(dtype))
-        first_quarter, second = _halves(one)
+        quarter, second = _halves(one)
         third, fourth = _halves(two)
-        _store(y, buffers, first_quarter, tile_m, tile_n, 0)
-        _store(y, buffers, second, tile_m, tile_n, 1)
-        _store(y, buffers, third, tile_m, tile_n, 2)
-        _store(y, buffers, fourth, tile_m, tile_n, 3)
+        _store(y, buffers, quarter, m, n, 0)
+        _store(y, buffers, second, m, n, 1)
+        _store(y, buffers, third, m, n, 2)
+        _store(y, buffers, fourth, m, n, 3)
     tma.store_wait(0)
 
 
@@ -238,14 +272,20 @@ def _able(device: torch.device) -> bool:
 
 
 def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernel can do such a product, and soon: parts in whole tiles, rows that fill the device."""
-    wide = min(weight.shape) >= _FEATURES and max(weight.stride()) % 8 == 0
-    return rows >= FEWEST and wide and all(size % _COLUMNS == 0 for size in sizes) and _able(weight.device)
+    """Whether the kernel can do such a product, and soon: parts in whole tiles, enough for the device."""
+    whole = all(size % _COLUMNS == 0 for size in sizes) and max(weight.stride()) % 8 == 0
+    deep = weight.numel() // sum(sizes) > 5 * _FEATURES
+    many = cdiv(rows, ALIGNED) * (sum(sizes) // _COLUMNS) >= _MULTIPROCESSORS
+    return rows >= FEWEST and many and whole and deep and _able(weight.device)
+
+
+@cache
+def _layout(*block: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
-    return TensorDescriptor.from_tensor(x, list(block), layout)
+    return TensorDescriptor.from_tensor(x, list(block), _layout(*block))
 
 
 def _projected(
