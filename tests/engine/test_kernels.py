@@ -183,7 +183,7 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
     table = lora.Table(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
     cells = lora.cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
     tiles = lora.Tiles(torch.from_numpy(cells).to(DEVICE), tile)
-    u = lora.shrink(x, table, tiles, lora.Site(1, width, [1])).float().sum(0)
+    u = lora.shrink(x, table, tiles, lora.Site(1, width, [1])).float().sum(0)[:, :rank]
     there = [*range(21), *range(25, rows)]
     assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
 
@@ -193,6 +193,47 @@ def test_few_tiles_are_cut_into_more_programs():
     assert lora.group_for([2048, 1024, 1024], 8, 128) == 128
     assert lora.group_for([2048, 1024, 1024], 252, 128) == 1024
     assert lora.group_for([1024], 252, 128) == 512
+
+
+@pytest.mark.parametrize("site", [QKV, DOWN])
+@pytest.mark.parametrize(
+    ("order", "lengths"),
+    [((0,), [700]), ((0, 1, 0), [270, 5, 30])],
+    ids=["together", "in pieces"],
+)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_gradients_of_many_rows(site: Site, order: tuple[int, ...], lengths: list[int], invariant: bool):
+    """They are added to what is there; the same to the bit if asked for and an adapter's rows are together."""
+    adapters = [(adapter(8, 1), adapter(16, 2))[i] for i in order]
+    in_features, outs = SITES[site][0], sum(part.out_features for part in SITES[site][1])
+    x, grad = random(sum(lengths), in_features), random(sum(lengths), outs, seed=2)
+
+    oracle = PlainLora(adapters, lengths, train=True)
+    leaf = x.float().requires_grad_()
+    oracle(site, leaf, torch.zeros(sum(lengths), outs, device=DEVICE)).backward(grad.float())
+    oracle.collect()
+    want = {one: one.grad.clone() for one in adapters if one.grad is not None}
+
+    fast = grouped.GroupedLora(oracle.segments, DEVICE, BF16, invariant)
+    place = fast.site(site)
+    assert place is not None
+    y = torch.zeros(sum(lengths), outs, dtype=BF16, device=DEVICE)
+    kept, once = fast.add(place, x, y), []
+    for one in want:
+        assert one.grad is not None
+        one.grad.zero_()
+    for _ in range(2):
+        got_x = fast.grad_x(place, grad, fast.backward(place, grad, x, kept), x.new_zeros(outs, in_features))
+        once.append({one: one.grad.clone() for one in want if one.grad is not None})
+    assert leaf.grad is not None
+    assert off(got_x, leaf.grad) < 1e-2
+    assert want.keys() == once[0].keys()
+    for one, grads in want.items():
+        assert off(once[0][one], grads) < 1e-2
+        if invariant and len(order) == 1:
+            assert torch.equal(once[1][one], 2 * once[0][one])
+        else:
+            assert off(once[1][one], 2 * grads) < 1e-2
 
 
 # -- packed attention --------------------------------------------------------------------------------------

@@ -114,9 +114,9 @@ class GroupedLora:
 
     def _table_of(self, flats: list[Tensor]) -> kernel.Table:
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
-        widest = max(adapter.lora.rank for adapter in self._adapters)
-        rows = self._to(table_rows(self._adapters, flats))
-        return kernel.Table(rows, self._to(scales), widest, self._invariant)
+        ranks = [adapter.lora.rank for adapter in self._adapters]
+        rows, whole = self._to(table_rows(self._adapters, flats)), all(rank % 8 == 0 for rank in ranks)
+        return kernel.Table(rows, self._to(scales), max(ranks), self._invariant, whole)
 
     def _to(self, array: np.ndarray) -> Tensor:
         return to_device(np.ascontiguousarray(array), self._device)

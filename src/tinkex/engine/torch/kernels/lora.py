@@ -30,6 +30,7 @@ _PROGRAMS = 264  # that keep a large device busy: two for each of its multiproce
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
 _WRITING = 1000  # programs that keep it busy where all they do is write
 _FEW = 64  # tiles whose programs wait for memory; more of them hide it from each other
+_VAST = 16384  # features, from which on a sum needs all the programs that there can be
 _WIDEST = 128  # columns of u that one program holds
 ALIGNED = 128  # rows: no tile lies on both sides of a multiple of it
 
@@ -39,13 +40,15 @@ class Table:
     """Where the matrices of each slot lie: [S, columns] addresses after the rank, 0 where there is none.
 
     `column` of a site holds A's, the columns after it each part's Bᵀ. `widest` is the largest rank.
-    `invariant`: a row's result does not depend on how many others there are.
+    `invariant`: a row's result does not depend on how many others there are. `whole`: every rank is a
+    multiple of 8, which lets kernels move 16 bytes of u at once.
     """
 
     addresses: Tensor  # int64 [S, columns]; column 0 is the rank
     scales: Tensor  # float32 [S]
     widest: int
     invariant: bool = False
+    whole: bool = False
 
 
 class Tiles(NamedTuple):
@@ -103,6 +106,15 @@ def tile_at(cells, tiles, tile):
 
 
 @triton.jit
+def rank_at(table, slot, columns, WHOLE: tl.constexpr):
+    """A slot's rank; WHOLE: all of them are multiples of 8, so that 16 bytes of u can be moved at once."""
+    rank = tl.load(table + slot * columns).to(tl.int32)
+    if WHOLE:
+        rank = tl.multiple_of(rank, 8)
+    return rank
+
+
+@triton.jit
 def part_at(part, n0, n1, n2, EVEN: tl.constexpr):
     """The width of a part and the columns before it; EVEN: all of them are multiples of 16."""
     width = tl.where(part == 0, n0, tl.where(part == 1, n1, n2))
@@ -125,20 +137,21 @@ def part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _shrink(
     x, u, table, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
-    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """u[rows, part] = x[rows, part's columns] · matrixᵀ, the matrix having MULTIPLE · rank rows.
 
     A program has BLOCK_M of a tile's rows.
     """
-    after_previous()
     tile, split = tl.program_id(0) // (TILE // BLOCK_M), tl.program_id(2)
     inside = tl.program_id(0) % (TILE // BLOCK_M) * BLOCK_M
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     slot, start, count = tile_at(cells, tiles, tile)
-    rank = tl.load(table + slot * columns).to(tl.int32)
+    rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
+    after_previous()
     if (count > inside) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -165,16 +178,16 @@ def _shrink(
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _expand(
     u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
-    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[rows, part's columns] += scale · u[rows, part] · matrix, the matrix having MULTIPLE · rank rows."""
-    after_previous()
     tile = tl.program_id(1)
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
-    rank = tl.load(table + slot * columns).to(tl.int32)
+    rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
+    after_previous()
     if (count > 0) & (address != 0):
         width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
@@ -204,19 +217,19 @@ def _expand(
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _write(
     u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
-    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[rows, part's columns] = scale · u[rows, part] · matrix, zeros where there is none.
 
     A program keeps its rows of u and goes through GROUP columns.
     """
-    after_previous()
     tile = tl.program_id(1)
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
     slot, start, count = tile_at(cells, tiles, tile)
-    rank = tl.load(table + slot * columns).to(tl.int32)
+    rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
+    after_previous()
     wide = tl.where(address != 0, rank * MULTIPLE, 0)
     width, before = part_at(part, n0, n1, n2, EVEN)
     matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
@@ -238,44 +251,80 @@ def _write(
 
 
 @launched
-@triton.jit(do_not_specialize=["tiles", "column"])
+@triton.jit(do_not_specialize=["tiles", "column", "splits"])
 def _outer(
-    u, g, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_g,
-    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr, ATOMIC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    u, g, partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, stride_u, stride_g,
+    stride_partial, EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, PARTIAL: tl.constexpr,
+    ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns], rows being a whole segment."""
-    after_previous()
-    tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns], rows being a whole segment.
+
+    PARTIAL: a split's product goes to `partial` [splits, tiles, MULTIPLE · widest, columns of g] instead.
+    It is gᵀ · u that is computed: a product with as few columns as u has suits the tensor cores, one with as
+    few rows does not.
+    """
+    tile, split = tl.program_id(1) // splits, tl.program_id(1) % splits
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
-    rank = tl.load(table + slot * columns).to(tl.int32)
+    rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
+    after_previous()
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if (address != 0) & (tl.program_id(2) * BLOCK_M < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
         n = first + tl.arange(0, BLOCK_N)
-        have_m, have_n = (m < rank * MULTIPLE)[:, None], (n < width)[None, :]
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(split * BLOCK_K, count, SPLITS * BLOCK_K):
+        have_m, have_n = m < rank * MULTIPLE, n < width
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in range(split * BLOCK_K, count, splits * BLOCK_K):
             at = k + tl.arange(0, BLOCK_K)
-            row, have_k = (start + at).to(tl.int64), at < count
-            left = tl.load(
-                u + row[None, :] * stride_u + part * rank + m[:, None],
-                mask=have_m & have_k[None, :],
-                other=0.0,
-            )
+            row, have_k = (start + at).to(tl.int64)[:, None], (at < count)[:, None]
+            left = tl.load(g + row * stride_g + before + n[None, :], mask=have_k & have_n[None, :], other=0.0)
             right = tl.load(
-                g + row[:, None] * stride_g + before + n[None, :], mask=have_n & have_k[:, None], other=0.0
+                u + row * stride_u + part * rank + m[None, :], mask=have_k & have_m[None, :], other=0.0
             )
-            total = tl.dot(left, right, total)
-        total *= tl.load(scales + slot)
+            total = tl.dot(tl.trans(left), right, total)
+        grad = tl.trans(total) * tl.load(scales + slot)
+        have = have_m[:, None] & have_n[None, :]
         matrix = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
         out = matrix + m[:, None] * width + n[None, :]
-        if ATOMIC:
-            tl.atomic_add(out, total, mask=have_m & have_n, sem="relaxed")
+        if PARTIAL:
+            place = partial + (split * tiles + tile).to(tl.int64) * stride_partial + before
+            tl.store(place + m[:, None] * (n0 + n1 + n2) + n[None, :], grad, mask=have)
+        elif ATOMIC:
+            tl.atomic_add(out, grad, mask=have, sem="relaxed")
         else:
-            tl.store(out, total + tl.load(out, mask=have_m & have_n, other=0.0), mask=have_m & have_n)
+            tl.store(out, grad + tl.load(out, mask=have, other=0.0), mask=have)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column", "splits"])
+def _gather(
+    partial, table, cells, tiles, columns, column, splits, n0, n1, n2, stride_partial,
+    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """matrix[m, n] (fp32) += the sum of what `_outer` left of it in `partial`, always in the same order."""
+    tile, m = tl.program_id(1), tl.program_id(2)
+    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    slot, _, _ = tile_at(cells, tiles, tile)
+    rank = tl.load(table + slot * columns).to(tl.int32)
+    address = tl.load(table + slot * columns + column + part)
+    after_previous()
+    if (address != 0) & (m < rank * MULTIPLE):
+        width, before = part_at(part, n0, n1, n2, EVEN)
+        n = first + tl.arange(0, BLOCK_N)
+        have_n = n < width
+        place = partial + tile.to(tl.int64) * stride_partial + m * (n0 + n1 + n2) + before + n
+        total = tl.zeros((BLOCK_S, BLOCK_N), tl.float32)
+        for first_split in range(0, splits, BLOCK_S):
+            split = (first_split + tl.arange(0, BLOCK_S))[:, None]
+            total += tl.load(
+                place[None, :] + split.to(tl.int64) * tiles * stride_partial,
+                mask=(split < splits) & have_n[None, :],
+                other=0.0,
+            )
+        matrix = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+        out = matrix + m * width + n
+        tl.store(out, tl.load(out, mask=have_n, other=0.0) + tl.sum(total, 0), mask=have_n)
 
 
 # -- launching -----------------------------------------------------------------------------------------
@@ -311,17 +360,18 @@ def _shrunk(
     if tiles.rows > 64:  # of one adapter, and so few that programs with a whole tile would leave most idle
         rows, splits = 16, 1
     else:
-        wanted = _SHRINKING // (count * parts * blocks)
+        wanted = (_SHRINKING if max(sizes) < _VAST else _PROGRAMS) // (count * parts * blocks)
         most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
         rows, splits = tiles.rows, _splits(min(wanted, most), max(sizes) // (2 * block_k))
     splits = 1 if table.invariant else splits
     dtype = x.dtype if splits == 1 else torch.float32
-    u = torch.empty(splits, x.shape[0], parts * width, dtype=dtype, device=x.device)
+    # rows begin at multiples of 16 elements
+    u = torch.empty(splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
     _shrink[(count * (tiles.rows // rows), parts * blocks, splits)](
         x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *_triple(sizes),
         x.stride(0), u.stride(1), u.stride(0),
-        EVEN=_even(sizes), MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits, TILE=tiles.rows,
-        BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        EVEN=_even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
+        TILE=tiles.rows, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=4, num_stages=3 if rows == tiles.rows else 6, **CHAINED,
     )  # fmt: skip
     return u
@@ -344,7 +394,7 @@ def _expanded(
     _expand[(blocks, count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
-        EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0],
+        EVEN=_even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0],
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=_warps(tiles), num_stages=stages, **CHAINED,
     )  # fmt: skip
@@ -367,10 +417,17 @@ def _written(
     _write[(sum(cdiv(size, group) for size in sizes), count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
-        EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
+        EVEN=_even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
         BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=block_k,
         num_warps=warps, num_stages=3, **CHAINED,
     )  # fmt: skip
+
+
+def _outer_shape(wide: int) -> tuple[int, int, int, int, int]:
+    """Columns of u, of g and rows at once, warps, stages: two such programs fit on a multiprocessor."""
+    if wide <= 32:
+        return max(16, power_of_2(wide)), 256, 64, 8, 3
+    return (64, 128, 64, 4, 4) if wide <= 64 else (128, 128, 64, 8, 3)
 
 
 def _add_outer(
@@ -383,18 +440,28 @@ def _add_outer(
     multiple: int,
     atomic: bool,
 ) -> None:
-    count, block_n, block_k = segments.cells.shape[1], 256, 64
-    block_m = max(16, min(64, power_of_2(multiple * grads.widest)))
-    blocks_m = cdiv(multiple * grads.widest, block_m)
-    blocks = sum(cdiv(size, block_n) for size in sizes)
+    count, wide = segments.cells.shape[1], multiple * grads.widest
+    block_m, block_n, block_k, warps, stages = _outer_shape(wide)
+    blocks_m, blocks = cdiv(wide, block_m), sum(cdiv(size, block_n) for size in sizes)
     wanted = _PROGRAMS // (count * blocks * blocks_m)
     splits = max(1, min(wanted, cdiv(segments.rows, 4 * block_k)))
+    in_parts = splits > 1 and grads.invariant and not atomic
+    shape = (splits, count, wide, sum(sizes)) if in_parts else (1, 1, 1, 1)
+    partial = torch.empty(shape, dtype=torch.float32, device=g.device)
+    where = (count, grads.addresses.shape[1], column, splits, *_triple(sizes))
     _outer[(blocks, count * splits, blocks_m)](
-        u, g, grads.addresses, grads.scales, segments.cells, count, grads.addresses.shape[1], column,
-        *_triple(sizes), u.stride(1), g.stride(0),
-        EVEN=_even(sizes), MULTIPLE=multiple, SPLITS=splits, ATOMIC=atomic or splits > 1,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8, num_stages=3, **CHAINED,
+        u, g, partial, grads.addresses, grads.scales, segments.cells, *where,
+        u.stride(1), g.stride(0), partial.stride(1),
+        EVEN=_even(sizes), WHOLE=grads.whole, MULTIPLE=multiple, PARTIAL=in_parts,
+        ATOMIC=atomic or splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=warps, num_stages=stages, **CHAINED,
     )  # fmt: skip
+    if in_parts:
+        _gather[(sum(cdiv(size, 256) for size in sizes), count, wide)](
+            partial, grads.addresses, segments.cells, *where, partial.stride(1),
+            EVEN=_even(sizes), MULTIPLE=multiple, BLOCK_S=min(16, power_of_2(splits)), BLOCK_N=256,
+            num_warps=4, **CHAINED,
+        )  # fmt: skip
 
 
 def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:

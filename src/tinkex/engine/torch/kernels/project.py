@@ -75,8 +75,8 @@ def _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED: gl.
 
 
 @gluon.jit
-def _round(total, goes_on, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED: gl.constexpr,
-           TOGETHER: gl.constexpr):  # fmt: skip
+def _round(total, goes_on, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds,
+           TURNED: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
     """Multiply what has come into a stage, while what was begun before ends; fetch into the stage before."""
     stage, phase = now
     mbarrier.wait(full.index(stage), phase)
@@ -111,8 +111,8 @@ def _matrix_at(table, scales, columns, column, part, slot):
 
 
 @gluon.jit
-def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale, stride_u, STEP: gl.constexpr,
-              by_row: gl.constexpr, by_col: gl.constexpr):  # fmt: skip
+def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale, stride_u,
+              STEP: gl.constexpr, by_row: gl.constexpr, by_col: gl.constexpr):  # fmt: skip
     """Some columns of scale · u and as many rows of an adapter's matrix; zeros in others' rows."""
     matrix = address.to(gl.pointer_type(u.dtype.element_ty))
     r = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, by_row))
