@@ -10,6 +10,7 @@ Shapes: T tokens, I in-features, O out-features, R rank, P parts of a site.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -97,20 +98,27 @@ class GroupedLora:
         dtype: torch.dtype,
         invariant: bool = False,
     ) -> None:
-        self._segments = [segment for segment in segments if segment[0] is not None]
-        self._adapters = list(
-            dict.fromkeys(adapter for adapter, _, _ in self._segments if adapter is not None)
-        )
-        self._device, self._whole = device, len(self._segments) == len(segments)
-        self._invariant = invariant
-        slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
-        self._places = [(slots[a], start, stop) for a, start, stop in self._segments if a is not None]
-        tokens = max(stop for _, _, stop in segments)
-        rows = kernel.tile_rows(tokens // len(self._places))
+        self._adapters = list(dict.fromkeys(adapter for adapter, _, _ in segments if adapter is not None))
+        self._device, self._invariant = device, invariant
         self._table = self._table_of([a.flat_as(dtype) for a in self._adapters])
-        self._tiles = kernel.Tiles(self._to(kernel.cut_tiles(self._places, rows)), rows)
+        self._grads: list[kernel.Table] = []  # one, as soon as it is asked for, for all parts
         self._sites: dict[Site, kernel.Site | None] = {}
+        self._lay_out(segments)
+
+    def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> None:
+        slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
+        self._places = [(slots[a], start, stop) for a, start, stop in segments if a is not None]
+        self._whole = len(self._places) == len(segments)
+        tokens = max(stop for _, _, stop in segments)
+        rows = kernel.tile_rows(tokens // max(1, len(self._places)))
+        self._tiles = kernel.Tiles(self._to(kernel.cut_tiles(self._places, rows)), rows)
         self._back: kernel.Backward | None = None
+
+    def part(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> GroupedLora:
+        """The same adapters, or some of them, over other rows; some must be theirs."""
+        other = copy(self)
+        other._lay_out(segments)
+        return other
 
     def _table_of(self, flats: list[Tensor]) -> kernel.Table:
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
@@ -174,13 +182,14 @@ class GroupedLora:
         return self._whole and kernel.writes(self._table, site)
 
     def _backward_parts(self) -> kernel.Backward:
-        grads = []
-        for adapter in self._adapters:
-            assert adapter.grad is not None
-            grads.append(adapter.grad)
+        if not self._grads:
+            grads = [adapter.grad for adapter in self._adapters if adapter.grad is not None]
+            assert len(grads) == len(self._adapters)
+            self._grads.append(self._table_of(grads))
         longest = max(stop - start for _, start, stop in self._places)
         segments = kernel.Tiles(self._to(kernel.whole_segments(self._places)), longest)
-        return kernel.Backward(self._table_of(grads), segments, len(self._places) > len(self._adapters))
+        atomic = len(self._places) > len({slot for slot, _, _ in self._places})
+        return kernel.Backward(self._grads[0], segments, atomic)
 
 
 class Project(torch.autograd.Function):

@@ -106,7 +106,10 @@ class LoraBatch(Projecting):
         """The same adapters over the tokens start:stop alone."""
         inside = [(a, max(i, start), min(j, stop)) for a, i, j in self.segments if i < stop and j > start]
         lengths = [j - i for _, i, j in inside]
-        return LoraBatch([a for a, _, _ in inside], lengths, train=self.train, invariant=self.invariant)
+        part = LoraBatch([a for a, _, _ in inside], lengths, train=self.train, invariant=self.invariant)
+        if self._grouped is not None and any(a is not None for a, _, _ in inside):
+            part._grouped = self._grouped.part(part.segments)
+        return part
 
     def jobs(
         self,

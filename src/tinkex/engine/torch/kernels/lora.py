@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Products of segments of rows with the matrices of many adapters, whatever their ranks, in one launch each.
 
 Adapters are found through a table of addresses on the device, so that a captured graph serves whoever is in

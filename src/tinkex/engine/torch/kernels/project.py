@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ FEWEST = 512  # rows: fewer do not keep a device busy in such tiles
 _MULTIPROCESSORS = 132
 _COLUMNS = 256  # of a tile of ALIGNED rows
 _FEATURES = 64  # that one round reads
+_LONGEST = 6144  # features of a sum
 _SLICE = 64  # columns that are stored at once
 _FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile, in which adapters' operands come
 
@@ -190,7 +192,7 @@ def _project(
         col = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, by_col))
         # a round between any two numbers of which one leads to the other: nobody waits for memory
         at = gl.load(cells + 3 * tiles + m, mask=m < tiles, other=tiles)
-        end = gl.load(cells + 3 * tiles + m + 1, mask=m + 1 < gl.minimum(tiles, tiles_m), other=tiles)
+        end = gl.load(cells + 3 * tiles + m + 1, mask=m + 1 < tiles, other=tiles)
         total, now, ahead = _round(
             total, False, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
         )
@@ -272,15 +274,18 @@ def _able(device: torch.device) -> bool:
 
 
 def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernel can do such a product, and soon: parts in whole tiles, enough for the device."""
-    whole = all(size % _COLUMNS == 0 for size in sizes) and max(weight.stride()) % 8 == 0
-    deep = weight.numel() // sum(sizes) > 5 * _FEATURES
+    """Whether the kernel can do such a product, and sooner than others: whole tiles, enough for the device.
+
+    Beside very long sums what adapters cost is little, and a library is better at those.
+    """
+    features, whole = weight.numel() // sum(sizes), all(size % _COLUMNS == 0 for size in sizes)
+    fits = whole and max(weight.stride()) % 8 == 0 and 5 * _FEATURES < features <= _LONGEST
     many = cdiv(rows, ALIGNED) * (sum(sizes) // _COLUMNS) >= _MULTIPROCESSORS
-    return rows >= FEWEST and many and whole and deep and _able(weight.device)
+    return rows >= FEWEST and many and fits and _able(weight.device)
 
 
 @cache
-def _layout(*block: int) -> gl.NVMMASharedLayout:
+def _layout(*block: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 

@@ -1,0 +1,160 @@
+"""Many rows' products with their adapters in one launch: on a Hopper GPU; elsewhere only that it compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.by_kernels import DEVICE, MARKS, random
+from tinkex.engine.torch.kernels import lora, project, step
+from tinkex.engine.torch.kernels.adapted import Adapted, Shape
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = MARKS
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+RANKS, SCALES = [32, 8, 0, 72], [0.5, 2.0, 1.0, 0.25]
+LENGTHS = {
+    "one": [1100, 0, 0, 0],
+    "several": [700, 1, 130, 269],
+    "pieces": [1, 127, 2, 970],
+}
+SITES = {"qkv": (512, [2048, 1024, 1024]), "down": (3072, [4096])}
+
+
+class Case:
+    """Rows of four adapters, of which one has rank 0, on a frozen product."""
+
+    def __init__(self, site: str, lengths: list[int], *, by_rows: bool, padding: int = 0) -> None:
+        self.width, self.outs = SITES[site]
+        self.lengths, rows = lengths, sum(lengths)
+        self.x, self.grad = random(rows, self.width), random(rows, sum(self.outs), seed=1)
+        weight = random(self.width, sum(self.outs), seed=2) / self.width**0.5
+        self.weight = weight.t().contiguous() if by_rows else weight.t()
+        self.a = [random(len(self.outs) * r, self.width, seed=3 + r) / self.width**0.5 for r in RANKS]
+        self.b = [[random(r, out, seed=90 + r + i) for i, out in enumerate(self.outs)] for r in RANKS]
+        addresses = [[r, *(m.data_ptr() if r else 0 for m in (a, *b))] for r, a, b in self._adapters()]
+        self.table = lora.Table(
+            torch.tensor(addresses, device=DEVICE), torch.tensor(SCALES, device=DEVICE), max(RANKS)
+        )
+        ends = np.cumsum(lengths).tolist()
+        cells = lora.cut_tiles(
+            [(i, end - n, end) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))], 64
+        )
+        filled = np.zeros((6, cells.shape[1] + padding), np.int32)
+        filled[:, : cells.shape[1]] = cells
+        filled[3, cells.shape[1] :] = cells.shape[1]
+        self.tiles = lora.Tiles(torch.from_numpy(filled).to(DEVICE), 64)
+        self.site = lora.Site(1, self.width, self.outs)
+
+    def _adapters(self) -> list[tuple[int, Tensor, list[Tensor]]]:
+        return list(zip(RANKS, self.a, self.b, strict=True))
+
+    def project(self) -> Tensor:
+        assert project.suits(len(self.x), self.weight, self.outs)
+        u = lora.shrink(self.x, self.table, self.tiles, self.site).sum(0).to(self.x.dtype)
+        return project.project(self.x, self.weight, u, self.table, self.tiles, self.site)
+
+    def project_back(self, grad_u: Tensor) -> Tensor:
+        grad_x = torch.full_like(self.x, torch.nan)
+        project.project_back(self.grad, self.weight, grad_u, grad_x, self.table, self.tiles, self.site)
+        return grad_x
+
+    def wanted(self) -> Tensor:
+        parts = []
+        for x, (rank, a, b), scale in zip(self.x.split(self.lengths), self._adapters(), SCALES, strict=True):
+            us = (x.float() @ a.float().t()).split(max(rank, 1), 1) if rank else []
+            added = torch.cat([u @ one.float() for u, one in zip(us, b, strict=True)], 1) if rank else 0
+            parts.append(x.float() @ self.weight.float().t() + scale * added)
+        return torch.cat(parts)
+
+    def wanted_back(self, grad_u: Tensor) -> Tensor:
+        parts = []
+        split = zip(self.grad.split(self.lengths), grad_u.split(self.lengths), strict=True)
+        for (grad, du), (rank, a, _), scale in zip(split, self._adapters(), SCALES, strict=True):
+            added = du[:, : len(self.outs) * rank].float() @ a.float()
+            parts.append(grad.float() @ self.weight.float() + scale * added)
+        return torch.cat(parts)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+@hopper
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("by_rows", [False, True], ids=["by-inputs", "by-outputs"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_the_product_and_the_gradient(site: str, lengths: list[int], by_rows: bool):
+    case = Case(site, lengths, by_rows=by_rows)
+    assert off(case.project(), case.wanted()) < 4e-3
+    if project.suits(len(case.x), case.weight.t(), [case.width]):
+        grad_u = random(len(case.x), len(case.outs) * max(RANKS), seed=5)
+        assert off(case.project_back(grad_u), case.wanted_back(grad_u)) < 4e-3
+
+
+@hopper
+def test_tiles_that_do_nothing_change_nothing():
+    """As in a captured step that serves fewer rows than it could."""
+    cases = [Case("qkv", LENGTHS["several"], by_rows=True, padding=n) for n in (0, 40)]
+    assert torch.equal(*(case.project() for case in cases))
+
+
+@hopper
+@pytest.mark.parametrize("site", SITES)
+def test_a_few_rows_by_themselves_have_the_same_bits(site: str):
+    case = Case(site, LENGTHS["one"], by_rows=False)
+    few = lora.Tiles(torch.from_numpy(lora.cut_tiles([(0, 0, 64)], 64)).to(DEVICE), 64)
+    table = lora.Table(case.table.addresses, case.table.scales, RANKS[0])
+    alone = Adapted(case.x[:64].contiguous(), case.weight, step.Adapters(table, few, case.site))
+    assert torch.equal(case.project()[:64], alone.parts(Shape(64, 64))[0])
+
+
+COMPILES = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
+from tinkex.engine.torch.kernels import lora, project
+
+target = GPUTarget("cuda", 90, 32)
+backend = make_backend(target)
+kernel = project._project._kernel
+
+class Compile:
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+            bound, special, rest = bind(*arguments, **constants)
+            options, *given = kernel._pack_args(backend, constants, bound, special, rest)
+            source = GluonASTSource(kernel, *given)
+            done = triton.compile(source, target=target, options=options.__dict__)
+            assert done.metadata.shared <= 232_448, done.metadata.shared
+            assert "wgmma" in done.asm["ptx"]
+        return launch
+
+project._project = Compile()
+some = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
+table = lora.Table(some(2, 32, dtype=torch.int64), some(2, dtype=torch.float32), 32)
+tiles, site = lora.Tiles(some(6, 16, dtype=torch.int32), 64), lora.Site(5, 1024, [2048, 1024, 1024])
+for weight in (some(4096, 1024), some(1024, 4096).t()):
+    project.project(some(1000, 1024), weight, some(1000, 96), table, tiles, site)
+    project.project_back(some(1000, 4096), weight, some(1000, 96), some(1000, 1024), table, tiles, site)
+"""
+
+
+def test_it_compiles_for_hopper():
+    """With the Triton that is installed, which may call things differently; needs no GPU."""
+    source = Path(project.__file__).parents[4]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
