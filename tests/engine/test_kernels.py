@@ -297,9 +297,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize(("tokens", "splits"), [(1, 1), (1, 4), (16, 1)])
-def test_paged_attention(window: int | None, tokens: int, splits: int):
+@pytest.mark.parametrize(("tokens", "splits", "many"), [(1, 1, 0), (1, 1, 99), (1, 4, 99), (16, 1, 99)])
+def test_paged_attention(
+    window: int | None, tokens: int, splits: int, many: int, monkeypatch: pytest.MonkeyPatch
+):
     """Sequences of several lengths whose pages lie anywhere, with stale NaNs in what they do not use."""
+    monkeypatch.setattr(paged, "_MANY", many)
     h, g, c, page, pages = 6, 2, 24, 16, 40
     new = [1] * 5 if tokens == 1 else [1, 16, 33, 50, 5]
     lengths = [1, 16, 90, 200, 17]

@@ -42,7 +42,10 @@ class Case:
         self.b = [[random(r, out, seed=90 + r + i) for i, out in enumerate(self.outs)] for r in RANKS]
         addresses = [[r, *(m.data_ptr() if r else 0 for m in (a, *b))] for r, a, b in self._adapters()]
         self.table = lora.Table(
-            torch.tensor(addresses, device=DEVICE), torch.tensor(SCALES, device=DEVICE), max(RANKS)
+            torch.tensor(addresses, device=DEVICE),
+            torch.tensor(SCALES, device=DEVICE),
+            max(RANKS),
+            invariant=True,
         )
         ends = np.cumsum(lengths).tolist()
         cells = lora.cut_tiles(
@@ -59,7 +62,7 @@ class Case:
 
     def project(self) -> Tensor:
         assert project.suits(len(self.x), self.weight, self.outs)
-        u = lora.shrink(self.x, self.table, self.tiles, self.site).sum(0).to(self.x.dtype)
+        (u,) = lora.shrink(self.x, self.table, self.tiles, self.site)
         return project.project(self.x, self.weight, u, self.table, self.tiles, self.site)
 
     def project_back(self, grad_u: Tensor) -> Tensor:

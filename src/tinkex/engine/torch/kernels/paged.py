@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Attention over the paged KV cache, by tiles of queries: one kernel for tiles of one token, one for larger.
+"""Attention over the paged KV cache, by tiles of queries; many tiles of one token have a kernel of their own.
 
 A tile is up to `tokens` consecutive queries of one sequence with all the heads that share a kv head, so that
 a key is read once for all of them. Keys beyond a query's position are never read into a result, so pages need
@@ -22,6 +22,8 @@ from torch import Tensor
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import power_of_2
+
+_MANY = 1024  # tiles of one token and a kv head, that keep a large device busy with one warp each
 
 
 class Queries(NamedTuple):
@@ -76,16 +78,16 @@ def _see(total, best, mass, queries, at_k, at_v, seen, have_c, scale):
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _decode(
-    q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
+    q, k, v, k_pool, v_pool, out, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one token. The new key is read where it lies, and put into the pools on the way.
+    """`_attend` for tiles of one token, in a third of its instructions.
 
     Everything is turned round, [keys, heads] and [C, heads], since there may be as few as 8 columns but not
     rows; two pages make a round, each with one address, and their numbers are fetched a round before.
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
     after_previous()
@@ -99,16 +101,13 @@ def _decode(
         k_pool, v_pool = k_pool + kv_head * C, v_pool + kv_head * C
         down, across = l[:, None] * (G * C) + c[None, :], l[None, :] * (G * C) + c[:, None]
         new = (row.to(tl.int64) * G + kv_head) * C
-        first = tl.maximum(position - WINDOW + 1, 0) // (2 * PAGE) * (2 * PAGE) if WINDOW > 0 else 0
-        span = tl.cdiv(tl.cdiv(position + 1 - first, 2 * PAGE), SPLITS) * (2 * PAGE)
-        low = first + split * span
-        high = tl.minimum(low + span, position + 1)
-        inner, outer = low, low + tl.maximum(tl.minimum(high, position) - low, 0) // (2 * PAGE) * (2 * PAGE)
+        low = tl.maximum(position - WINDOW + 1, 0) // (2 * PAGE) * (2 * PAGE) if WINDOW > 0 else 0
+        inner, outer = low, low + (position - low) // (2 * PAGE) * (2 * PAGE)
         best = tl.full((HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((HEADS,), tl.float32)
         total = tl.zeros((BLOCK_C, HEADS), tl.float32)
         if WINDOW > 0:
-            if (split == 0) & (position >= WINDOW):
+            if position >= WINDOW:
                 inner = tl.minimum(low + 2 * PAGE, outer)
             for start in range(low, inner, PAGE):
                 place = tl.load(pages + start // PAGE).to(tl.int64) * (PAGE * G * C)
@@ -133,16 +132,13 @@ def _decode(
                 v2 = tl.load(v_pool + two + across, mask=have_c[:, None], other=0.0)
             s1, s2 = tl.dot(k1, queries) * scale2, tl.dot(k2, queries) * scale2
             higher = tl.maximum(best, tl.max(tl.maximum(s1, s2), 0))
-            w1, w2, fade = (
-                tl.exp2(s1 - higher[None, :]),
-                tl.exp2(s2 - higher[None, :]),
-                tl.exp2(best - higher),
-            )
+            w1, w2 = tl.exp2(s1 - higher[None, :]), tl.exp2(s2 - higher[None, :])
+            fade = tl.exp2(best - higher)
             mass = mass * fade + tl.sum(w1 + w2, 0)
             total = tl.dot(v1, w1.to(v1.dtype), total * fade[None, :])
             total = tl.dot(v2, w2.to(v2.dtype), total)
             best = higher
-        for start in range(outer, high, PAGE):
+        for start in range(outer, position + 1, PAGE):
             key = start + l
             slot = tl.load(pages + start // PAGE).to(tl.int64) * (PAGE * G * C) + l * (G * C)
             at_k = _either(key == position, k + new, k_pool + slot, ALIGNED=C % 8 == 0)
@@ -154,21 +150,17 @@ def _decode(
                 total, best, mass, queries, at_k[:, None] + c[None, :], at_v[None, :] + c[:, None],
                 seen, have_c, scale2,
             )  # fmt: skip
-        if (low <= position) & (position < low + span):
-            place = tl.load(pages + newest).to(tl.int64) * (PAGE * G * C) + position % PAGE * (G * C) + c
-            tl.store(k_pool + place, tl.load(k + new + c, mask=have_c), mask=have_c)
-            tl.store(v_pool + place, tl.load(v + new + c, mask=have_c), mask=have_c)
-        total = total / tl.where(mass == 0, 1.0, mass)[None, :]
-        part = (row.to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
-        tl.store(out + part[None, :] * C + c[:, None], total, mask=have_h[None, :] & have_c[:, None])
-        if SPLITS > 1:
-            tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_h)
+        place = tl.load(pages + newest).to(tl.int64) * (PAGE * G * C) + position % PAGE * (G * C) + c
+        tl.store(k_pool + place, tl.load(k + new + c, mask=have_c), mask=have_c)
+        tl.store(v_pool + place, tl.load(v + new + c, mask=have_c), mask=have_c)
+        total = total / mass[None, :]
+        tl.store(out + at_q, total, mask=have_h[None, :] & have_c[:, None])
 
 
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _attend(
-    q, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
+    q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -187,6 +179,7 @@ def _attend(
         last = position + count  # keys that the last query sees
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
         span = tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS
+        new = (row.to(tl.int64) * G + kv_head) * C
         best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((TOKENS * HEADS,), tl.float32)
         total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
@@ -196,28 +189,34 @@ def _attend(
                 tl.int64
             )
             slot = ((page * PAGE + key % PAGE) * G + kv_head) * C
+            at_k, at_v = k_pool + slot, v_pool + slot
+            if TOKENS == 1:  # the new one is not there yet
+                at_k = _either(key == position, k + new, at_k, ALIGNED=C % 8 == 0)
+                at_v = _either(key == position, v + new, at_v, ALIGNED=C % 8 == 0)
             keys = tl.load(
-                k_pool + slot[None, :] + c[:, None],
-                mask=(key < last)[None, :] & have_c[:, None],
-                other=0.0,
+                at_k[None, :] + c[:, None], mask=(key < last)[None, :] & have_c[:, None], other=0.0
             )
-            scores = tl.dot(queries, keys) * scale2
+            scores = tl.dot(queries, keys)
             seen = key[None, :] <= position + token[:, None]
             if WINDOW > 0:
                 seen &= key[None, :] > position + token[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(best, tl.max(scores, 1))
+            higher = tl.maximum(best, tl.max(scores, 1) * scale2)
             level = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - level[:, None])
+            weights = tl.exp2(scores * scale2 - level[:, None])
             fade = tl.exp2(best - level)
             mass = mass * fade + tl.sum(weights, 1)
             values = tl.load(
-                v_pool + slot[:, None] + c[None, :],
-                mask=(key < last)[:, None] & have_c[None, :],
-                other=0.0,
+                at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
             )
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
+        low = first + split * span
+        if TOKENS == 1 and (position >= low) & (position < low + span):  # who saw the new key puts it there
+            page = tl.load(table + sequence * stride_table + position // PAGE).to(tl.int64)
+            slot = ((page * PAGE + position % PAGE) * G + kv_head) * C + c
+            tl.store(k_pool + slot, tl.load(k + new + c, mask=have_c), mask=have_c)
+            tl.store(v_pool + slot, tl.load(v + new + c, mask=have_c), mask=have_c)
         total = total / tl.where(mass == 0, 1.0, mass)[:, None]
         part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
         tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
@@ -236,6 +235,13 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
     values = tl.load(parts + (row * SPLITS + s)[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
     whole = tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
     tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
+
+
+def _loop(tokens: int, splits: int) -> tuple[int, int, int]:
+    """Keys that one round reads, warps, and rounds under way: as measured on an H200."""
+    if tokens > 1:
+        return 64, 4, 3
+    return (32, 2, 2) if splits > 1 else (64, 2, 3)
 
 
 def attend(
@@ -259,20 +265,20 @@ def attend(
     parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
     lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
     block_c, count = max(16, power_of_2(c)), queries.tiles.shape[1]
+    tensors = (q_THC, k_TGC, v_TGC, k_pool, v_pool)
     seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5)
-    shape = {"H": h, "G": kv_heads, "C": c, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits}
+    shape = {"H": h, "G": kv_heads, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
     heads = power_of_2(h // kv_heads)
-    if queries.tokens == 1:
-        _decode[(count, kv_heads, splits)](
-            q_THC, k_TGC, v_TGC, k_pool, v_pool, parts, lse, *seen,
-            **shape, HEADS=max(8, heads), BLOCK_C=block_c, STAGES=2, num_warps=1, **CHAINED,
-        )  # fmt: skip
-    else:
-        _attend[(count, kv_heads, splits)](
-            q_THC, k_pool, v_pool, parts, lse, *seen,
-            **shape, TOKENS=queries.tokens, HEADS=max(heads, 16 // queries.tokens), KEYS=64, BLOCK_C=block_c,
-            num_warps=4, num_stages=3, **CHAINED,
-        )  # fmt: skip
+    if queries.tokens == 1 and count * kv_heads >= _MANY:
+        _decode[(count, kv_heads)](
+            *tensors, out, *seen, **shape, HEADS=max(8, heads), STAGES=2, num_warps=1, **CHAINED
+        )
+        return out, lse[:, :, 0]
+    keys, warps, stages = _loop(queries.tokens, splits)
+    _attend[(count, kv_heads, splits)](
+        *tensors, parts, lse, *seen, **shape, SPLITS=splits, TOKENS=queries.tokens,
+        HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps, num_stages=stages, **CHAINED,
+    )  # fmt: skip
     if splits > 1:
         _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **CHAINED)
     return out, lse[:, :, 0]

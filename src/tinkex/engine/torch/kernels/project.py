@@ -2,10 +2,11 @@
 """A frozen product and its adapters' part in one launch, for many rows: training and long prompts.
 
 What adapters add, u·Bᵀ of few columns, is one more step of every sum, so it costs no reading or writing of
-the result and nothing is rounded in between. A program goes from tile to tile, and the copy engine fetches
-operands three rounds ahead, over tiles' ends too. A row's result has the same bits whatever the others are,
-and those that `adapted` gives where it cuts no sums. Written in Gluon, for Hopper's instructions: elsewhere
-`lora.write` and a library's product do the same. Knows nothing of autograd.
+the result. A program goes from tile to tile, and the copy engine fetches operands three rounds ahead, over
+tiles' ends too. A row's result has the same bits whatever the others are, and those that a sampler gives few
+rows: by `adapted` where it cuts no sums, and with weights too large for it, whose product is rounded before
+adapters add to it, about those. Written in Gluon, for Hopper's instructions: elsewhere `lora.write` and a
+library's product do the same. Knows nothing of autograd.
 
 Shapes: M rows, N out-features, K in-features, of this product: a gradient's are the other way round.
 """
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tinkex.engine.torch.kernels.adapted import LARGEST
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles
 from tinkex.engine.torch.kernels.sizes import cdiv
@@ -151,8 +153,8 @@ def _store(y, buffers, x, m, n, number: gl.constexpr):
 @gluon.jit(do_not_specialize=["tiles", "column", "tiles_m", "tiles_n", "rounds"])
 def _project(
     x, w, y, u, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, tiles_m, tiles_n, rounds,
-    TURNED: gl.constexpr, MULTIPLE: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr,
-    TOGETHER: gl.constexpr,
+    TURNED: gl.constexpr, ROUNDED: gl.constexpr, MULTIPLE: gl.constexpr, STAGES: gl.constexpr,
+    STEP: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x.dtype
     ROWS: gl.constexpr = x.block_type.shape[0]
@@ -236,6 +238,8 @@ def _project(
                 total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
             )
         wait_for_all()
+        if ROUNDED:
+            total = warpgroup_mma_wait(0, deps=[total]).to(dtype).to(gl.float32)
         total = warpgroup_mma(low_shared, up_shared, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
         done = STEP
@@ -313,7 +317,8 @@ def _projected(
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
         u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column, n0, n1, n2,
         u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
-        TURNED=turned, MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8, num_warps=8,
+        TURNED=turned, ROUNDED=w_NK.numel() > LARGEST, MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8,
+        num_warps=8,
     )  # fmt: skip
 
 
