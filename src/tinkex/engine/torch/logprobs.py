@@ -26,7 +26,7 @@ from tinkex.engine.torch.ops import linear
 
 # Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU
 # below 32 MiB, from where on malloc gives fresh pages to every chunk, which cost more than their use.
-CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 1 << 30}
+CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 2 << 30}
 
 
 class GradOf(Protocol):

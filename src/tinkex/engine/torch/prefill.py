@@ -99,7 +99,7 @@ def write_orders(
     tiles[:, : layout.tiles.shape[1]] = layout.tiles
     if seated is not None:
         cells[:, : seated.cells.shape[1]] = seated.cells
-        cells[3, seated.cells.shape[1] :] = seated.cells.shape[1]
+        cells[3, seated.cells.shape[1] :] = np.count_nonzero(seated.cells[2])  # no tile is theirs
     pages[: len(layout.pages)] = layout.pages
     return used
 

@@ -65,7 +65,7 @@ class Seats:
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((6, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles
-        cells[3, tiles.shape[1] :] = tiles.shape[1]
+        cells[3, tiles.shape[1] :] = tiles.shape[1]  # further rows have no tile
         return Seated(cells, rows, round_up(max(adapter.lora.rank for adapter in self._slots)))
 
     def _name(self, adapters: list[Adapter]) -> None:

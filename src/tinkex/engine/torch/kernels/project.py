@@ -104,7 +104,8 @@ def _adapter_at(cells, tiles, at, end):
     have = at < end
     slot, start = gl.load(cells + at, mask=have, other=0), gl.load(cells + tiles + at, mask=have, other=0)
     count = gl.load(cells + 4 * tiles + at, mask=have, other=0)
-    return slot, start, count, gl.load(cells + 5 * tiles + at, mask=have, other=0x7FFFFFFF)
+    after = gl.load(cells + 5 * tiles + at, mask=have, other=0)
+    return slot, start, count, gl.maximum(after, at + 1)  # a tile that does nothing says 0
 
 
 @gluon.jit
@@ -123,7 +124,7 @@ def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale
     mine = ((row >= start) & (row < start + count))[:, None] & (r < wide)[None, :]
     low = gl.load(u + row.to(gl.int64)[:, None] * stride_u + left_of + r[None, :], mask=mine, other=0.0)
     r = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, by_col))
-    have = (r < wide)[:, None] & (col >= 0)[None, :]
+    have = (r < wide)[:, None] & (col < width)[None, :]
     up = gl.load(matrix + r[:, None] * width + col[None, :], mask=have, other=0.0)
     return (low.to(gl.float32) * scale).to(low.dtype), up
 
@@ -282,9 +283,11 @@ def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
 
     Beside very long sums what adapters cost is little, and a library is better at those.
     """
-    features, whole = weight.numel() // sum(sizes), all(size % _COLUMNS == 0 for size in sizes)
-    fits = whole and max(weight.stride()) % 8 == 0 and 5 * _FEATURES < features <= _LONGEST
-    many = cdiv(rows, ALIGNED) * (sum(sizes) // _COLUMNS) >= _MULTIPROCESSORS
+    columns = sum(sizes)
+    features, whole = weight.numel() // columns, all(size % _COLUMNS == 0 for size in sizes[:-1])
+    aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0
+    fits = whole and aligned and 5 * _FEATURES < features <= _LONGEST
+    many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= _MULTIPROCESSORS
     return rows >= FEWEST and many and fits and _able(weight.device)
 
 
@@ -311,7 +314,7 @@ def _projected(
     turned = w_NK.stride(0) == 1
     weight = _descriptor(w_NK.t(), _FEATURES, _COLUMNS) if turned else _descriptor(w_NK, _COLUMNS, _FEATURES)
     (rows, k), count = x.shape, tiles.cells.shape[1]
-    tiles_m, tiles_n = cdiv(rows, ALIGNED), y.shape[1] // _COLUMNS
+    tiles_m, tiles_n = cdiv(rows, ALIGNED), cdiv(y.shape[1], _COLUMNS)
     n0, n1, n2 = (*sizes, 0, 0)[:3]
     _project[(min(_MULTIPROCESSORS, tiles_m * tiles_n),)](
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
