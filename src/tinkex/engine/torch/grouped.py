@@ -20,6 +20,7 @@ from torch import Tensor
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import lora as kernel
+from tinkex.engine.torch.kernels import outer
 from tinkex.engine.torch.kernels import project as projection
 from tinkex.engine.torch.ops import frozen_product
 from tinkex.engine.torch.upload import to_device
@@ -112,7 +113,7 @@ class GroupedLora:
         tokens = max(stop for _, _, stop in segments)
         rows = kernel.tile_rows(tokens // max(1, len(self._places)))
         self._tiles = kernel.Tiles(self._to(kernel.cut_tiles(self._places, rows)), rows)
-        self._back: kernel.Backward | None = None
+        self._back: outer.Backward | None = None
 
     def part(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> GroupedLora:
         """The same adapters, or some of them, over other rows; some must be theirs."""
@@ -160,7 +161,7 @@ class GroupedLora:
         """Add to the adapters' gradients, which are open; returns what `grad_x` needs."""
         if self._back is None:
             self._back = self._backward_parts()
-        return kernel.backward(grad_y, x, u, self._table, self._tiles, self._back, site)
+        return outer.backward(grad_y, x, u, self._table, self._tiles, self._back, site)
 
     def grad_x(
         self, site: kernel.Site, grad_y: Tensor, grad_u: Tensor, weight: Tensor, out: Tensor | None = None
@@ -181,7 +182,7 @@ class GroupedLora:
         """Whether to compute as `product_last` does."""
         return self._whole and kernel.writes(self._table, site)
 
-    def _backward_parts(self) -> kernel.Backward:
+    def _backward_parts(self) -> outer.Backward:
         if not self._grads:
             grads = [adapter.grad for adapter in self._adapters if adapter.grad is not None]
             assert len(grads) == len(self._adapters)
@@ -189,7 +190,7 @@ class GroupedLora:
         longest = max(stop - start for _, start, stop in self._places)
         segments = kernel.Tiles(self._to(kernel.whole_segments(self._places)), longest)
         atomic = len(self._places) > len({slot for slot, _, _ in self._places})
-        return kernel.Backward(self._grads[0], segments, atomic)
+        return outer.Backward(self._grads[0], segments, atomic)
 
 
 class Project(torch.autograd.Function):

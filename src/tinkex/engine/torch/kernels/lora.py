@@ -3,8 +3,8 @@
 
 Adapters are found through a table of addresses on the device, so that a captured graph serves whoever is in
 the table when it runs and nothing is copied to bring adapters together. `shrink` reduces over features,
-`expand` adds a product of few columns, `backward` adds up gradients over rows. Rows come in tiles of one
-adapter.
+`expand` adds a product of few columns, `write` begins with it; `outer` adds up gradients over rows. Rows
+come in tiles of one adapter.
 Knows nothing of sites' meaning, of autograd or of runs; `lora.LoraBatch` is the plain path.
 
 Shapes: T rows, S slots of the table, P parts of a site, R rank, I in-features, O out-features.
@@ -26,7 +26,7 @@ from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 
-_PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
+PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
 _WRITING = 1000  # programs that keep it busy where all they do is write
 _FEW = 64  # tiles whose programs wait for memory; more of them hide it from each other
@@ -250,93 +250,16 @@ def _write(
         tl.store(out, tl.dot(left, right) * scale, mask=have_m & have_n)
 
 
-@launched
-@triton.jit(do_not_specialize=["tiles", "column", "splits"])
-def _outer(
-    u, g, partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, stride_u, stride_g,
-    stride_partial, EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, PARTIAL: tl.constexpr,
-    ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns], rows being a whole segment.
-
-    PARTIAL: a split's product goes to `partial` [splits, tiles, MULTIPLE · widest, columns of g] instead.
-    It is gᵀ · u that is computed: a product with as few columns as u has suits the tensor cores, one with as
-    few rows does not.
-    """
-    tile, split = tl.program_id(1) // splits, tl.program_id(1) % splits
-    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
-    slot, start, count = tile_at(cells, tiles, tile)
-    rank = rank_at(table, slot, columns, WHOLE)
-    address = tl.load(table + slot * columns + column + part)
-    after_previous()
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if (address != 0) & (tl.program_id(2) * BLOCK_M < rank * MULTIPLE):
-        width, before = part_at(part, n0, n1, n2, EVEN)
-        n = first + tl.arange(0, BLOCK_N)
-        have_m, have_n = m < rank * MULTIPLE, n < width
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for k in range(split * BLOCK_K, count, splits * BLOCK_K):
-            at = k + tl.arange(0, BLOCK_K)
-            row, have_k = (start + at).to(tl.int64)[:, None], (at < count)[:, None]
-            left = tl.load(g + row * stride_g + before + n[None, :], mask=have_k & have_n[None, :], other=0.0)
-            right = tl.load(
-                u + row * stride_u + part * rank + m[None, :], mask=have_k & have_m[None, :], other=0.0
-            )
-            total = tl.dot(tl.trans(left), right, total)
-        grad = tl.trans(total) * tl.load(scales + slot)
-        have = have_m[:, None] & have_n[None, :]
-        matrix = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-        out = matrix + m[:, None] * width + n[None, :]
-        if PARTIAL:
-            place = partial + (split * tiles + tile).to(tl.int64) * stride_partial + before
-            tl.store(place + m[:, None] * (n0 + n1 + n2) + n[None, :], grad, mask=have)
-        elif ATOMIC:
-            tl.atomic_add(out, grad, mask=have, sem="relaxed")
-        else:
-            tl.store(out, grad + tl.load(out, mask=have, other=0.0), mask=have)
-
-
-@launched
-@triton.jit(do_not_specialize=["tiles", "column", "splits"])
-def _gather(
-    partial, table, cells, tiles, columns, column, splits, n0, n1, n2, stride_partial,
-    EVEN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """matrix[m, n] (fp32) += the sum of what `_outer` left of it in `partial`, always in the same order."""
-    tile, m = tl.program_id(1), tl.program_id(2)
-    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
-    slot, _, _ = tile_at(cells, tiles, tile)
-    rank = tl.load(table + slot * columns).to(tl.int32)
-    address = tl.load(table + slot * columns + column + part)
-    after_previous()
-    if (address != 0) & (m < rank * MULTIPLE):
-        width, before = part_at(part, n0, n1, n2, EVEN)
-        n = first + tl.arange(0, BLOCK_N)
-        have_n = n < width
-        place = partial + tile.to(tl.int64) * stride_partial + m * (n0 + n1 + n2) + before + n
-        total = tl.zeros((BLOCK_S, BLOCK_N), tl.float32)
-        for first_split in range(0, splits, BLOCK_S):
-            split = (first_split + tl.arange(0, BLOCK_S))[:, None]
-            total += tl.load(
-                place[None, :] + split.to(tl.int64) * tiles * stride_partial,
-                mask=(split < splits) & have_n[None, :],
-                other=0.0,
-            )
-        matrix = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-        out = matrix + m * width + n
-        tl.store(out, tl.load(out, mask=have_n, other=0.0) + tl.sum(total, 0), mask=have_n)
-
-
 # -- launching -----------------------------------------------------------------------------------------
 
 
-def _triple(sizes: Sequence[int]) -> tuple[int, int, int]:
+def triple(sizes: Sequence[int]) -> tuple[int, int, int]:
     assert len(sizes) <= 3
     n0, n1, n2 = (*sizes, 0, 0)[:3]
     return n0, n1, n2
 
 
-def _even(sizes: Sequence[int]) -> bool:
+def even(sizes: Sequence[int]) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
@@ -360,7 +283,7 @@ def _shrunk(
     if tiles.rows > 64:  # of one adapter, and so few that programs with a whole tile would leave most idle
         rows, splits = 16, 1
     else:
-        wanted = (_SHRINKING if max(sizes) < _VAST else _PROGRAMS) // (count * parts * blocks)
+        wanted = (_SHRINKING if max(sizes) < _VAST else PROGRAMS) // (count * parts * blocks)
         most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
         rows, splits = tiles.rows, _splits(min(wanted, most), max(sizes) // (2 * block_k))
     splits = 1 if table.invariant else splits
@@ -368,9 +291,9 @@ def _shrunk(
     # rows begin at multiples of 16 elements
     u = torch.empty(splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
     _shrink[(count * (tiles.rows // rows), parts * blocks, splits)](
-        x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *_triple(sizes),
+        x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *triple(sizes),
         x.stride(0), u.stride(1), u.stride(0),
-        EVEN=_even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
+        EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
         TILE=tiles.rows, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=4, num_stages=3 if rows == tiles.rows else 6, **CHAINED,
     )  # fmt: skip
@@ -393,8 +316,8 @@ def _expanded(
     stages = 2 if count <= _FEW else 1
     _expand[(blocks, count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
-        *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
-        EVEN=_even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0],
+        *triple(sizes), u.stride(1), u.stride(0), y.stride(0),
+        EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0],
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=_warps(tiles), num_stages=stages, **CHAINED,
     )  # fmt: skip
@@ -416,57 +339,21 @@ def _written(
     group = group_for(sizes, count, columns)
     _write[(sum(cdiv(size, group) for size in sizes), count)](
         u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
-        *_triple(sizes), u.stride(1), u.stride(0), y.stride(0),
-        EVEN=_even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
+        *triple(sizes), u.stride(1), u.stride(0), y.stride(0),
+        EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
         BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=block_k,
         num_warps=warps, num_stages=3, **CHAINED,
     )  # fmt: skip
 
 
-def _outer_shape(wide: int) -> tuple[int, int, int, int, int]:
-    """Columns of u, of g and rows at once, warps, stages: two such programs fit on a multiprocessor."""
-    if wide <= 32:
-        return max(16, power_of_2(wide)), 256, 64, 8, 3
-    return (64, 128, 64, 4, 4) if wide <= 64 else (128, 128, 64, 8, 3)
-
-
-def _add_outer(
-    u: Tensor,
-    g: Tensor,
-    grads: Table,
-    segments: Tiles,
-    column: int,
-    sizes: Sequence[int],
-    multiple: int,
-    atomic: bool,
-) -> None:
-    count, wide = segments.cells.shape[1], multiple * grads.widest
-    block_m, block_n, block_k, warps, stages = _outer_shape(wide)
-    blocks_m, blocks = cdiv(wide, block_m), sum(cdiv(size, block_n) for size in sizes)
-    wanted = _PROGRAMS // (count * blocks * blocks_m)
-    splits = max(1, min(wanted, cdiv(segments.rows, 4 * block_k)))
-    in_parts = splits > 1 and grads.invariant and not atomic
-    shape = (splits, count, wide, sum(sizes)) if in_parts else (1, 1, 1, 1)
-    partial = torch.empty(shape, dtype=torch.float32, device=g.device)
-    where = (count, grads.addresses.shape[1], column, splits, *_triple(sizes))
-    _outer[(blocks, count * splits, blocks_m)](
-        u, g, partial, grads.addresses, grads.scales, segments.cells, *where,
-        u.stride(1), g.stride(0), partial.stride(1),
-        EVEN=_even(sizes), WHOLE=grads.whole, MULTIPLE=multiple, PARTIAL=in_parts,
-        ATOMIC=atomic or splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps, num_stages=stages, **CHAINED,
-    )  # fmt: skip
-    if in_parts:
-        _gather[(sum(cdiv(size, 256) for size in sizes), count, wide)](
-            partial, grads.addresses, segments.cells, *where, partial.stride(1),
-            EVEN=_even(sizes), MULTIPLE=multiple, BLOCK_S=min(16, power_of_2(splits)), BLOCK_N=256,
-            num_warps=4, **CHAINED,
-        )  # fmt: skip
-
-
 def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
     """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does."""
     return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs))
+
+
+def shrink_back(grad_y: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
+    """The gradient to u, in parts like u, without the scale."""
+    return _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)
 
 
 def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
@@ -492,25 +379,3 @@ def write(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
 def write_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
     """grad_x = scale · grad_u · A; the tiles must hold every row."""
     _written(grad_u, grad_x, table, tiles, site.column, [site.in_features], len(site.outs))
-
-
-class Backward(NamedTuple):
-    """What the backward needs beside the forward's: the gradients' table and whole segments as tiles."""
-
-    grads: Table
-    segments: Tiles  # `rows` is the longest
-    atomic: bool  # an adapter has several segments
-
-
-def backward(
-    grad_y: Tensor, x: Tensor, u: Tensor, table: Table, tiles: Tiles, back: Backward, site: Site
-) -> Tensor:
-    """Add to the adapters' gradients; returns the gradient to u."""
-    parts = len(site.outs)
-    grad_u = _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)
-    if grad_u.shape[0] > 1:
-        grad_u = grad_u.sum(0, keepdim=True).to(x.dtype)
-    u = u.sum(0, keepdim=True).to(x.dtype) if u.shape[0] > 1 else u
-    _add_outer(u, grad_y, back.grads, back.segments, site.column + 1, site.outs, 1, back.atomic)
-    _add_outer(grad_u, x, back.grads, back.segments, site.column, [site.in_features], parts, back.atomic)
-    return grad_u

@@ -58,10 +58,11 @@ def _tile_at(index, tiles_m, tiles_n, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED: gl.constexpr,
-           TOGETHER: gl.constexpr):  # fmt: skip
+def _fetch(ahead, ring, sizes, TURNED: gl.constexpr, TOGETHER: gl.constexpr):
     """Have the operands of the round `ahead` come into its stage; returns which is the one after it."""
     stage, index, m, n, k = ahead
+    x, w, left, right, full = ring
+    tiles_m, tiles_n, rounds = sizes
     ROWS: gl.constexpr = x.block_type.shape[0]
     FEATURES: gl.constexpr = x.block_type.shape[1]
     COLUMNS: gl.constexpr = w.block_type.shape[1] if TURNED else w.block_type.shape[0]
@@ -79,10 +80,10 @@ def _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED: gl.
 
 
 @gluon.jit
-def _round(total, goes_on, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds,
-           TURNED: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
+def _round(total, goes_on, now, ahead, ring, sizes, TURNED: gl.constexpr, TOGETHER: gl.constexpr):
     """Multiply what has come into a stage, while what was begun before ends; fetch into the stage before."""
     stage, phase = now
+    _, _, left, right, full = ring
     mbarrier.wait(full.index(stage), phase)
     other = right.index(stage)
     if not TURNED:
@@ -90,7 +91,7 @@ def _round(total, goes_on, now, x, w, left, right, full, ahead, tiles_m, tiles_n
     total = warpgroup_mma(left.index(stage), other, total, use_acc=goes_on, is_async=True)
     total = warpgroup_mma_wait(1, deps=[total])
     wait_for_all()  # to have read the stage before this one
-    ahead = _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER)
+    ahead = _fetch(ahead, ring, sizes, TURNED, TOGETHER)
     stage += 1
     if stage == left.shape[0]:
         stage = 0
@@ -179,11 +180,11 @@ def _project(
     fence_async_shared()
     wait_for_all()
 
-    now = (0, 0)
+    ring, sizes, now = (x, w, left, right, full), (tiles_m, tiles_n, rounds), (0, 0)
     m, n = _tile_at(gl.program_id(0), tiles_m, tiles_n, TOGETHER)
     ahead = (0, gl.program_id(0), m, n, 0)
     for _ in range(STAGES - 1):
-        ahead = _fetch(x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER)
+        ahead = _fetch(ahead, ring, sizes, TURNED, TOGETHER)
     total = gl.zeros([ROWS, COLUMNS], gl.float32, sums)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _tile_at(tile, tiles_m, tiles_n, TOGETHER)
@@ -196,48 +197,25 @@ def _project(
         # a round between any two numbers of which one leads to the other: nobody waits for memory
         at = gl.load(cells + 3 * tiles + m, mask=m < tiles, other=tiles)
         end = gl.load(cells + 3 * tiles + m + 1, mask=m + 1 < tiles, other=tiles)
-        total, now, ahead = _round(
-            total, False, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
-        )
+        total, now, ahead = _round(total, False, now, ahead, ring, sizes, TURNED, TOGETHER)
         slot, start, count, at = _adapter_at(cells, tiles, at, end)
-        total, now, ahead = _round(
-            total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
-        )
+        total, now, ahead = _round(total, True, now, ahead, ring, sizes, TURNED, TOGETHER)
         rank, address, scale = _matrix_at(table, scales, columns, column, part, slot)
-        total, now, ahead = _round(
-            total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
-        )
+        total, now, ahead = _round(total, True, now, ahead, ring, sizes, TURNED, TOGETHER)
         wide = gl.where((address != 0) & (count > 0), rank * MULTIPLE, 0)
         low, up = _operands(
-            u,
-            address,
-            row,
-            col,
-            start,
-            count,
-            width,
-            part * rank,
-            0,
-            wide,
-            scale,
-            stride_u,
-            STEP,
-            by_row,
-            by_col,
-        )
+            u, address, row, col, start, count, width, part * rank, 0, wide, scale, stride_u, STEP,
+            by_row, by_col,
+        )  # fmt: skip
         for _ in gl.static_range(2):
-            total, now, ahead = _round(
-                total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
-            )
+            total, now, ahead = _round(total, True, now, ahead, ring, sizes, TURNED, TOGETHER)
         tma.store_wait(0)  # of the last tile, long done
         wait_for_all()
         low_shared.store(low)
         up_shared.store(up)
         fence_async_shared()
         for _ in range(_FIRST_ROUNDS, rounds):
-            total, now, ahead = _round(
-                total, True, now, x, w, left, right, full, ahead, tiles_m, tiles_n, rounds, TURNED, TOGETHER
-            )
+            total, now, ahead = _round(total, True, now, ahead, ring, sizes, TURNED, TOGETHER)
         wait_for_all()
         if ROUNDED:
             total = warpgroup_mma_wait(0, deps=[total]).to(dtype).to(gl.float32)
