@@ -365,6 +365,22 @@ def test_a_forward_is_the_same_in_any_company(decoder: Decoder):
 
 
 @on_cuda
+@on_cuda
+def test_a_pass_repeats_to_the_bit(decoder: Decoder):
+    """Its gradients too, if a run's data lie together."""
+    scored: Scored = [("b", some_ids(1, 400)), ("b", some_ids(2, 300)), ("a", some_ids(3, 350))]
+    seen = []
+    for _ in range(3):
+        trainer = TorchTrainer(decoder, "tiny")
+        trained(trainer, scored, backward=True)
+        seen.append({name: trainer.adapter(name).grad for name in ("a", "b")})
+    for again in seen[1:]:
+        for name, grad in seen[0].items():
+            assert grad is not None
+            assert grad.any()
+            assert torch.equal(again[name], grad), name
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_samplers_logprobs_are_the_trainers(decoder: Decoder, backward: bool):
     """Of drawn tokens at a temperature of 1 or 0, cut or not, and of prompts."""
