@@ -365,7 +365,6 @@ def test_a_forward_is_the_same_in_any_company(decoder: Decoder):
 
 
 @on_cuda
-@on_cuda
 def test_a_pass_repeats_to_the_bit(decoder: Decoder):
     """Its gradients too, if a run's data lie together."""
     scored: Scored = [("b", some_ids(1, 400)), ("b", some_ids(2, 300)), ("a", some_ids(3, 350))]
@@ -381,6 +380,7 @@ def test_a_pass_repeats_to_the_bit(decoder: Decoder):
             assert torch.equal(again[name], grad), name
 
 
+@on_cuda
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_samplers_logprobs_are_the_trainers(decoder: Decoder, backward: bool):
     """Of drawn tokens at a temperature of 1 or 0, cut or not, and of prompts."""

@@ -11,6 +11,7 @@ Shapes: B rows of a step, V padded vocabulary.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -176,12 +177,16 @@ class Graphs:
         """
         torch.cuda.synchronize(self.device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        collects = gc.isenabled()
+        gc.disable()  # what it collects may be CUDA's, and to end that would end the capture
         try:
             # other threads may use the device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 step()
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails would leave us on its own
+            if collects:
+                gc.enable()
         return graph
 
     def hook(self, table: lora_kernel.Table, tiles: lora_kernel.Tiles) -> LoraHook:
