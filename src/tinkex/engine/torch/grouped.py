@@ -1,7 +1,7 @@
 """Many adapters in one pass on CUDA: the grouped fast path of `lora.LoraBatch`.
 
 Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a launch
-to shrink and one to expand, and a handful in the backward, however many adapters there are and whatever
+for x·Aᵀ, one or two for the rest, and a handful in the backward, however many adapters there are and whatever
 their ranks. Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of experts.
 
 Shapes: T tokens, I in-features, O out-features, R rank, P parts of a site.

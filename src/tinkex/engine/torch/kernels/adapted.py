@@ -26,11 +26,11 @@ from tinkex.engine.torch.kernels import elementwise
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.lora import part_at, part_of_block, tile_at
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
 from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
 
 _MULTIPROCESSORS = 132
-_SHARED = 232_000  # bytes of a multiprocessor's own memory
+_SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape
 _STAGES = 4  # rounds on their way, if there is memory
 MOST = 256  # rows
 LARGEST = 1 << 23  # numbers of a weight
@@ -353,9 +353,9 @@ class Adapted:
     def _constants(self, shape: Shape | HeadShape, rows: int, columns: int, parts: int = 1) -> dict[str, int]:
         """For so many rows and columns of one program, which lie in so many parts of the site."""
         rank = max(16, power_of_2(self.adapters.table.widest))
-        # in bytes: what one round reads, of which the first one's is apart, and B
+        # in bytes: what one round reads, of which the first one's is apart, and B; a little is Triton's
         each = 2 * shape.features * (rows + columns + parts * rank)
-        left = _SHARED - 2 * parts * rank * columns
+        left = shared_bytes(self.x_MI.device) - 448 - 2 * parts * rank * columns
         return {
             "RANK": rank,
             "BLOCK_K": shape.features,
@@ -378,4 +378,5 @@ def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
     """
     table, tiles, _ = adapters
     few = tiles.rows >= 64 and tiles.rows * tiles.cells.shape[1] < 2 * max(rows, 64)
-    return few and rows <= MOST and table.widest <= 64 and weight.numel() <= LARGEST
+    fits = table.widest <= 64 and shared_bytes(weight.device) >= _SHARED
+    return few and fits and rows <= MOST and weight.numel() <= LARGEST

@@ -40,7 +40,8 @@ class Table:
     """Where the matrices of each slot lie: [S, columns] addresses after the rank, 0 where there is none.
 
     `column` of a site holds A's, the columns after it each part's Bᵀ. `widest` is the largest rank.
-    `invariant`: a row's result does not depend on how many others there are. `whole`: every rank is a
+    `invariant`: a row's result does not depend on how many others there are, and gradients are added up in
+    order where an adapter's rows are together. `whole`: every rank is a
     multiple of 8, which lets kernels move 16 bytes of u at once.
     """
 
@@ -287,6 +288,7 @@ def _shrunk(
         most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
         rows, splits = tiles.rows, _splits(min(wanted, most), max(sizes) // (2 * block_k))
     splits = 1 if table.invariant else splits
+    stages = max(3, min(6, 1 + 90_000 // (2 * block_k * (rows + block_n))))  # in bytes that every device has
     dtype = x.dtype if splits == 1 else torch.float32
     # rows begin at multiples of 16 elements
     u = torch.empty(splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
@@ -295,7 +297,7 @@ def _shrunk(
         x.stride(0), u.stride(1), u.stride(0),
         EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
         TILE=tiles.rows, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4, num_stages=3 if rows == tiles.rows else 6, **CHAINED,
+        num_warps=4, num_stages=3 if rows == tiles.rows else stages, **CHAINED,
     )  # fmt: skip
     return u
 
@@ -362,7 +364,7 @@ def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None
 
 
 def expand_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
-    """grad_x += scale · grad_u · A in place; `grad_u` is what `backward` returned."""
+    """grad_x += scale · grad_u · A in place; `grad_u` is what `outer.backward` returned."""
     _expanded(grad_u, grad_x, table, tiles, site.column, [site.in_features], len(site.outs))
 
 

@@ -2,8 +2,8 @@
 """The gradients of many adapters' matrices in one launch each: sums over rows of u's and gradients' products.
 
 Matrices are found as in `lora`, whose tables, tiles and sites these are; gradients are added to fp32 buffers
-that are there already. Long sums are cut into parts, which are added by atomics or, if results are to repeat
-to the bit, in order by a second launch. Knows nothing of autograd or of runs.
+that are there already. Long sums are cut into parts, which are added by atomics or, in an invariant table and
+if an adapter's rows are together, in order by a second launch. Knows nothing of autograd or of runs.
 
 Shapes: T rows, P parts of a site, R rank, I in-features, O out-features.
 """

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import power_of_2
+from tinkex.engine.torch.kernels.sizes import power_of_2, shared_bytes
 
 TILE = 64  # positions of a tile; tiles of keys have more where those fit
 # Slopes may take this many times the queries' memory, about what the layer's MLP has given back when its
@@ -44,10 +44,7 @@ class Tiles(NamedTuple):
 
 def width_for(x_THC: Tensor) -> int:
     """How wide tiles of keys are: wider ones are quicker, and take 200 KiB of shared memory."""
-    wide = x_THC.shape[-1] <= 128
-    if wide and x_THC.is_cuda:
-        wide = torch.cuda.get_device_properties(x_THC.device).shared_memory_per_block_optin >= 200 << 10
-    return 2 * TILE if wide else TILE
+    return 2 * TILE if x_THC.shape[-1] <= 128 and shared_bytes(x_THC.device) >= 200 << 10 else TILE
 
 
 def cut(lengths: Sequence[int], width: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:

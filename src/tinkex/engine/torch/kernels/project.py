@@ -45,6 +45,7 @@ _COLUMNS = 256  # of a tile of ALIGNED rows
 _FEATURES = 64  # that one round reads
 _LONGEST = 6144  # features of a sum
 _SLICE = 64  # columns that are stored at once
+_FINITE: gl.constexpr = gl.constexpr(3.38e38)  # about the largest number in bf16
 _FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile, in which adapters' operands come
 
 
@@ -52,7 +53,7 @@ _FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile, in which adapters' o
 def _tile_at(index, tiles_m, tiles_n, TOGETHER: gl.constexpr):
     """Row and column of a tile: column by column through bands of TOGETHER rows, for the cache's sake."""
     band = index // (TOGETHER * tiles_n)
-    high = gl.minimum(tiles_m - band * TOGETHER, TOGETHER)
+    high = gl.maximum(gl.minimum(tiles_m - band * TOGETHER, TOGETHER), 1)  # there may be none
     inside = index % (TOGETHER * tiles_n)
     return band * TOGETHER + inside % high, inside // high
 
@@ -126,8 +127,10 @@ def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale
     low = gl.load(u + row.to(gl.int64)[:, None] * stride_u + left_of + r[None, :], mask=mine, other=0.0)
     r = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, by_col))
     have = (r < wide)[:, None] & (col < width)[None, :]
-    up = gl.load(matrix + r[:, None] * width + col[None, :], mask=have, other=0.0)
-    return (low.to(gl.float32) * scale).to(low.dtype), up
+    up = gl.load(matrix + r[:, None] * width + col[None, :], mask=have, other=0.0).to(gl.float32)
+    # others' rows are multiplied with it too, by zero, which must give zero
+    up = gl.where((up >= -_FINITE) & (up <= _FINITE), up, _FINITE)
+    return (low.to(gl.float32) * scale).to(low.dtype), up.to(low.dtype)
 
 
 @gluon.jit
@@ -263,7 +266,7 @@ def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
     """
     columns = sum(sizes)
     features, whole = weight.numel() // columns, all(size % _COLUMNS == 0 for size in sizes[:-1])
-    aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0
+    aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0 and features % 8 == 0
     fits = whole and aligned and 5 * _FEATURES < features <= _LONGEST
     many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= _MULTIPROCESSORS
     return rows >= FEWEST and many and fits and _able(weight.device)
