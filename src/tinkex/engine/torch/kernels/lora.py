@@ -41,8 +41,8 @@ class Table:
 
     `column` of a site holds A's, the columns after it each part's Bᵀ. `widest` is the largest rank.
     `invariant`: a row's result does not depend on how many others there are, and gradients are added up in
-    order where an adapter's rows are together. `whole`: every rank is a
-    multiple of 8, which lets kernels move 16 bytes of u at once.
+    order where an adapter's rows are together. `whole`: every rank is a multiple of 8, which lets kernels
+    move 16 bytes of u at once.
     """
 
     addresses: Tensor  # int64 [S, columns]; column 0 is the rank

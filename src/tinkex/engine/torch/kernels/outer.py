@@ -139,8 +139,9 @@ def _add_outer(
     wanted = PROGRAMS // (count * blocks * blocks_m)
     splits = max(1, min(wanted, cdiv(segments.rows, 4 * block_k)))
     in_parts = splits > 1 and grads.invariant and not atomic
-    shape = (splits, count, wide, sum(sizes)) if in_parts else (1, 1, 1, 1)
-    partial = torch.empty(shape, dtype=torch.float32, device=g.device)
+    partial = u  # not looked at
+    if in_parts:
+        partial = torch.empty(splits, count, wide, sum(sizes), dtype=torch.float32, device=g.device)
     where = (count, grads.addresses.shape[1], column, splits, *triple(sizes))
     _outer[(blocks, count * splits, blocks_m)](
         u, g, partial, grads.addresses, grads.scales, segments.cells, *where,

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tinkex.engine.torch.kernels.adapted import LARGEST
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles
+from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles, triple
 from tinkex.engine.torch.kernels.sizes import cdiv
 
 wait_for_all = (
@@ -296,11 +296,10 @@ def _projected(
     weight = _descriptor(w_NK.t(), _FEATURES, _COLUMNS) if turned else _descriptor(w_NK, _COLUMNS, _FEATURES)
     (rows, k), count = x.shape, tiles.cells.shape[1]
     tiles_m, tiles_n = cdiv(rows, ALIGNED), cdiv(y.shape[1], _COLUMNS)
-    n0, n1, n2 = (*sizes, 0, 0)[:3]
     _project[(min(_MULTIPROCESSORS, tiles_m * tiles_n),)](
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
-        u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column, n0, n1, n2,
-        u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
+        u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
+        *triple(sizes), u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
         TURNED=turned, ROUNDED=w_NK.numel() > LARGEST, MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8,
         num_warps=8,
     )  # fmt: skip
