@@ -14,7 +14,7 @@ import pytest
 from tests.stub import Stub
 from tinkex import Datum, ModelInput, SamplingParams, ServiceClient, TensorData, Timeouts
 
-QUICK = Timeouts(connect=1, unreachable=1, close=2)
+QUICK = Timeouts(connect=10, unreachable=1, close=2)
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -44,12 +44,12 @@ def service(stub: Stub) -> Iterator[ServiceClient]:
 
 @pytest.fixture
 def run(service: ServiceClient) -> Any:
-    return service.create_lora_training_client("stub/base", timeout=10)
+    return service.create_lora_training_client("stub/base", timeout=30)
 
 
 @pytest.fixture
 def sampler(service: ServiceClient) -> Any:
-    return service.create_sampling_client(base_model="stub/base", timeout=10)
+    return service.create_sampling_client(base_model="stub/base", timeout=30)
 
 
 def fast_retries(service: ServiceClient, **changes: Any) -> None:

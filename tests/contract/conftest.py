@@ -37,12 +37,12 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session", params=["fake", "torch", "cuda"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     if request.param == "fake":
-        return EngineConfig("fake-model", kind="fake", max_context=256)
+        return EngineConfig("fake-model", kind="fake", max_context=256, name="m/fake")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     path = tiny_model(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=256)
     device = "cuda" if request.param == "cuda" else "cpu"
-    return EngineConfig(str(path), device=device, dtype="float32", kv_bytes=2 << 20, threads=1)
+    return EngineConfig(str(path), device=device, dtype="float32", kv_bytes=2 << 20, threads=1, name="m/tiny")
 
 
 @pytest.fixture(scope="module")

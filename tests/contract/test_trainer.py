@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from tinkex.engine.protocol import (
     CreateAdapter,
     DropAdapter,
     Engine,
+    EngineConfig,
     EngineError,
     Failure,
     ForwardBackward,
@@ -324,8 +326,12 @@ def test_loading_replaces_the_adapter_and_clears_the_gradients(engine: Engine, r
     assert engine.trainer.run(OptimStep(run, STEP))["skipped"] == 1.0
 
 
-def test_saving_is_whole_and_never_over_something(engine: Engine, run: str, tmp_path: Path):
+def test_saving_is_whole_and_never_over_something(
+    config: EngineConfig, engine: Engine, run: str, tmp_path: Path
+):
     engine.trainer.run(SaveAdapter(run, tmp_path / "a"))
+    peft = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert peft["base_model_name_or_path"] == config.name != config.model
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files(tmp_path / "a")
     assert files(tmp_path) == {"a"}  # nothing temporary is left
     with pytest.raises(EngineError, match="exist") as caught:

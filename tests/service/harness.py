@@ -196,7 +196,7 @@ class User:
         return await self.call(ops.SAMPLE, request)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait for something that other tasks bring about."""
     end = time.monotonic() + seconds
     while not condition():

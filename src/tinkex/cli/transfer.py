@@ -146,7 +146,7 @@ def _adapter_config(directory: Path, parsed: ParsedCheckpointTinkerPath) -> dict
 
 
 def _with_base_model(config: dict[str, Any], parsed: ParsedCheckpointTinkerPath) -> dict[str, Any]:
-    """Call the base model what the server calls it: the files say where it lies on the server's disk."""
+    """Call the base model what the server calls it: the files may say where it lies on that disk."""
     with connected() as connection:
         name = RestClient(connection).get_weights_info_by_tinker_path(parsed.tinker_path).result().base_model
     return config if Path(name).is_absolute() else {**config, "base_model_name_or_path": name}

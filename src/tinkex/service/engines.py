@@ -41,7 +41,7 @@ class BaseModel:
     ) -> None:
         self.name = name
         self.source = source
-        self._config = replace(config, model=source)
+        self._config = replace(config, model=source, name=name)
         self._build = build
         self._offline = offline
         self._shelf = shelf  # where it is put if it has to be fetched

@@ -25,7 +25,7 @@ class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
         context = config.max_context or CONTEXT
         self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(LOSSES), config.model)
-        self.trainer = FakeTrainer(config.model, context)
+        self.trainer = FakeTrainer(config.name or config.model, context)
         self.sampler = FakeSampler(self.trainer)
 
     @property

@@ -78,7 +78,10 @@ class TorchEngine:
         pipeline, prefill = _captured_steps(decoder, cache, limits)
         self._batch = Batch(decoder, cache, limits, pipeline, compiled, prefill)
         self._trainer = TorchTrainer(
-            decoder, config.model, max_context=context, max_pass_tokens=config.max_pass_tokens
+            decoder,
+            config.name or config.model,
+            max_context=context,
+            max_pass_tokens=config.max_pass_tokens,
         )
         # Sums depend on how many threads share them: a deterministic engine does not change that under way.
         threads = config.threads or (usable_cores() if config.deterministic else None)
