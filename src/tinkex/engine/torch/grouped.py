@@ -82,7 +82,7 @@ def product_last(
     """
     u = kernel.shrink(x, table, tiles, site)
     if projection.suits(x.shape[0], weight, site.outs):
-        u = u if len(u) == 1 else u.sum(0, keepdim=True).to(x.dtype)
+        u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
     y = x.new_empty(x.shape[0], weight.shape[0])
     kernel.write(u, y, table, tiles, site)

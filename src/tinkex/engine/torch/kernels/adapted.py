@@ -25,7 +25,7 @@ from torch import Tensor
 from tinkex.engine.torch.kernels import elementwise
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import part_at, part_of_block, tile_at
+from tinkex.engine.torch.kernels.lora import part_at, part_of_block, tile_at, triple
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
 from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
 
@@ -301,14 +301,13 @@ class Adapted:
         """Summands [S, M, O] of the result, in fp32 if there are several."""
         x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
         (rows, k), count = x.shape, tiles.cells.shape[1]
-        n0, n1, n2 = (*site.outs, 0, 0)[:3]
         dtype = torch.float32 if shape.splits > 1 else x.dtype
         y = torch.empty(shape.splits, rows, sum(site.outs), dtype=dtype, device=x.device)
         even = k % (shape.features * shape.splits) == 0 and all(n % shape.columns == 0 for n in site.outs)
         blocks = sum(cdiv(n, shape.columns) for n in site.outs)
         _adapted[(blocks, count, shape.splits)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
-            k, n0, n1, n2, x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
+            k, *triple(site.outs), x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
             EVEN=even, SPLITS=shape.splits, BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
             **self._constants(shape, tiles.rows, shape.columns),
         )  # fmt: skip

@@ -353,6 +353,11 @@ def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
     return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs))
 
 
+def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `shrink` gave, in one split: [1, T, P·R]."""
+    return u if len(u) == 1 else u.sum(0, keepdim=True).to(dtype)
+
+
 def shrink_back(grad_y: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
     """The gradient to u, in parts like u, without the scale."""
     return _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)

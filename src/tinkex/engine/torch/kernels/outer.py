@@ -30,6 +30,7 @@ from tinkex.engine.torch.kernels.lora import (
     part_of_block,
     rank_at,
     shrink_back,
+    summed,
     tile_at,
     triple,
 )
@@ -171,10 +172,8 @@ def backward(
 ) -> Tensor:
     """Add to the adapters' gradients; returns the gradient to u."""
     parts = len(site.outs)
-    grad_u = shrink_back(grad_y, table, tiles, site)
-    if grad_u.shape[0] > 1:
-        grad_u = grad_u.sum(0, keepdim=True).to(x.dtype)
-    u = u.sum(0, keepdim=True).to(x.dtype) if u.shape[0] > 1 else u
+    grad_u = summed(shrink_back(grad_y, table, tiles, site), x.dtype)
+    u = summed(u, x.dtype)
     _add_outer(u, grad_y, back.grads, back.segments, site.column + 1, site.outs, 1, back.atomic)
     _add_outer(grad_u, x, back.grads, back.segments, site.column, [site.in_features], parts, back.atomic)
     return grad_u
