@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import json
 import os
 import shutil
 import tarfile
@@ -16,14 +17,18 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from tests.service.harness import Failed, User, found, killed_copy, serving
+from tests.service.harness import MODEL, Failed, User, found, killed_copy, serving
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.protocol import CreateAdapter, EngineConfig, SaveAdapter
 from tinkex.service import accounts as accounts_module
 from tinkex.service import core as core_module
 from tinkex.service import encryption
+from tinkex.service.config import ServiceConfig
+from tinkex.service.engines import Engines
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.types import checkpoints, sessions, training
+from tinkex.types.params import LoraConfig
 from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
@@ -223,6 +228,16 @@ async def test_a_copy_into_a_project_is_made_once_however_often_it_is_asked_for(
     assert len({first, *others}) == 4
     await user.call(ops.PUBLISH_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
     assert await copied("bob", "one") not in {first, *others}  # another's key means nothing
+
+
+@pytest.mark.parametrize(("name", "written"), [(MODEL, MODEL), ("mine", "place")])
+async def test_an_adapter_names_its_base_model_so_that_others_find_it(home: Path, name: str, written: str):
+    config = ServiceConfig(home, models={name: "place"}, engine=EngineConfig("", kind="fake"))
+    engine = await Engines(config).find(name).load()
+    engine.trainer.run(CreateAdapter("run", LoraConfig(4)))
+    engine.trainer.run(SaveAdapter("run", home / "saved"))
+    peft = json.loads((home / "saved" / "adapter_config.json").read_text())
+    assert peft["base_model_name_or_path"] == written
 
 
 async def test_an_export_has_links_to_its_files(user: User):

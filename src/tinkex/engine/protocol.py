@@ -223,7 +223,7 @@ class EngineConfig:
     max_batch: int = 256  # sequences decoded at once
     threads: int | None = None  # CPU compute threads; None: chosen with care
     deterministic: bool = False  # the same bits alone and in any batch (docs/engine.md)
-    name: str = ""  # what users call the model, for checkpoints to say; "": as `model`
+    name: str = ""  # what checkpoints call the model; "": as `model`
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class BaseModel:
     ) -> None:
         self.name = name
         self.source = source
-        self._config = replace(config, model=source, name=name)
+        # a hub may know ORG/NAME; another name tells PEFT less than the place does
+        self._config = replace(config, model=source, name=name if "/" in name else "")
         self._build = build
         self._offline = offline
         self._shelf = shelf  # where it is put if it has to be fetched
