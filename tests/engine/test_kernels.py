@@ -184,6 +184,36 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
     assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
 
 
+def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pytest.MonkeyPatch):
+    """Several adapters, of which one has nothing here; also that such a weight's other products are right."""
+    monkeypatch.setattr(grouped.adapted, "LARGEST", 0)
+    width, outs, rows = 512, [160, 96], [33, 20, 7]
+    x, weight = random(sum(rows), width), random(width, sum(outs), seed=1).t() / width**0.5
+    matrices = [
+        (random(2 * rank, width, seed=rank), [random(rank, n, seed=90 + rank + n) for n in outs])
+        for rank in (8, 24)
+    ]
+    addresses = [[len(a) // 2, a.data_ptr(), *(b.data_ptr() for b in bs)] for a, bs in matrices]
+    table = lora.Table(
+        torch.tensor([*addresses, [16, 0, 0, 0]], device=DEVICE),
+        torch.tensor([0.5, 0.3, 1.0], device=DEVICE),
+        24,
+    )
+    cells = lora.cut_tiles([(0, 0, 33), (1, 33, 53), (2, 53, 60)], 32)
+    tiles, site = lora.Tiles(torch.from_numpy(cells).to(DEVICE), 32), lora.Site(1, width, outs)
+    want = x.float() @ weight.float().t()
+    for x_part, y_part, (a, bs), scale in zip(x.split(rows), want.split(rows), matrices, (0.5, 0.3)):  # noqa: B905
+        us = (x_part.float() @ a.float().t()).chunk(2, 1)
+        y_part += scale * torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
+    whole, u = grouped.product_last(x, weight, table, tiles, site)
+    assert u.shape[0] == 1
+    monkeypatch.setattr(grouped.adapted, "LONGEST", 256)
+    halved, us = grouped.product_last(x, weight, table, tiles, site)
+    assert us.shape[0] == 2
+    assert_near((whole, halved), (want, want))
+    assert_near([us.sum(0)[:33, :16]], [u[0, :33, :16].float()])
+
+
 def test_few_tiles_are_cut_into_more_programs():
     assert 2 * 151_936 / lora.group_for([151_936], 2, 128) > 1000
     assert lora.group_for([2048, 1024, 1024], 8, 128) == 128

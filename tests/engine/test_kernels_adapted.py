@@ -9,6 +9,7 @@ from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.test_kernels_step import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, assert_near, given
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import adapted as kernel
 from tinkex.engine.torch.kernels import elementwise, lora, step
 from tinkex.engine.torch.kernels.adapted import Adapted, HeadShape, Shape, head_shape_for, shape_for, suits
 
@@ -141,3 +142,29 @@ def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles:
     _x, weight, adapters, *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(3, tiles, dtype=torch.int32)
     assert suits(rows, weight, adapters._replace(tiles=lora.Tiles(cells, tile))) is does
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile", "tiles", "outs", "does"),
+    [(64, 64, 1, 4096, True), (17, 64, 1, 4096, True), (65, 64, 2, 4096, False),
+     (64, 64, 1, 24576, False), (16, 16, 1, 4096, False), (64, 16, 4, 4096, False)],
+)  # fmt: skip
+def test_large_weights_are_served_where_rows_and_columns_are_few(
+    rows: int, tile: int, tiles: int, outs: int, does: bool
+) -> None:
+    _x, _weight, (table, _tiles, _site), *_ = given(DOWN, [1, 0, 0, 0])
+    cells = torch.zeros(6, tiles, dtype=torch.int32)
+    adapters = step.Adapters(table, lora.Tiles(cells, tile), lora.Site(1, 4096, [outs]))
+    weight = torch.empty(outs, 4096, dtype=BF16, device=DEVICE)
+    assert suits(rows, weight, adapters) is does
+
+
+def test_large_weights_have_the_sums_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, or with many features two of half their length."""
+    monkeypatch.setattr(kernel, "LARGEST", 0)
+    one, want, _held = adapted(DOWN, [20, 17, 2, 1])
+    assert one.addend().shape[0] == 1
+    assert_near((one.total(), one.addend()[0]), (want, want))
+    monkeypatch.setattr(kernel, "halved", lambda weight: True)
+    assert one.addend().shape[0] == 2
+    assert_near((one.total(), one.addend().sum(0)), (want, want))

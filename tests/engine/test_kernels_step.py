@@ -54,13 +54,21 @@ def sites_of(dim: int) -> Sites:
     }
 
 
-def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM) -> Given:
-    """Rows of four adapters, of which one is none and one has nothing on the MLP."""
+def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM, whole: bool = False) -> Given:
+    """Rows of four adapters, of which one is none and one has nothing on the MLP.
+
+    `whole`: all ranks are multiples of 8, and the kernels know it.
+    """
     sites = sites_of(dim)
     in_features, parts = sites[site]
     outs, rows = sum(part.out_features for part in parts), sum(lengths)
     x, weight = random(rows, in_features), random(in_features, outs, seed=1).t() / in_features**0.5
-    ones = [adapter(sites, 4, 1), None, adapter(sites, 16, 2, train_mlp=False), adapter(sites, 8, 3)]
+    ones = [
+        adapter(sites, 8 if whole else 4, 1),
+        None,
+        adapter(sites, 16, 2, train_mlp=False),
+        adapter(sites, 8, 3),
+    ]
     want = PlainLora(ones, lengths)(site, x.float(), x.float() @ weight.float().t())
     there = [one for one in ones if one is not None]
     table = torch.from_numpy(grouped.table_rows(there, [one.flat_as(BF16) for one in there]))
@@ -70,15 +78,15 @@ def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM) -> 
     starts = [sum(lengths[:i]) for i in range(5)]
     cells = lora.cut_tiles([(next(slots), a, b) for a, b in pairwise(starts)], tile)
     adapters = step.Adapters(
-        lora.Table(table.to(DEVICE), scales.to(DEVICE), 16),
+        lora.Table(table.to(DEVICE), scales.to(DEVICE), 16, whole=whole),
         lora.Tiles(torch.from_numpy(cells.copy()).to(DEVICE), tile),
         lora.Site(grouped.column_of(site), in_features, [part.out_features for part in parts]),
     )
     return Given(x, weight, adapters, want, ones)
 
 
-def case(site: Site, lengths: list[int], *, library: bool) -> Case:
-    x, weight, adapters, want, ones = given(site, lengths)
+def case(site: Site, lengths: list[int], *, library: bool, whole: bool = False) -> Case:
+    x, weight, adapters, want, ones = given(site, lengths, whole=whole)
     if not library:
         return Case(step.project(x, weight, adapters), want, ones)
     u = lora.shrink(x, adapters.table, adapters.tiles, adapters.site)
@@ -124,6 +132,16 @@ def test_swiglu(lengths: list[int], library: bool) -> None:
 @products
 def test_the_sum_itself(lengths: list[int], library: bool) -> None:
     one = case(DOWN, lengths, library=library)
+    assert_near((one.sums.total(),), (one.want,))
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_ranks_that_are_multiples_of_8(library: bool) -> None:
+    """Which lets u be read in larger pieces."""
+    lengths = [3, 7, 1, 5]
+    one = case(GATE_UP, lengths, library=library, whole=True)
+    assert_near((one.sums.swiglu(),), (plain.swiglu(one.want),))
+    one = case(DOWN, lengths, library=library, whole=True)
     assert_near((one.sums.total(),), (one.want,))
 
 

@@ -75,6 +75,7 @@ def test_the_second_launch_passes_everything_in_order() -> None:
         (WIDE, 1, {"BLOCK": 64}),
         (WIDE, 33, {"BLOCK": 64}),
         (WIDE, 1 << 40 | 1, {"BLOCK": 64}),
+        (WIDE, 1 << 40, {"BLOCK": 64}),
         (WIDE, 32, {"BLOCK": 128}),
         (WIDE, 32, {"BLOCK": 64, "num_warps": 8}),
     ],

@@ -104,7 +104,7 @@ def test_what_lies_beyond_a_step_does_nothing():
     layout, tokens = layout_of(pieces, 16), np.arange(100, 121, dtype=np.int32)
     cells = np.array([[0, 0], [0, 0], [21, 0], [0, 1], [21, 0], [1, 0]], np.int32)
     orders = np.full(400, 99, np.int32)  # of a larger step before
-    used = write_orders(orders, key, tokens, layout, prefill.Seated(cells, 32, 8))
+    used = write_orders(orders, key, tokens, layout, prefill.Seated(cells, 32, 8, True))
     on_device = cut(torch.from_numpy(orders), key)
     got_tokens, positions, slots, tiles, got_cells, pages = (part.tolist() for part in on_device)
     assert got_tokens == [[*range(100, 121), *[0] * 43]]

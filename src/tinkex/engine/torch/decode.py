@@ -36,6 +36,7 @@ from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
+_FEW = 16  # rows of which a tile has no more
 _SOME = 64  # rows up to which launches cost more than reading and writing once more
 _MANY = 512  # rows from which on products add what adapters give, instead of what follows them
 _PATIENCE = 16  # steps that cost about as much as a graph in rows that nobody needs
@@ -54,6 +55,7 @@ class Key(NamedTuple):
     tiles: int = 0  # of adapters' rows; 0: the base model alone
     tile_rows: int = 0
     rank: int = 0  # the largest, rounded up
+    whole: bool = False  # whether every rank is a multiple of 8
 
 
 class Results(NamedTuple):
@@ -92,7 +94,9 @@ class _TableLora(Projecting):
             return step.project(x, frozen.weight, adapters)
         if pending and adapted.suits(rows, frozen.weight, adapters):
             return adapted.Adapted(x, frozen.weight, adapters)
-        u, y = self._products(place, x, frozen)
+        # large weights' as a trainer has them: that is quicker, too
+        splits = 1 if _FEW < rows <= _SOME and frozen.weight.numel() > adapted.LARGEST else None
+        u, y = self._products(place, x, frozen, splits)
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
             return step.Summands(y[None], u, adapters, x.dtype)
         lora_kernel.expand(u, y, self._table, self._tiles, place)
@@ -102,12 +106,14 @@ class _TableLora(Projecting):
         """Whether parts may be added in whichever order is quickest."""
         return frozen.bias is None and not self._table.invariant
 
-    def _products(self, place: lora_kernel.Site, x: Tensor, frozen: Frozen) -> tuple[Tensor, Tensor]:
+    def _products(
+        self, place: lora_kernel.Site, x: Tensor, frozen: Frozen, splits: int | None
+    ) -> tuple[Tensor, Tensor]:
         """x·Aᵀ and beside it, on another stream, the frozen product: both need only x."""
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            u = lora_kernel.shrink(x, self._table, self._tiles, place)
+            u = lora_kernel.shrink(x, self._table, self._tiles, place, splits)
         y = frozen(x)
         here.wait_stream(self._beside)
         return u, y
@@ -205,7 +211,7 @@ class Graphs:
         lora = None
         if key.tiles:
             tiles = lora_kernel.Tiles(self.cells(key.tiles), key.tile_rows)
-            lora = self.hook(self.seats.table(key.rank), tiles)
+            lora = self.hook(self.seats.table(key.rank, key.whole), tiles)
         h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
         vocab, invariant = self._decoder.config.vocab_size, self._decoder.invariant
@@ -285,16 +291,16 @@ class Pipeline:
         fill(graphs.temperature[:rows], temperature)
         self._seed[:rows] = [s.request.seed for s in seated]
         self._index[:rows] = [s.index for s in seated]
-        self._key = Key(bucket(rows), *self._seat_adapters(seated))
+        self._key = self._key_for(seated)
 
-    def _seat_adapters(self, seated: Several[Sequence]) -> tuple[int, int, int]:
-        """Tiles of one adapter's rows: how many, of how many rows, and the widest rank, all rounded up."""
-        lora = lora_of(seated, [1] * len(seated))
+    def _key_for(self, seated: Several[Sequence]) -> Key:
+        """What graph serves them, their adapters being seated."""
+        rows, lora = bucket(len(seated)), lora_of(seated, [1] * len(seated))
         if lora is None:
-            return 0, 0, 0
-        cells, rows, rank = self._graphs.seats.seat(lora.segments)
+            return Key(rows)
+        cells, tile, rank, whole = self._graphs.seats.seat(lora.segments)
         fill(self._graphs.cells(cells.shape[1]), cells)
-        return cells.shape[1], rows, rank
+        return Key(rows, cells.shape[1], tile, rank, whole)
 
     # -- steps -----------------------------------------------------------------------------------------
 

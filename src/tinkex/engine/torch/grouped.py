@@ -19,14 +19,15 @@ from torch import Tensor
 
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import adapted, outer
 from tinkex.engine.torch.kernels import lora as kernel
-from tinkex.engine.torch.kernels import outer
 from tinkex.engine.torch.kernels import project as projection
 from tinkex.engine.torch.ops import frozen_product
 from tinkex.engine.torch.upload import to_device
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
 _COLUMNS = 4  # of a site: A's address and those of up to three parts
+_VAST = 1 << 16  # out-features of a head, whose last bits nothing follows
 _ALIGNED = 8  # elements, so that every matrix begins at a multiple of 16 bytes
 
 
@@ -78,15 +79,39 @@ def product_last(
     """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
 
     In one launch where that can be, else the product is added to the adapters' part, instead of that to it:
-    it then reads the result while it multiplies, which saves reading and writing it once more.
+    it then reads the result while it multiplies, which saves reading and writing it once more. Large weights'
+    products have the bits that `adapted` gives few rows of a sampler: for them that is worth the time.
     """
-    u = kernel.shrink(x, table, tiles, site)
+    large = weight.numel() > adapted.LARGEST
+    if large and adapted.halved(weight):
+        return _in_halves(x, weight, table, tiles, site)
+    u = kernel.shrink(x, table, tiles, site, splits=1 if large else None)
     if projection.suits(x.shape[0], weight, site.outs):
         u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
+    if large and weight.shape[0] < _VAST:
+        y = frozen_product(x, weight)
+        kernel.expand(u, y, table, tiles, site)
+        return y, u
     y = x.new_empty(x.shape[0], weight.shape[0])
     kernel.write(u, y, table, tiles, site)
     return y.addmm_(x, weight.t()), u
+
+
+def _in_halves(
+    x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
+) -> tuple[Tensor, Tensor]:
+    """`product_last` as the sum of two, of half the features each, in fp32 until they are added."""
+    u, half = kernel.shrink(x, table, tiles, site, splits=2), x.shape[1] // 2
+    parts = x.new_empty(2, x.shape[0], weight.shape[0], dtype=torch.float32)
+    for part, left, right in zip(parts, x.split(half, 1), weight.split(half, 1), strict=True):
+        if x.is_cuda:
+            torch.mm(left, right.t(), torch.float32, out=part)
+        else:  # which has no such product
+            torch.mm(left.float(), right.float().t(), out=part)
+    y = x.new_empty(parts.shape[1:])
+    kernel.unite(u, parts, y, table, tiles, site)
+    return y, u
 
 
 class GroupedLora:

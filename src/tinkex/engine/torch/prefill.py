@@ -52,13 +52,14 @@ class Key(NamedTuple):
     splits: int  # of their keys
     cells: int = 0  # tiles of adapters' rows; 0: the base model alone
     cell_rows: int = 0
-    rank: int = 0
+    rank: int = 0  # the widest adapter's
+    whole: bool = False  # whether every rank is a multiple of 8
 
     def serves(self, other: Key) -> bool:
         """Whether this graph can do a step of `other`'s, if with more rows and tiles that do nothing."""
-        same = (self.tile, self.splits, self.cell_rows) == (other.tile, other.splits, other.cell_rows)
+        exact, asked = ((key.tile, key.splits, key.cell_rows, key.whole) for key in (self, other))
         mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
-        return same and all(a >= b for a, b in zip(mine, others, strict=True))
+        return exact == asked and all(a >= b for a, b in zip(mine, others, strict=True))
 
 
 def size(tokens: int) -> int:
@@ -160,7 +161,8 @@ class Prefill:
         key = Key(rows, tile, tiles, splits_for(pieces * self._cache.heads, tile))
         if seated is None:
             return key
-        return key._replace(cells=seated.cells.shape[1], cell_rows=seated.rows, rank=seated.rank)
+        cells, rows, rank, whole = seated
+        return key._replace(cells=cells.shape[1], cell_rows=rows, rank=rank, whole=whole)
 
     def _choose(self, key: Key) -> Key:
         """Whose graph to take: the key's own or, for the first few times, a larger one's that is there."""
@@ -205,7 +207,9 @@ class Prefill:
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = None
         if key.cells:
-            lora = self._captures.hook(self._seats.table(key.rank), lora_kernel.Tiles(cells, key.cell_rows))
+            lora = self._captures.hook(
+                self._seats.table(key.rank, key.whole), lora_kernel.Tiles(cells, key.cell_rows)
+            )
         self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))
 
 

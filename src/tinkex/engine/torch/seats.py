@@ -22,11 +22,12 @@ from tinkex.engine.torch.upload import fill
 
 
 class Seated(NamedTuple):
-    """Tiles of rows of one adapter each: `kernel.Tiles` on the host, and the widest rank."""
+    """Tiles of rows of one adapter each: `kernel.Tiles` on the host, and what is true of all ranks."""
 
     cells: np.ndarray  # int32 [6, tiles]
     rows: int
-    rank: int
+    rank: int  # the widest, rounded up
+    whole: bool  # each is a multiple of 8
 
 
 class Seats:
@@ -44,11 +45,13 @@ class Seats:
             for site, (i, parts) in decoder.sites().items()
             if site.group != "unembed"
         )
-        self._adapts = largest <= adapted.LARGEST and not decoder.invariant
+        self._adapted_rows = (
+            0 if decoder.invariant else adapted.MOST if largest <= adapted.LARGEST else adapted.MOST_OF_LARGER
+        )
 
-    def table(self, rank: int) -> kernel.Table:
-        """Where the kernels look adapters up, none of them wider than `rank`."""
-        return kernel.Table(self._addresses, self._scales, rank, self._invariant)
+    def table(self, rank: int, whole: bool) -> kernel.Table:
+        """Where the kernels look adapters up, `rank` and `whole` being as `seat` said."""
+        return kernel.Table(self._addresses, self._scales, rank, self._invariant, whole)
 
     def seat(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> Seated:
         """Have the adapters of `segments` in the table, at least one; (adapter, first row, past the last).
@@ -60,13 +63,14 @@ class Seats:
             self._name(used)
         places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
         total = segments[-1][2]
-        whole = len(used) == 1 and total <= adapted.MOST and self._adapts
+        whole = len(used) == 1 and total <= self._adapted_rows
         rows = adapted.tile_rows(total) if whole else kernel.tile_rows(total // len(places))
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((6, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles
         cells[3, tiles.shape[1] :] = tiles.shape[1]  # further rows have no tile
-        return Seated(cells, rows, round_up(max(adapter.lora.rank for adapter in self._slots)))
+        ranks = [adapter.lora.rank for adapter in self._slots]
+        return Seated(cells, rows, round_up(max(ranks)), all(rank % 8 == 0 for rank in ranks))
 
     def _name(self, adapters: list[Adapter]) -> None:
         """Fill the table anew: whole rows, so that nothing of a slot's last owner stays."""

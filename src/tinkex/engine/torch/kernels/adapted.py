@@ -25,7 +25,7 @@ from torch import Tensor
 from tinkex.engine.torch.kernels import elementwise
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import part_at, part_of_block, tile_at, triple
+from tinkex.engine.torch.kernels.lora import part_at, part_of_block, scaled, summed, tile_at, triple
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
 from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
 
@@ -33,7 +33,20 @@ _MULTIPROCESSORS = 132
 _SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape
 _STAGES = 4  # rounds on their way, if there is memory
 MOST = 256  # rows
-LARGEST = 1 << 23  # numbers of a weight
+LARGEST = 1 << 23  # numbers of a weight that is soon read
+MOST_OF_LARGER = 64  # rows
+_WIDEST_OF_LARGER = 8192  # out-features: for more of them x·Aᵀ is computed too often
+LONGEST = 6144  # features of a sum that a trainer has in one piece
+
+
+def halved(weight: Tensor) -> bool:
+    """Whether a product is the sum of two, of half the features each, in trainer and sampler.
+
+    With few rows one program alone takes too long over so many features, and sums that are cut elsewhere have
+    other bits.
+    """
+    k = weight.shape[1]
+    return weight.numel() > LARGEST and k > LONGEST and k % 256 == 0
 
 
 @triton.jit
@@ -45,21 +58,18 @@ def _block(place, have, at, EVEN: tl.constexpr):
         return tl.load(place, mask=have & at, other=0.0)
 
 
-@triton.jit
-def _scaled(u, scale, dtype):
-    """x · Aᵀ as `project` has it: rounded, scaled and rounded again, which a power of two does not show."""
-    return (u.to(dtype).to(tl.float32) * scale).to(dtype)
-
-
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _adapted(
     x, w, y, table, scales, cells, tiles, columns, column, K, n0, n1, n2,
     stride_x, stride_k, stride_n, stride_y, split_y,
-    EVEN: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr,
+    EVEN: tl.constexpr, ROUNDED: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x · wᵀ + scale · (x · Aᵀ) · Bᵀ over one part of the features: the sum of these is the whole of it."""
+    """x · wᵀ + scale · (x · Aᵀ) · Bᵀ over one part of the features: the sum of these is the whole of it.
+
+    ROUNDED: the first product is, before the second one is added to it.
+    """
     tile, split = tl.program_id(1), tl.program_id(2)
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
@@ -90,7 +100,9 @@ def _adapted(
             right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
             down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
             total, u = tl.dot(left, right, total), tl.dot(left, down, u)
-        total = tl.dot(_scaled(u, scale, dtype), b, total)
+        if ROUNDED:
+            total = total.to(dtype).to(tl.float32)
+        total = tl.dot(scaled(u, scale, dtype), b, total)
         out = y + split * split_y + row[:, None] * stride_y + before + col[None, :]
         tl.store(out, total, mask=have_m & have_n)
 
@@ -137,7 +149,7 @@ def _gated(
             right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
             down = _block(a + at[:, None], have_r, here, False)
             gate, up, u = tl.dot(left, right_gate, gate), tl.dot(left, right_up, up), tl.dot(left, down, u)
-        u = _scaled(u, scale, dtype)
+        u = scaled(u, scale, dtype)
         gate, up = tl.dot(u, b_gate, gate), tl.dot(u, b_up, up)
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         tl.store(y + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
@@ -195,7 +207,7 @@ def _rotated(
             down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
             low, high = tl.dot(left, right_low, low), tl.dot(left, right_high, high)
             u = tl.dot(left, down, u)
-        u = _scaled(u, scale, dtype)
+        u = scaled(u, scale, dtype)
         low, high = tl.dot(u, b_low, low), tl.dot(u, b_high, high)
         a, b = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
         c, s = c.to(tl.float32), s.to(tl.float32)
@@ -248,6 +260,11 @@ def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> Sh
     return Shape(columns, features, splits, warps=8 if tile > 64 else 4)
 
 
+def large_shape_for(weight: Tensor) -> Shape:
+    """Of a weight beyond LARGEST: the sums that a trainer has, as measured on an H200."""
+    return Shape(64, 128, 2 if halved(weight) else 1)
+
+
 def gated_shape_for(rows: int, tile: int) -> Shape:
     """As measured on an H200."""
     return Shape(64, 64, warps=8) if tile > 64 else Shape(32 if rows <= 64 else 64, 64)
@@ -286,7 +303,8 @@ class Adapted:
         return self.rotated(cos, sin, heads, norms, eps, shape)
 
     def total(self) -> Tensor:
-        return self.parts(self._shape._replace(splits=1))[0]
+        shape = self._shape if self._large else self._shape._replace(splits=1)
+        return summed(self.parts(shape), self.x_MI.dtype)[0]
 
     def addend(self) -> Tensor:
         """In parts [S, M, O] if that keeps the device busy."""
@@ -295,7 +313,13 @@ class Adapted:
     @property
     def _shape(self) -> Shape:
         (rows, k), (_, tiles, site) = self.x_MI.shape, self.adapters
+        if self._large:
+            return large_shape_for(self.weight_OI)
         return shape_for(rows, tiles.rows, site.outs, k)
+
+    @property
+    def _large(self) -> bool:
+        return self.weight_OI.numel() > LARGEST
 
     def parts(self, shape: Shape) -> Tensor:
         """Summands [S, M, O] of the result, in fp32 if there are several."""
@@ -308,7 +332,8 @@ class Adapted:
         _adapted[(blocks, count, shape.splits)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
             k, *triple(site.outs), x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
-            EVEN=even, SPLITS=shape.splits, BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
+            EVEN=even, ROUNDED=self._large and shape.splits == 1, SPLITS=shape.splits,
+            BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
             **self._constants(shape, tiles.rows, shape.columns),
         )  # fmt: skip
         return y
@@ -372,10 +397,13 @@ def tile_rows(rows: int) -> int:
 def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
     """Whether this is quicker than a product and what follows it: few tiles, and weights that are soon read.
 
-    With 64 rows it also would be with larger ones. But then cut sums, which no trainer has, show: in a model
-    of 8B with random weights logprobs differ by half as much again.
+    Of larger ones those with few columns, and then with the sums that a trainer has, since in a model of 8B
+    with random weights others would show.
     """
-    table, tiles, _ = adapters
-    few = tiles.rows >= 64 and tiles.rows * tiles.cells.shape[1] < 2 * max(rows, 64)
-    fits = table.widest <= 64 and shared_bytes(weight.device) >= _SHARED
-    return few and fits and rows <= MOST and weight.numel() <= LARGEST
+    table, tiles, site = adapters
+    count, fits = tiles.cells.shape[1], table.widest <= 64 and shared_bytes(weight.device) >= _SHARED
+    if weight.numel() > LARGEST:
+        few = count == 1 and rows <= MOST_OF_LARGER and sum(site.outs) <= _WIDEST_OF_LARGER
+    else:
+        few = rows <= MOST and tiles.rows * count < 2 * max(rows, 64)
+    return fits and few and tiles.rows >= 64

@@ -66,7 +66,8 @@ class Launcher:
 
 
 def _kind(number: int) -> int:
-    return 1 if number == 1 else 16 if number % 16 == 0 else 0 if number < 1 << 31 else -1
+    kind = 1 if number == 1 else 16 if number % 16 == 0 else 0
+    return kind if number < 1 << 31 else -1 - kind  # beyond, it is another type
 
 
 def _stream(device: int) -> int:

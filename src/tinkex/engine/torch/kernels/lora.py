@@ -3,8 +3,8 @@
 
 Adapters are found through a table of addresses on the device, so that a captured graph serves whoever is in
 the table when it runs and nothing is copied to bring adapters together. `shrink` reduces over features,
-`expand` adds a product of few columns, `write` begins with it; `outer` adds up gradients over rows. Rows
-come in tiles of one adapter.
+`expand` adds a product of few columns, `write` begins with it, `unite` adds it to the parts of a sum.
+`outer` adds up gradients over rows. Rows come in tiles of one adapter.
 Knows nothing of sites' meaning, of autograd or of runs; `lora.LoraBatch` is the plain path.
 
 Shapes: T rows, S slots of the table, P parts of a site, R rank, I in-features, O out-features.
@@ -134,6 +134,15 @@ def part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
     return part, first * BLOCK
 
 
+@triton.jit
+def scaled(u, scale, dtype):
+    """x · Aᵀ as kernels multiply it with B that go on with a sum which was begun: all with the same bits.
+
+    Rounded, scaled and rounded again, which a power of two does not show.
+    """
+    return (u.to(dtype).to(tl.float32) * scale).to(dtype)
+
+
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _shrink(
@@ -197,7 +206,10 @@ def _expand(
         have_m, have_n = (m < count)[:, None], (n < width)[None, :]
         out = y + row[:, None] * stride_y + before + n[None, :]
         held = tl.load(out, mask=have_m & have_n, other=0.0).to(tl.float32)  # early: all loads are under way
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        scale = tl.load(scales + slot)
+        total = held
+        if SPLITS > 1:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, rank * MULTIPLE, BLOCK_K):
             at = k + tl.arange(0, BLOCK_K)
             have_k = at < rank * MULTIPLE
@@ -210,8 +222,52 @@ def _expand(
                 left += tl.load(place + split * stride_split, mask=have_m & have_k[None, :], other=0.0).to(
                     tl.float32
                 )
-            total = tl.dot(left.to(y.dtype.element_ty), right, total)
-        tl.store(out, total * tl.load(scales + slot) + held, mask=have_m & have_n)
+            if SPLITS > 1:
+                left = left.to(y.dtype.element_ty)
+            else:
+                left = scaled(left, scale, y.dtype.element_ty)
+            total = tl.dot(left, right, total)
+        if SPLITS > 1:  # whose bits are nobody else's: the quicker way
+            total = total * scale + held
+        tl.store(out, total, mask=have_m & have_n)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _unite(
+    u, parts, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, split_u,
+    stride_parts, split_parts, stride_y, EVEN: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[rows, part's columns] = the sum of PARTS of (that part of the sum + scale · its u[rows] · matrix)."""
+    part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
+    rank = rank_at(table, slot, columns, WHOLE)
+    address = tl.load(table + slot * columns + column + part)
+    after_previous()
+    if count > 0:
+        width, before = part_at(part, n0, n1, n2, EVEN)
+        dtype = y.dtype.element_ty
+        matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+        m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+        row = (start + m).to(tl.int64)
+        have_m, have_n = (m < count)[:, None], (n < width)[None, :]
+        wide, scale = tl.where(address != 0, rank, 0), tl.load(scales + slot)
+        whole = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for number in tl.static_range(PARTS):
+            place = parts + number * split_parts + row[:, None] * stride_parts + before + n[None, :]
+            total = tl.load(place, mask=have_m & have_n, other=0.0)
+            for k in range(0, wide, BLOCK_K):
+                at = k + tl.arange(0, BLOCK_K)
+                have_k = at < wide
+                of_u = u + number * split_u + row[:, None] * stride_u + part * rank + at[None, :]
+                left = tl.load(of_u, mask=have_m & have_k[None, :], other=0.0)
+                right = tl.load(
+                    matrix + at[:, None] * width + n[None, :], mask=have_n & have_k[:, None], other=0.0
+                )
+                total = tl.dot(scaled(left, scale, dtype), right, total)
+            whole += total
+        tl.store(y + row[:, None] * stride_y + before + n[None, :], whole, mask=have_m & have_n)
 
 
 @launched
@@ -274,20 +330,27 @@ def _warps(tiles: Tiles) -> int:
 
 
 def _shrunk(
-    x: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
+    x: Tensor,
+    table: Table,
+    tiles: Tiles,
+    column: int,
+    sizes: Sequence[int],
+    multiple: int,
+    splits: int | None = None,
 ) -> Tensor:
     count, parts = tiles.cells.shape[1], len(sizes)
     width = multiple * table.widest
     block_n = max(16, min(_WIDEST, power_of_2(width)))
     blocks = cdiv(width, block_n)
     block_k = 128
-    if tiles.rows > 64:  # of one adapter, and so few that programs with a whole tile would leave most idle
-        rows, splits = 16, 1
-    else:
+    if table.invariant or (splits is None and tiles.rows > 64):
+        splits = 1
+    elif splits is None:
         wanted = (_SHRINKING if max(sizes) < _VAST else PROGRAMS) // (count * parts * blocks)
         most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
-        rows, splits = tiles.rows, _splits(min(wanted, most), max(sizes) // (2 * block_k))
-    splits = 1 if table.invariant else splits
+        splits = _splits(min(wanted, most), max(sizes) // (2 * block_k))
+    few = splits == 1 and count <= _SHRINKING // 2  # so that programs with a whole tile would leave most idle
+    rows = 16 if few else tiles.rows
     stages = max(3, min(6, 1 + 90_000 // (2 * block_k * (rows + block_n))))  # in bytes that every device has
     dtype = x.dtype if splits == 1 else torch.float32
     # rows begin at multiples of 16 elements
@@ -297,7 +360,7 @@ def _shrunk(
         x.stride(0), u.stride(1), u.stride(0),
         EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
         TILE=tiles.rows, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4, num_stages=3 if rows == tiles.rows else stages, **CHAINED,
+        num_warps=4, num_stages=stages if few else 3, **CHAINED,
     )  # fmt: skip
     return u
 
@@ -348,9 +411,12 @@ def _written(
     )  # fmt: skip
 
 
-def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
-    """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does."""
-    return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs))
+def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site, splits: int | None = None) -> Tensor:
+    """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does.
+
+    Sums are cut into as many parts as is quickest, unless `splits` says otherwise.
+    """
+    return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs), splits)
 
 
 def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
@@ -366,6 +432,21 @@ def shrink_back(grad_y: Tensor, table: Table, tiles: Tiles, site: Site) -> Tenso
 def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
     """y += scale · u · Bᵀ in place."""
     _expanded(u, y, table, tiles, site.column + 1, site.outs, 1)
+
+
+def unite(u: Tensor, parts: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+    """y = the sum of `parts` (fp32 [S, T, O]) and scale · u · Bᵀ, each part with its own of u's splits.
+
+    The tiles must hold every row.
+    """
+    count, block_n = tiles.cells.shape[1], 128
+    _unite[(sum(cdiv(size, block_n) for size in site.outs), count)](
+        u, parts, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1],
+        site.column + 1, *triple(site.outs), u.stride(1), u.stride(0), parts.stride(1), parts.stride(0),
+        y.stride(0), EVEN=even(site.outs), WHOLE=table.whole, PARTS=len(parts),
+        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=max(16, min(64, power_of_2(table.widest))),
+        num_warps=_warps(tiles), num_stages=1, **CHAINED,
+    )  # fmt: skip
 
 
 def expand_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:

@@ -64,6 +64,22 @@ def cut(lengths: Sequence[int], width: int, put: Callable[[np.ndarray], Tensor])
 
 
 @triton.jit
+def added(weights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Each row's sum, of at least 16 columns: two by two, so that no layout of a tile can change its bits.
+
+    Those that a thread has come first.
+    """
+    n: tl.constexpr = COLUMNS // 2
+    x = tl.sum(tl.reshape(weights, (ROWS, 2, n)), 1)
+    if n > 8:
+        return added(x, ROWS, n)
+    else:
+        x = tl.sum(tl.reshape(x, (ROWS, 4, 2)), 2)
+        x = tl.sum(tl.reshape(x, (ROWS, 2, 2)), 1)
+        return tl.sum(x, 1)
+
+
+@triton.jit
 def _visible(scores, query, key, length, WINDOW: tl.constexpr):
     """-inf where a query may not look: `query` and `key` are positions, broadcast against each other."""
     seen = (key <= query) & (query < length)
@@ -91,7 +107,7 @@ def _look(
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * scale - level[:, None])
         fade = tl.exp2(best - level)
-        mass = mass * fade + tl.sum(weights, 1)
+        mass = mass * fade + added(weights, weights.shape[0], BLOCK)
         values = tl.load(v + place, mask=inside, other=0.0)
         total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
         best = higher

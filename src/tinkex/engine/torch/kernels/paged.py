@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
+from tinkex.engine.torch.kernels.packed import added
 from tinkex.engine.torch.kernels.sizes import power_of_2
 
 _MANY = 1024  # tiles of one token and a kv head, that keep a large device busy with one warp each
@@ -205,7 +206,7 @@ def _attend(
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores * scale2 - level[:, None])
             fade = tl.exp2(best - level)
-            mass = mass * fade + tl.sum(weights, 1)
+            mass = mass * fade + added(weights, TOKENS * HEADS, KEYS)
             values = tl.load(
                 at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
             )

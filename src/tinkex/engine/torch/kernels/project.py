@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tinkex.engine.torch.kernels.adapted import LARGEST
+from tinkex.engine.torch.kernels.adapted import LARGEST, LONGEST
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles, triple
 from tinkex.engine.torch.kernels.sizes import cdiv
@@ -43,7 +43,6 @@ FEWEST = 512  # rows: fewer do not keep a device busy in such tiles
 _MULTIPROCESSORS = 132
 _COLUMNS = 256  # of a tile of ALIGNED rows
 _FEATURES = 64  # that one round reads
-_LONGEST = 6144  # features of a sum
 _SLICE = 64  # columns that are stored at once
 _FINITE: gl.constexpr = gl.constexpr(3.38e38)  # about the largest number in bf16
 _FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile, in which adapters' operands come
@@ -267,7 +266,7 @@ def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
     columns = sum(sizes)
     features, whole = weight.numel() // columns, all(size % _COLUMNS == 0 for size in sizes[:-1])
     aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0 and features % 8 == 0
-    fits = whole and aligned and 5 * _FEATURES < features <= _LONGEST
+    fits = whole and aligned and 5 * _FEATURES < features <= LONGEST
     many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= _MULTIPROCESSORS
     return rows >= FEWEST and many and fits and _able(weight.device)
 

@@ -144,10 +144,18 @@ def _project(
 
 
 @triton.jit
-def b_of(table, scales, slot, columns, column, part, width, at, col, have_n, DTYPE: tl.constexpr):
-    """Rows `at` and columns `col` of an adapter's B at one part, its rank there and its scale."""
+def b_of(
+    table, scales, slot, columns, column, part, width, at, col, have_n,
+    DTYPE: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """Rows `at` and columns `col` of an adapter's B at one part, its rank there and its scale.
+
+    WHOLE: every rank is a multiple of 8, which shows in how u can be read.
+    """
     address = tl.load(table + slot * columns + column + part)
     rank = tl.where(address != 0, tl.load(table + slot * columns).to(tl.int32), 0)
+    if WHOLE:
+        rank = tl.multiple_of(rank, 8)
     matrix = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
     have = have_n & ((at >= 0) & (at < rank))[:, None]
     b = tl.load(matrix + at[:, None] * width + col[None, :], mask=have, other=0.0)
@@ -178,7 +186,7 @@ def _summed(
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _total(
     y, u, out, table, scales, cells, tiles, columns, column, N, split_y, stride_u, split_u,
-    SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
@@ -187,7 +195,9 @@ def _total(
     have_m, have_n = (m < count)[:, None], (col < N)[None, :]
     dtype = out.dtype.element_ty
     ranks = tl.arange(0, RANK)
-    b, rank, scale = b_of(table, scales, slot, columns, column, 0, N, ranks, col, have_n, DTYPE=dtype)
+    b, rank, scale = b_of(
+        table, scales, slot, columns, column, 0, N, ranks, col, have_n, DTYPE=dtype, WHOLE=WHOLE
+    )
     after_previous()
     total = _summed(
         y, u, b, rank, scale, 0, row, have_m, 0, col, have_n, N, split_y, stride_u, split_u,
@@ -201,7 +211,7 @@ def _total(
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _swiglu(
     y, u, out, table, scales, cells, tiles, columns, column, F, split_y, stride_u, split_u,
-    SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
@@ -210,8 +220,12 @@ def _swiglu(
     have_m, have_n = (m < count)[:, None], (col < F)[None, :]
     dtype = out.dtype.element_ty
     ranks = tl.arange(0, RANK)
-    b_gate, rank, scale = b_of(table, scales, slot, columns, column, 0, F, ranks, col, have_n, DTYPE=dtype)
-    b_up, rank_up, _ = b_of(table, scales, slot, columns, column, 1, F, ranks, col, have_n, DTYPE=dtype)
+    b_gate, rank, scale = b_of(
+        table, scales, slot, columns, column, 0, F, ranks, col, have_n, DTYPE=dtype, WHOLE=WHOLE
+    )
+    b_up, rank_up, _ = b_of(
+        table, scales, slot, columns, column, 1, F, ranks, col, have_n, DTYPE=dtype, WHOLE=WHOLE
+    )
     after_previous()
     gate = _summed(
         y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, split_y, stride_u, split_u,
@@ -231,7 +245,7 @@ def _swiglu(
 def _rotate(
     y, u, cos, sin, q_norm, k_norm, q, k, v, table, scales, cells, tiles, columns, column, H, G, eps,
     split_y, stride_u, split_u,
-    SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, U_SPLITS: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
@@ -246,11 +260,12 @@ def _rotate(
     dtype = q.dtype.element_ty
     ranks = tl.arange(0, RANK)
     b_low, rank, scale = b_of(
-        table, scales, slot, columns, column, part, width, ranks, low, have_n, DTYPE=dtype
+        table, scales, slot, columns, column, part, width, ranks, low, have_n, DTYPE=dtype, WHOLE=WHOLE
     )
     b_high, _, _ = b_of(
-        table, scales, slot, columns, column, part, width, ranks, low + C // 2, have_n, DTYPE=dtype
-    )
+        table, scales, slot, columns, column, part, width, ranks, low + C // 2, have_n,
+        DTYPE=dtype, WHOLE=WHOLE,
+    )  # fmt: skip
     angle = row[:, None] * (C // 2) + at[None, :]
     c = tl.load(cos + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
@@ -356,7 +371,7 @@ class Summands:
         columns = table.addresses.shape[1]
         given = table.addresses, table.scales, tiles.cells, self._tiles, columns, site.column + 1
         constants = {"SPLITS": y.shape[0], "U_SPLITS": u.shape[0], "BLOCK_M": tiles.rows}
-        constants["RANK"] = max(16, power_of_2(table.widest))
+        constants |= {"RANK": max(16, power_of_2(table.widest)), "WHOLE": table.whole}
         return given, (y.stride(0), u.stride(1), u.stride(0)), constants
 
 

@@ -1,0 +1,147 @@
+"""Few rows of a sampler have the bits that a trainer's many rows have, with weights as large as 8B's.
+
+In a model of that size with random weights whatever differs in the last bit shows in every logprob; in
+smaller ones it does not, and their products are cut as is quickest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.engine.by_kernels import DEVICE, random
+from tests.engine.stepping import finish
+from tests.engine.test_cuda_engine import new_batch, published, submit
+from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
+from tinkex.engine.torch import grouped
+from tinkex.engine.torch.architecture import model_config
+from tinkex.engine.torch.decode import _TableLora
+from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.kernels import adapted, lora, packed, paged
+from tinkex.engine.torch.load import empty_decoder
+from tinkex.engine.torch.projecting import Frozen
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+
+SITES = {
+    "qkv": (4096, [4096, 1024, 1024]),
+    "o": (4096, [4096]),
+    "gate_up": (4096, [12288, 12288]),
+    "down": (12288, [4096]),
+    "unembed": (4096, [32000]),
+}
+RANK = 32
+
+
+class Case:
+    """An adapter on a frozen product, by the trainer's and by the sampler's way."""
+
+    def __init__(self, group: str, rows: int, scale: float) -> None:
+        width, outs = SITES[group]
+        self.at, self.site = Site(0, group), lora.Site(1, width, outs)
+        self.x = random(rows, width)
+        self.weight = random(width, sum(outs), seed=1).t() / width**0.5
+        self.a = random(len(outs) * RANK, width, seed=2) / width**0.5
+        self.bs = [random(RANK, out, seed=3 + i) for i, out in enumerate(outs)]
+        addresses = [RANK, self.a.data_ptr(), *(b.data_ptr() for b in self.bs)]
+        self.table = lora.Table(
+            torch.tensor([addresses], device=DEVICE), torch.full((1,), scale, device=DEVICE), RANK
+        )
+
+    def tiles(self, rows: int, of: int) -> lora.Tiles:
+        return lora.Tiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], of)).to(DEVICE), of)
+
+    def trained(self) -> Tensor:
+        tiles = self.tiles(len(self.x), 64)
+        return grouped.product_last(self.x, self.weight, self.table, tiles, self.site)[0]
+
+    def sampled(self, rows: int) -> Tensor:
+        hook = _TableLora(
+            {self.at: self.site}, self.table, self.tiles(rows, adapted.tile_rows(rows)), torch.cuda.Stream()
+        )
+        y = hook.project(self.at, self.x[:rows].contiguous(), Frozen(self.weight, None, None))
+        return y if isinstance(y, Tensor) else lora.summed(y.addend(), self.x.dtype)[0]
+
+
+@pytest.mark.parametrize("group", SITES)
+@pytest.mark.parametrize(("rows", "scale"), [(4096, 1.0), (1100, 0.3), (600, 2.0)])
+def test_a_projection(group: str, rows: int, scale: float) -> None:
+    case = Case(group, rows, scale)
+    want = case.trained()
+    for few in (64, 33, 20):
+        assert torch.equal(case.sampled(few), want[:few]), few
+
+
+@pytest.mark.parametrize("dim", [128, 64])
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8)])
+def test_attention_of_a_new_token(heads: tuple[int, int], dim: int) -> None:
+    (h, g), lengths = heads, [1, 2, 63, 64, 65, 200, 255, 300] * 8
+    tokens = sum(lengths)
+    q, k, v = (random(tokens, n, dim, seed=i) for i, n in enumerate((h, g, g)))
+    put = lambda array: torch.from_numpy(array).to(DEVICE)  # noqa: E731
+    want, _ = packed.forward(q, k, v, packed.cut(lengths, packed.width_for(q), put), None)
+    page, most = 16, -(-max(lengths) // 16)
+    pools = torch.zeros(2, len(lengths) * most * page, g, dim, dtype=q.dtype, device=DEVICE)
+    last = torch.tensor(lengths).cumsum(0) - 1
+    for i, (end, length) in enumerate(zip(last.tolist(), lengths, strict=True)):
+        first = i * most * page
+        pools[0, first : first + length - 1] = k[end - length + 1 : end]
+        pools[1, first : first + length - 1] = v[end - length + 1 : end]
+    got, _ = paged.attend(
+        *(x[last.to(DEVICE)].contiguous() for x in (q, k, v)),
+        *pools,
+        one_token_tiles(lengths, most),
+        g,
+        page,
+        None,
+    )
+    assert torch.equal(got, want[last.to(DEVICE)])
+
+
+def one_token_tiles(lengths: Sequence[int], pages: int) -> paged.Queries:
+    count = len(lengths)
+    cells = torch.tensor(
+        [list(range(count)), [1] * count, [n - 1 for n in lengths], list(range(count))], dtype=torch.int32
+    )
+    table = torch.arange(count * pages, dtype=torch.int32).view(count, pages)
+    return paged.Queries(cells.to(DEVICE), table.to(DEVICE), 1)
+
+
+def test_logprobs_of_a_sampler_are_those_of_the_trainer() -> None:
+    """Two layers as large as 8B's, 24 prompts at once."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+        "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 12288, "vocab_size": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 512,
+    }  # fmt: skip
+    decoder = empty_decoder(model_config(config), "cuda", torch.bfloat16)
+    torch.manual_seed(0)
+    for name, weight in decoder.weights().items():
+        weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
+    batch, adapter = new_batch(decoder, pages=400), published(decoder, 32, 1)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(4, 8192, 40).astype(np.int32) for _ in range(24)]
+    futures = [submit(batch, ids, adapter, seed=i)[0] for i, ids in enumerate(prompts)]
+    finish(batch)
+    sampled = [future.result(timeout=0).sequences[0] for future in futures]
+    trainer = TorchTrainer(decoder, "wide")
+    trainer.run(CreateAdapter("run", adapter.adapter.lora))
+    trainer.adapter("run").flat.copy_(adapter.adapter.flat)
+    whole = [np.append(ids, one.tokens_np) for ids, one in zip(prompts, sampled, strict=True)]
+    datums = [
+        Datum(ModelInput.from_ints(ids[:-1].astype(np.int32)), {"target_tokens": ids[1:].astype(np.int64)})
+        for ids in whole
+    ]
+    (output,) = trainer.run(ForwardBackward((Pass("run", datums, "cross_entropy", backward=False),)))
+    assert isinstance(output, ForwardBackwardOutput)
+    for one, trained in zip(sampled, output.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one.logprobs_np, trained["logprobs"].to_numpy()[39:], atol=1e-5)

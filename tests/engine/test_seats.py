@@ -1,0 +1,53 @@
+"""Adapters in the slots of a captured step's table: what a graph is told of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.by_kernels import MARKS
+from tests.engine.tiny import tiny_model
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.kernels import adapted
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.seats import Seats
+from tinkex.types.params import LoraConfig
+
+pytestmark = MARKS
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path: Path = tiny_model(tmp_path_factory.mktemp("model"), "llama3")
+    return load_decoder(path)
+
+
+def adapter(decoder: Decoder, rank: int) -> Adapter:
+    return Adapter.fresh(LoraConfig(rank=rank), decoder.sites(), decoder.unembed_weight.device)
+
+
+def test_what_is_true_of_all_ranks(decoder: Decoder) -> None:
+    seats, (a, b, c) = Seats(decoder, 8), (adapter(decoder, rank) for rank in (8, 24, 12))
+    seated = seats.seat([(a, 0, 3), (None, 3, 5), (b, 5, 9)])
+    assert (seated.rank, seated.whole) == (32, True)
+    seated = seats.seat([(a, 0, 3), (c, 3, 5)])
+    assert (seated.rank, seated.whole) == (16, False)
+    table = seats.table(seated.rank, seated.whole)
+    assert (table.widest, table.whole) == (16, False)
+    assert table.addresses[:2, 0].tolist() == [8, 12]
+
+
+@pytest.mark.parametrize(
+    ("largest", "rows", "tile"),
+    [(1 << 30, 16, 16), (1 << 30, 64, 64), (1 << 30, 200, 128), (0, 16, 16), (0, 64, 64), (0, 96, 64)],
+)
+def test_tiles_of_one_adapter(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, largest: int, rows: int, tile: int
+) -> None:
+    """As large as whatever multiplies them can hold: with large weights less."""
+    monkeypatch.setattr(adapted, "LARGEST", largest)
+    seated = Seats(decoder, 256).seat([(adapter(decoder, 8), 0, rows)])
+    assert seated.rows == tile
+    assert seated.cells[2].sum() == rows
