@@ -128,7 +128,7 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool, 
         if one is not None:
             one.open_grad()
     oracle = PlainLora(adapters, lengths, train=True)
-    leaf = x.float().requires_grad_()
+    leaf = x.float().clone().requires_grad_()
     wide = oracle(site, leaf, leaf @ weight.float().t())
     wide.backward(grad.float())
     oracle.collect()
@@ -151,6 +151,15 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool, 
             assert off(one.grad, grads) < 1e-2
         else:
             assert not one.grad.any()
+
+
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("site", SITES)
+def test_adapters_on_a_large_weight(monkeypatch: pytest.MonkeyPatch, site: Site, halved: bool):
+    """Whose sums are whole or halved, gradients being the same."""
+    monkeypatch.setattr(grouped.adapted, "LARGEST", 0)
+    monkeypatch.setattr(grouped.adapted, "halved", lambda weight: halved)
+    test_adapters_of_several_ranks(site, [3, 20, 1, 7], whole=True, by_rows=False)
 
 
 @pytest.mark.parametrize("tile", [16, 128])

@@ -11,7 +11,15 @@ from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import adapted as kernel
 from tinkex.engine.torch.kernels import elementwise, lora, step
-from tinkex.engine.torch.kernels.adapted import Adapted, HeadShape, Shape, head_shape_for, shape_for, suits
+from tinkex.engine.torch.kernels.adapted import (
+    Adapted,
+    HeadShape,
+    Shape,
+    halved,
+    head_shape_for,
+    shape_for,
+    suits,
+)
 
 pytestmark = MARKS
 
@@ -159,9 +167,23 @@ def test_large_weights_are_served_where_rows_and_columns_are_few(
     assert suits(rows, weight, adapters) is does
 
 
+def test_a_sum_is_halved_where_a_sampler_can_have_it_so() -> None:
+    def shaped(columns: int, features: int) -> torch.Tensor:
+        return torch.empty(columns, features, device="meta")
+
+    assert halved(shaped(4096, 12288))
+    assert halved(shaped(3584, 18944))
+    assert not halved(shaped(4096, 4096))  # short enough
+    assert not halved(shaped(9216, 7168))  # the sampler leaves such a product to the library
+    assert not halved(shaped(4096, 12288 + 128))  # halves would begin within a block
+    assert not halved(shaped(1024, 8192))  # cut as is quickest
+
+
 def test_large_weights_have_the_sums_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, or with many features two of half their length."""
     monkeypatch.setattr(kernel, "LARGEST", 0)
+    one, want, _held = adapted(GATE_UP, [20, 17, 2, 1])
+    assert_near((one.swiglu(),), (plain.swiglu(want),))
     one, want, _held = adapted(DOWN, [20, 17, 2, 1])
     assert one.addend().shape[0] == 1
     assert_near((one.total(), one.addend()[0]), (want, want))

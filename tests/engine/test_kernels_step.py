@@ -139,6 +139,10 @@ def test_the_sum_itself(lengths: list[int], library: bool) -> None:
 def test_ranks_that_are_multiples_of_8(library: bool) -> None:
     """Which lets u be read in larger pieces."""
     lengths = [3, 7, 1, 5]
+    one, angle = case(QKV, lengths, library=library, whole=True), random(16, DIM // 2, seed=5).float()
+    wide = angle.cos().to(BF16).float(), angle.sin().to(BF16).float()
+    got = one.sums.rotate(*(x.to(BF16) for x in wide), HEADS, None, 1e-5)
+    assert_near(got, plain.rotate(one.want, *wide, HEADS, None, 1e-5)[:3])
     one = case(GATE_UP, lengths, library=library, whole=True)
     assert_near((one.sums.swiglu(),), (plain.swiglu(one.want),))
     one = case(DOWN, lengths, library=library, whole=True)

@@ -36,7 +36,7 @@ from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
-_FEW = 16  # rows of which a tile has no more
+_FEW = 16  # rows of a tile that one program is too few for
 _SOME = 64  # rows up to which launches cost more than reading and writing once more
 _MANY = 512  # rows from which on products add what adapters give, instead of what follows them
 _PATIENCE = 16  # steps that cost about as much as a graph in rows that nobody needs
@@ -94,8 +94,9 @@ class _TableLora(Projecting):
             return step.project(x, frozen.weight, adapters)
         if pending and adapted.suits(rows, frozen.weight, adapters):
             return adapted.Adapted(x, frozen.weight, adapters)
-        # large weights' as a trainer has them: that is quicker, too
-        splits = 1 if _FEW < rows <= _SOME and frozen.weight.numel() > adapted.LARGEST else None
+        # few rows' of large weights as a trainer has them: that is quicker, too
+        few = self._tiles.cells.shape[1] == 1 and self._tiles.rows > _FEW
+        splits = 1 if few and adapted.large(frozen.weight) else None
         u, y = self._products(place, x, frozen, splits)
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
             return step.Summands(y[None], u, adapters, x.dtype)

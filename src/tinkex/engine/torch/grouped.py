@@ -1,8 +1,9 @@
 """Many adapters in one pass on CUDA: the grouped fast path of `lora.LoraBatch`.
 
 Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a launch
-for x·Aᵀ, one or two for the rest, and a handful in the backward, however many adapters there are and whatever
-their ranks. Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of experts.
+for x·Aᵀ, up to three for the rest, and a handful in the backward, however many adapters there are and
+whatever their ranks. Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of
+experts.
 
 Shapes: T tokens, I in-features, O out-features, R rank, P parts of a site.
 """
@@ -79,11 +80,11 @@ def product_last(
     """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
 
     In one launch where that can be, else the product is added to the adapters' part, instead of that to it:
-    it then reads the result while it multiplies, which saves reading and writing it once more. Large weights'
-    products have the bits that `adapted` gives few rows of a sampler: for them that is worth the time.
+    it then reads the result while it multiplies, which saves reading and writing it once more. But a large
+    weight's is to have the bits that `adapted` gives few rows of a sampler, and is halved or comes first.
     """
-    large = weight.numel() > adapted.LARGEST
-    if large and adapted.halved(weight):
+    large = adapted.large(weight)
+    if adapted.halved(weight):
         return _in_halves(x, weight, table, tiles, site)
     u = kernel.shrink(x, table, tiles, site, splits=1 if large else None)
     if projection.suits(x.shape[0], weight, site.outs):

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tinkex.engine.torch import grouped
 from tinkex.engine.torch.hooks import LoraHook
+from tinkex.engine.torch.kernels import adapted, paged
 from tinkex.engine.torch.kernels import lora as lora_kernel
-from tinkex.engine.torch.kernels import paged
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.layout import Layout, layout_of
 from tinkex.engine.torch.lora import LoraBatch
@@ -57,9 +57,15 @@ class Key(NamedTuple):
 
     def serves(self, other: Key) -> bool:
         """Whether this graph can do a step of `other`'s, if with more rows and tiles that do nothing."""
-        exact, asked = ((key.tile, key.splits, key.cell_rows, key.whole) for key in (self, other))
+        exact, asked = ((key.tile, key.splits, key.cell_rows, key.few) for key in (self, other))
         mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
-        return exact == asked and all(a >= b for a, b in zip(mine, others, strict=True))
+        fits = all(a >= b for a, b in zip(mine, others, strict=True))
+        return fits and exact == asked and self.whole <= other.whole
+
+    @property
+    def few(self) -> bool:
+        """Whether a large model's products are those of `adapted`: others' last bits may differ."""
+        return self.rows <= adapted.MOST_OF_LARGER and self.cells == 1 and self.rank <= adapted.WIDEST
 
 
 def size(tokens: int) -> int:
@@ -161,8 +167,8 @@ class Prefill:
         key = Key(rows, tile, tiles, splits_for(pieces * self._cache.heads, tile))
         if seated is None:
             return key
-        cells, rows, rank, whole = seated
-        return key._replace(cells=cells.shape[1], cell_rows=rows, rank=rank, whole=whole)
+        cells, cell_rows, rank, whole = seated
+        return key._replace(cells=cells.shape[1], cell_rows=cell_rows, rank=rank, whole=whole)
 
     def _choose(self, key: Key) -> Key:
         """Whose graph to take: the key's own or, for the first few times, a larger one's that is there."""

@@ -45,9 +45,9 @@ class Seats:
             for site, (i, parts) in decoder.sites().items()
             if site.group != "unembed"
         )
-        self._adapted_rows = (
-            0 if decoder.invariant else adapted.MOST if largest <= adapted.LARGEST else adapted.MOST_OF_LARGER
-        )
+        self._most = adapted.MOST if largest <= adapted.LARGEST else adapted.MOST_OF_LARGER
+        if decoder.invariant:
+            self._most = 0
 
     def table(self, rank: int, whole: bool) -> kernel.Table:
         """Where the kernels look adapters up, `rank` and `whole` being as `seat` said."""
@@ -63,8 +63,8 @@ class Seats:
             self._name(used)
         places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
         total = segments[-1][2]
-        whole = len(used) == 1 and total <= self._adapted_rows
-        rows = adapted.tile_rows(total) if whole else kernel.tile_rows(total // len(places))
+        alone = len(used) == 1 and total <= self._most
+        rows = adapted.tile_rows(total) if alone else kernel.tile_rows(total // len(places))
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((6, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles

@@ -4,8 +4,9 @@
 Every program multiplies its rows with its columns of the weight and with all of A, and adds what that gives
 by B before it writes: x·Aᵀ is computed anew for every block of columns, which costs less than a launch and a
 wait. A sum that is cut into parts needs no exchange: each part adds its own (x·Aᵀ)·Bᵀ, and the norm that
-follows adds up. SwiGLU and rotation are done on the way. Rows come in the tiles of `lora`, which must hold
-every row. Knows nothing of sites' meaning or of graphs.
+follows adds up. SwiGLU and rotation are done on the way. Large weights' results have the bits that
+`grouped.product_last` gives many rows. Rows come in the tiles of `lora`, which must hold every row. Knows
+nothing of sites' meaning or of graphs.
 
 Shapes: M rows, I in-features, O out-features, F MLP width, S parts of a sum, H query heads, G kv heads,
 C head dim.
@@ -33,20 +34,26 @@ _MULTIPROCESSORS = 132
 _SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape
 _STAGES = 4  # rounds on their way, if there is memory
 MOST = 256  # rows
+WIDEST = 64  # rank
 LARGEST = 1 << 23  # numbers of a weight that is soon read
 MOST_OF_LARGER = 64  # rows
 _WIDEST_OF_LARGER = 8192  # out-features: for more of them x·Aᵀ is computed too often
-LONGEST = 6144  # features of a sum that a trainer has in one piece
+LONGEST = 6144  # features of a sum that is never cut where it is to have a trainer's bits
+
+
+def large(weight: Tensor) -> bool:
+    """Whether a weight's products have the same bits in a trainer and in a sampler with few rows."""
+    return weight.numel() > LARGEST
 
 
 def halved(weight: Tensor) -> bool:
-    """Whether a product is the sum of two, of half the features each, in trainer and sampler.
+    """Whether a large weight's product is the sum of two, of half the features each, in both.
 
     With few rows one program alone takes too long over so many features, and sums that are cut elsewhere have
     other bits.
     """
-    k = weight.shape[1]
-    return weight.numel() > LARGEST and k > LONGEST and k % 256 == 0
+    columns, features = weight.shape
+    return large(weight) and features > LONGEST and features % 256 == 0 and columns <= _WIDEST_OF_LARGER
 
 
 @triton.jit
@@ -261,7 +268,7 @@ def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> Sh
 
 
 def large_shape_for(weight: Tensor) -> Shape:
-    """Of a weight beyond LARGEST: the sums that a trainer has, as measured on an H200."""
+    """Of a large weight: the sums that a trainer has, as measured on an H200."""
     return Shape(64, 128, 2 if halved(weight) else 1)
 
 
@@ -285,6 +292,8 @@ class Adapted:
 
     def swiglu(self) -> Tensor:
         """silu(gate) * up of a fused [M, 2F]."""
+        if large(self.weight_OI):
+            return elementwise.swiglu(self.total())
         return self.gated(gated_shape_for(self.x_MI.shape[0], self.adapters.tiles.rows))
 
     def rotate(
@@ -303,7 +312,7 @@ class Adapted:
         return self.rotated(cos, sin, heads, norms, eps, shape)
 
     def total(self) -> Tensor:
-        shape = self._shape if self._large else self._shape._replace(splits=1)
+        shape = self._shape if large(self.weight_OI) else self._shape._replace(splits=1)
         return summed(self.parts(shape), self.x_MI.dtype)[0]
 
     def addend(self) -> Tensor:
@@ -313,13 +322,9 @@ class Adapted:
     @property
     def _shape(self) -> Shape:
         (rows, k), (_, tiles, site) = self.x_MI.shape, self.adapters
-        if self._large:
+        if large(self.weight_OI):
             return large_shape_for(self.weight_OI)
         return shape_for(rows, tiles.rows, site.outs, k)
-
-    @property
-    def _large(self) -> bool:
-        return self.weight_OI.numel() > LARGEST
 
     def parts(self, shape: Shape) -> Tensor:
         """Summands [S, M, O] of the result, in fp32 if there are several."""
@@ -332,7 +337,7 @@ class Adapted:
         _adapted[(blocks, count, shape.splits)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
             k, *triple(site.outs), x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
-            EVEN=even, ROUNDED=self._large and shape.splits == 1, SPLITS=shape.splits,
+            EVEN=even, ROUNDED=large(w) and shape.splits == 1, SPLITS=shape.splits,
             BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
             **self._constants(shape, tiles.rows, shape.columns),
         )  # fmt: skip
@@ -401,8 +406,8 @@ def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
     with random weights others would show.
     """
     table, tiles, site = adapters
-    count, fits = tiles.cells.shape[1], table.widest <= 64 and shared_bytes(weight.device) >= _SHARED
-    if weight.numel() > LARGEST:
+    count, fits = tiles.cells.shape[1], table.widest <= WIDEST and shared_bytes(weight.device) >= _SHARED
+    if large(weight):
         few = count == 1 and rows <= MOST_OF_LARGER and sum(site.outs) <= _WIDEST_OF_LARGER
     else:
         few = rows <= MOST and tiles.rows * count < 2 * max(rows, 64)

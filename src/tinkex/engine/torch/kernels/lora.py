@@ -253,7 +253,7 @@ def _unite(
         row = (start + m).to(tl.int64)
         have_m, have_n = (m < count)[:, None], (n < width)[None, :]
         wide, scale = tl.where(address != 0, rank, 0), tl.load(scales + slot)
-        whole = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        united = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for number in tl.static_range(PARTS):
             place = parts + number * split_parts + row[:, None] * stride_parts + before + n[None, :]
             total = tl.load(place, mask=have_m & have_n, other=0.0)
@@ -266,8 +266,8 @@ def _unite(
                     matrix + at[:, None] * width + n[None, :], mask=have_n & have_k[:, None], other=0.0
                 )
                 total = tl.dot(scaled(left, scale, dtype), right, total)
-            whole += total
-        tl.store(y + row[:, None] * stride_y + before + n[None, :], whole, mask=have_m & have_n)
+            united += total
+        tl.store(y + row[:, None] * stride_y + before + n[None, :], united, mask=have_m & have_n)
 
 
 @launched
@@ -414,13 +414,14 @@ def _written(
 def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site, splits: int | None = None) -> Tensor:
     """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does.
 
-    Sums are cut into as many parts as is quickest, unless `splits` says otherwise.
+    Sums are cut into as many parts as is quickest, unless `splits` says otherwise; with an invariant table
+    they never are.
     """
     return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs), splits)
 
 
 def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `shrink` gave, in one split: [1, T, P·R]."""
+    """What came in splits, as `shrink` gives it, in one: [1, T, P·R]."""
     return u if len(u) == 1 else u.sum(0, keepdim=True).to(dtype)
 
 
@@ -439,6 +440,7 @@ def unite(u: Tensor, parts: Tensor, y: Tensor, table: Table, tiles: Tiles, site:
 
     The tiles must hold every row.
     """
+    assert len(u) == len(parts)
     count, block_n = tiles.cells.shape[1], 128
     _unite[(sum(cdiv(size, block_n) for size in site.outs), count)](
         u, parts, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1],

@@ -3,10 +3,10 @@
 
 What adapters add, u·Bᵀ of few columns, is one more step of every sum, so it costs no reading or writing of
 the result. A program goes from tile to tile, and the copy engine fetches operands three rounds ahead, over
-tiles' ends too. A row's result has the same bits whatever the others are, and those that a sampler gives few
-rows: by `adapted` where it cuts no sums, and with weights too large for it, whose product is rounded before
-adapters add to it, about those. Written in Gluon, for Hopper's instructions: elsewhere `lora.write` and a
-library's product do the same. Knows nothing of autograd.
+tiles' ends too. A row's result has the same bits whatever the others are, and those that `adapted` gives few
+rows of a sampler where it cuts no sums: a large weight's product is rounded before adapters add to it.
+Written in Gluon, for Hopper's instructions: what stands in for it elsewhere is in `grouped`. Knows nothing of
+autograd.
 
 Shapes: M rows, N out-features, K in-features, of this product: a gradient's are the other way round.
 """
@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tinkex.engine.torch.kernels.adapted import LARGEST, LONGEST
+from tinkex.engine.torch.kernels.adapted import LONGEST, large
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles, triple
 from tinkex.engine.torch.kernels.sizes import cdiv
@@ -306,7 +306,7 @@ def _projected(
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
         u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *triple(sizes), u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
-        TURNED=turned, ROUNDED=w_NK.numel() > LARGEST, MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8,
+        TURNED=turned, ROUNDED=large(w_NK), MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8,
         num_warps=8,
     )  # fmt: skip
 
