@@ -25,9 +25,11 @@ from tinkex.engine.torch.architecture import model_config
 from tinkex.engine.torch.decode import _TableLora
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import adapted, lora, packed, paged
+from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.projecting import Frozen
 from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.engine.torch.upload import to_device
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 
@@ -86,13 +88,13 @@ def test_attention_of_a_new_token(heads: tuple[int, int], dim: int) -> None:
     (h, g), lengths = heads, [1, 2, 63, 64, 65, 200, 255, 300] * 8
     tokens = sum(lengths)
     q, k, v = (random(tokens, n, dim, seed=i) for i, n in enumerate((h, g, g)))
-    put = lambda array: torch.from_numpy(array).to(DEVICE)  # noqa: E731
-    want, _ = packed.forward(q, k, v, packed.cut(lengths, packed.width_for(q), put), None)
-    page, most = 16, -(-max(lengths) // 16)
-    pools = torch.zeros(2, len(lengths) * most * page, g, dim, dtype=q.dtype, device=DEVICE)
+    tiles = packed.cut(lengths, packed.width_for(q), lambda array: to_device(array, DEVICE))
+    want, _ = packed.forward(q, k, v, tiles, None)
+    most = -(-max(lengths) // PAGE)
+    pools = torch.zeros(2, len(lengths) * most * PAGE, g, dim, dtype=q.dtype, device=DEVICE)
     last = torch.tensor(lengths).cumsum(0) - 1
     for i, (end, length) in enumerate(zip(last.tolist(), lengths, strict=True)):
-        first = i * most * page
+        first = i * most * PAGE
         pools[0, first : first + length - 1] = k[end - length + 1 : end]
         pools[1, first : first + length - 1] = v[end - length + 1 : end]
     got, _ = paged.attend(
@@ -100,7 +102,7 @@ def test_attention_of_a_new_token(heads: tuple[int, int], dim: int) -> None:
         *pools,
         one_token_tiles(lengths, most),
         g,
-        page,
+        PAGE,
         None,
     )
     assert torch.equal(got, want[last.to(DEVICE)])

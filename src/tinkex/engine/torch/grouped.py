@@ -28,7 +28,7 @@ from tinkex.engine.torch.upload import to_device
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
 _COLUMNS = 4  # of a site: A's address and those of up to three parts
-_VAST = 1 << 16  # out-features of a head, whose last bits nothing follows
+_HEAD = 1 << 16  # out-features that only a head has, whose last bits nothing follows
 _ALIGNED = 8  # elements, so that every matrix begins at a multiple of 16 bytes
 
 
@@ -90,7 +90,7 @@ def product_last(
     if projection.suits(x.shape[0], weight, site.outs):
         u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
-    if large and weight.shape[0] < _VAST:
+    if large and weight.shape[0] < _HEAD:
         y = frozen_product(x, weight)
         kernel.expand(u, y, table, tiles, site)
         return y, u
@@ -108,7 +108,7 @@ def _in_halves(
     for part, left, right in zip(parts, x.split(half, 1), weight.split(half, 1), strict=True):
         if x.is_cuda:
             torch.mm(left, right.t(), torch.float32, out=part)
-        else:  # which has no such product
+        else:  # by the interpreter: the CPU has no such product
             torch.mm(left.float(), right.float().t(), out=part)
     y = x.new_empty(parts.shape[1:])
     kernel.unite(u, parts, y, table, tiles, site)
