@@ -276,15 +276,8 @@ def _layout(*block: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
-class _Descriptor(TensorDescriptor):
-    """Unchecked: what there is to check `suits` has, and it takes longer than a launch."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return _Descriptor(x, x.shape, x.stride(), list(block), _layout(*block))
+    return TensorDescriptor.from_tensor(x, list(block), _layout(*block))
 
 
 def _projected(
