@@ -193,6 +193,23 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
     assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("rows", [40, 100, 250, 300])  # several programs a tile, one tile each in pairs
+def test_sums_are_cut_as_asked(rows: int, splits: int):
+    rank, width = 5, 768
+    x, a = random(rows, width), random(2 * rank, width, seed=1) / width**0.5
+    table = lora.Table(
+        torch.tensor([[rank, a.data_ptr()]], device=DEVICE), torch.ones(1, device=DEVICE), rank
+    )
+    tiles = lora.Tiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
+    for _ in range(2):  # from the second time on by pairs
+        u = lora.shrink(x, table, tiles, lora.Site(1, width, [1, 1]), splits, beside=True)
+    assert len(u) == splits
+    parts = zip(u, x.float().chunk(splits, 1), a.float().chunk(splits, 1), strict=True)
+    for got, left, right in parts:
+        assert off(got[:, : 2 * rank], left @ right.t()) < 1e-2
+
+
 def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pytest.MonkeyPatch):
     """Several adapters, of which one has nothing here; also that such a weight's other products are right."""
     monkeypatch.setattr(grouped.adapted, "LARGEST", 0)
@@ -332,16 +349,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.einsum("hsl,lhc->shc", scores.masked_fill(hidden.to(DEVICE), -torch.inf).softmax(-1), v)
 
 
-@pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize(("tokens", "splits", "many"), [(1, 1, 0), (1, 1, 99), (1, 4, 99), (16, 1, 99)])
+@pytest.mark.parametrize("window", [None, 7, 21, 75])
+@pytest.mark.parametrize(
+    ("tokens", "splits", "least", "many"),
+    [(1, 1, 0, 0), (1, 1, 64, 0), (1, 1, 0, 99), (1, 4, 0, 99), (1, 4, 128, 99), (16, 1, 0, 99)],
+)
 def test_paged_attention(
-    window: int | None, tokens: int, splits: int, many: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, tokens: int, splits: int, least: int, many: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences of several lengths whose pages lie anywhere, with stale NaNs in what they do not use."""
     monkeypatch.setattr(paged, "_MANY", many)
     h, g, c, page, pages = 6, 2, 24, 16, 40
     new = [1] * 5 if tokens == 1 else [1, 16, 33, 50, 5]
-    lengths = [1, 16, 90, 200, 17]
+    lengths = [1, 16, 90, 200, 31]
     pools = [torch.full((pages * page, g * c), float("nan"), dtype=BF16, device=DEVICE) for _ in range(2)]
     free = np.random.default_rng(0).permutation(pages).tolist()
     table = torch.zeros(5, 16, dtype=torch.int32)
@@ -362,7 +382,7 @@ def test_paged_attention(
         whole.append(attention(q[row : row + count], k, v, window))
         row += count
     cells = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous().to(DEVICE)
-    queries = paged.Queries(cells, table.to(DEVICE), tokens, splits)
+    queries = paged.Queries(cells, table.to(DEVICE), tokens, splits, least)
     got, _ = paged.attend(
         q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v), pools[0], pools[1], queries, g, page, window
     )

@@ -24,16 +24,18 @@ STREAM = 77
 class Compiled:
     """What is there of a kernel that was compiled, as far as it is used."""
 
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata = "function", ("warps", 1, "shared")
 
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
+    def __init__(self, log: list[Any], together: list[int]) -> None:
+        self.log, self.together = log, together
 
     def run(self, x: int, y: int, z: int, *args: Any) -> None:
         stream, function, metadata, launch_metadata, on_enter, on_exit, *given = args
-        assert (stream, function, metadata) == (STREAM, self.function, self.packed_metadata)
+        warps, together, shared = metadata
+        assert (stream, function, warps, shared) == (STREAM, self.function, "warps", "shared")
         assert launch_metadata is on_enter is on_exit is None
-        self.log.append(((x, y, z), given))
+        self.log.append(((x * together, y, z), given))
+        self.together.append(together)
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +51,12 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled: list[Any] = []
         self.launches: list[Any] = []
+        self.together: list[int] = []  # programs of a cluster, by launch
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*args: Any, **constants: Any) -> Compiled:
             self.compiled.append((args, constants))
-            return Compiled(self.launches)
+            return Compiled(self.launches, self.together)
 
         return run
 
@@ -87,3 +90,15 @@ def test_other_kinds_are_compiled_anew(x: torch.Tensor, n: int, constants: dict[
     launcher[(1, 2)](x, n, 1e-5, **constants)
     assert len(kernel.compiled) == 2
     assert not kernel.launches
+
+
+def test_programs_come_in_pairs_where_asked() -> None:
+    """Triton multiplies the first axis by how many belong together."""
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for pairs in (False, True, False, True):
+        launcher[(4, 3)](WIDE, 32, 1e-5, BLOCK=64, pairs=pairs)
+    assert len(kernel.compiled) == 2
+    assert all("pairs" not in constants for _, constants in kernel.compiled)
+    assert kernel.together == [1, 2]
+    assert [grid for grid, _ in kernel.launches] == [(4, 3, 1)] * 2

@@ -41,7 +41,7 @@ def test_what_is_true_of_all_ranks(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize(
     ("largest", "rows", "tile"),
-    [(1 << 30, 16, 16), (1 << 30, 64, 64), (1 << 30, 200, 128), (0, 16, 16), (0, 64, 64), (0, 80, 32)],
+    [(1 << 30, 16, 16), (1 << 30, 64, 64), (1 << 30, 200, 128), (0, 16, 64), (0, 64, 64), (0, 80, 32)],
 )
 def test_tiles_of_one_adapter(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, largest: int, rows: int, tile: int

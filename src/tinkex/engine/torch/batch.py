@@ -87,22 +87,19 @@ def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
 def _micro_batch(items: list[Item], backward: bool, device: torch.device) -> MicroBatch:
     examples = [item.example for item in items]
     lengths = [example.tokens.size for example in examples]
-    per_row = np.concatenate(
-        [np.full(len(e.targets), e.targets.size // len(e.targets), np.int64) for e in examples]
-    )
-    starts = np.concatenate([[0], np.cumsum(per_row)])
-    targets = Targets(
-        rows_M=to_device(np.repeat(np.arange(len(per_row)), per_row), device),
-        ids_M=to_device(np.concatenate([e.targets.reshape(-1) for e in examples]), device),
-        starts=torch.from_numpy(starts),
-    )
+    per_row = np.repeat([e.targets.size // len(e.targets) for e in examples], lengths)
+    positions = np.arange(len(per_row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    rows = np.repeat(np.arange(len(per_row)), per_row)
+    ids, tokens = [e.targets.reshape(-1) for e in examples], [e.tokens for e in examples]
+    sent = to_device(np.concatenate([*tokens, positions, rows, *ids], dtype=np.int64), device)  # in one go
+    tokens_T, positions_T, rows_M, ids_M = sent.split([len(per_row)] * 2 + [len(rows)] * 2)
     return MicroBatch(
         items=items,
         backward=backward,
         lengths=lengths,
-        tokens_T=to_device(np.concatenate([e.tokens for e in examples]).astype(np.int64), device),
-        positions_T=to_device(np.concatenate([np.arange(n) for n in lengths]), device),
-        targets=targets,
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        targets=Targets(rows_M, ids_M, torch.from_numpy(np.concatenate([[0], np.cumsum(per_row)]))),
         cells=np.cumsum([0, *(e.targets.size for e in examples)]).tolist(),
     )
 

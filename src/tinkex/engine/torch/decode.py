@@ -29,14 +29,13 @@ from tinkex.engine.torch.kernels import adapted, begin, draw, paged, step
 from tinkex.engine.torch.kernels import lora as lora_kernel
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.torch.paged import UNCUT, KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.projecting import Frozen, Projecting
-from tinkex.engine.torch.seats import Seats
+from tinkex.engine.torch.seats import Seats, in_order
 from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
-_FEW = 16  # rows of a tile that one program is too few for
 _SOME = 64  # rows up to which launches cost more than reading and writing once more
 _MANY = 512  # rows from which on products add what adapters give, instead of what follows them
 _PATIENCE = 16  # steps that cost about as much as a graph in rows that nobody needs
@@ -94,28 +93,29 @@ class _TableLora(Projecting):
             return step.project(x, frozen.weight, adapters)
         if pending and adapted.suits(rows, frozen.weight, adapters):
             return adapted.Adapted(x, frozen.weight, adapters)
-        # few rows' of large weights as a trainer has them: that is quicker, too
-        few = self._tiles.cells.shape[1] == 1 and self._tiles.rows > _FEW
-        splits = 1 if few and adapted.large(frozen.weight) else None
-        u, y = self._products(place, x, frozen, splits)
+        large = self._ours(frozen) and adapted.large(frozen.weight)  # as a trainer has them: no sum is cut
+        if large and adapted.halved(frozen.weight):
+            u, parts = self._beside_x_a(place, x, 2, lambda: grouped.product_halves(x, frozen.weight))
+            return lora_kernel.unite(u, parts, x.dtype, self._table, self._tiles, place)
+        u, y = self._beside_x_a(place, x, 1 if large else None, lambda: frozen(x))
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
             return step.Summands(y[None], u, adapters, x.dtype)
         lora_kernel.expand(u, y, self._table, self._tiles, place)
         return y
 
     def _ours(self, frozen: Frozen) -> bool:
-        """Whether parts may be added in whichever order is quickest."""
+        """Whether it is for us in which order parts are added: the quickest, or a trainer's."""
         return frozen.bias is None and not self._table.invariant
 
-    def _products(
-        self, place: lora_kernel.Site, x: Tensor, frozen: Frozen, splits: int | None
+    def _beside_x_a(
+        self, place: lora_kernel.Site, x: Tensor, splits: int | None, product: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """x·Aᵀ and beside it, on another stream, the frozen product: both need only x."""
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            u = lora_kernel.shrink(x, self._table, self._tiles, place, splits)
-        y = frozen(x)
+            u = lora_kernel.shrink(x, self._table, self._tiles, place, splits, beside=True)
+        y = product()
         here.wait_stream(self._beside)
         return u, y
 
@@ -129,7 +129,7 @@ class Graphs:
     """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
-        self._decoder, self._cache = decoder, cache
+        self._decoder, self._cache, self._in_order = decoder, cache, in_order(decoder)
         device = decoder.unembed_weight.device
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
@@ -207,7 +207,8 @@ class Graphs:
         _, last, logprobs = self.results
         begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
         tile = tile_tokens((), self._decoder.invariant)
-        queries = paged.Queries(cells, self.table, tile, splits_for(key.rows * self._cache.heads, tile))
+        splits = splits_for(key.rows * self._cache.heads, tile)
+        queries = paged.Queries(cells, self.table, tile, splits, UNCUT if self._in_order else 0)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:

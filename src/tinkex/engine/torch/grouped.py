@@ -81,7 +81,7 @@ def product_last(
 
     In one launch where that can be, else the product is added to the adapters' part, instead of that to it:
     it then reads the result while it multiplies, which saves reading and writing it once more. But a large
-    weight's is to have the bits that `adapted` gives few rows of a sampler, and is halved or comes first.
+    weight's is to have the bits that a sampler's captured steps have, and is halved or comes first.
     """
     large = adapted.large(weight)
     if adapted.halved(weight):
@@ -103,16 +103,16 @@ def _in_halves(
     x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
 ) -> tuple[Tensor, Tensor]:
     """`product_last` as the sum of two, of half the features each, in fp32 until they are added."""
-    u, half = kernel.shrink(x, table, tiles, site, splits=2), x.shape[1] // 2
-    parts = x.new_empty(2, x.shape[0], weight.shape[0], dtype=torch.float32)
-    for part, left, right in zip(parts, x.split(half, 1), weight.split(half, 1), strict=True):
-        if x.is_cuda:
-            torch.mm(left, right.t(), torch.float32, out=part)
-        else:  # by the interpreter: the CPU has no such product
-            torch.mm(left.float(), right.float().t(), out=part)
-    y = x.new_empty(parts.shape[1:])
-    kernel.unite(u, parts, y, table, tiles, site)
-    return y, u
+    u = kernel.shrink(x, table, tiles, site, splits=2)
+    return kernel.unite(u, product_halves(x, weight), x.dtype, table, tiles, site), u
+
+
+def product_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ as two products of half the features each, in fp32: [2, T, O]."""
+    left, right = x.unflatten(1, (2, -1)).transpose(0, 1), weight.t().unflatten(0, (2, -1))
+    if x.is_cuda:
+        return torch.bmm(left, right, torch.float32)
+    return torch.bmm(left.float(), right.float())  # by the interpreter: the CPU has no such product
 
 
 class GroupedLora:
@@ -178,7 +178,8 @@ class GroupedLora:
         self, site: kernel.Site, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The frozen product with the adapters' contribution, and what the backward needs."""
-        if self._invariant or bias is not None or not self._adds_last(site):
+        writes = kernel.writes(self._table, site) or (adapted.large(weight) and weight.shape[0] < _HEAD)
+        if self._invariant or bias is not None or not (self._whole and writes):
             y = frozen_product(x, weight, bias, invariant=self._invariant)
             return y, self.add(site, x, y)
         return product_last(x, weight, self._table, self._tiles, site)

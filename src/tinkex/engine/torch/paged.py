@@ -91,6 +91,9 @@ class PackedForward:
         return out, lse_TH.t().contiguous()
 
 
+UNCUT = 2048  # keys that are never cut where a large model is to have a trainer's bits
+
+
 def splits_for(programs: int, tokens: int) -> int:
     """Into how many parts the keys are cut so that few sequences keep a whole device busy."""
     if tokens > 1:

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from tinkex.engine.torch import grouped
 from tinkex.engine.torch.hooks import LoraHook
-from tinkex.engine.torch.kernels import adapted, paged
 from tinkex.engine.torch.kernels import lora as lora_kernel
+from tinkex.engine.torch.kernels import paged
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.layout import Layout, layout_of
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.torch.paged import UNCUT, KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.sampler import Limits
-from tinkex.engine.torch.seats import Seated, Seats, round_up
+from tinkex.engine.torch.seats import Seated, Seats, in_order, round_up
 from tinkex.engine.torch.upload import fill
 
 log = logging.getLogger(__name__)
@@ -57,15 +57,10 @@ class Key(NamedTuple):
 
     def serves(self, other: Key) -> bool:
         """Whether this graph can do a step of `other`'s, if with more rows and tiles that do nothing."""
-        exact, asked = ((key.tile, key.splits, key.cell_rows, key.few) for key in (self, other))
+        exact, asked = ((key.tile, key.splits, key.cell_rows) for key in (self, other))
         mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
         fits = all(a >= b for a, b in zip(mine, others, strict=True))
         return fits and exact == asked and self.whole <= other.whole
-
-    @property
-    def few(self) -> bool:
-        """Whether a large model's products are those of `adapted`: others' last bits may differ."""
-        return self.rows <= adapted.MOST_OF_LARGER and self.cells == 1 and self.rank <= adapted.WIDEST
 
 
 def size(tokens: int) -> int:
@@ -133,7 +128,7 @@ class Prefill:
         self._sequences = limits.sequences
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
-        self._seats = Seats(decoder, limits.sequences)
+        self._seats, self._in_order = Seats(decoder, limits.sequences), in_order(decoder)
         # tiles of either kind are at most one for 16 rows and one for each sequence, before they are rounded
         room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)
@@ -209,7 +204,7 @@ class Prefill:
 
     def _step(self, key: Key) -> None:
         tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
-        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits)
+        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, UNCUT if self._in_order else 0)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = None
         if key.cells:

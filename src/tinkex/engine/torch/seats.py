@@ -21,6 +21,19 @@ from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.upload import fill
 
 
+def _sizes(decoder: Decoder) -> list[int]:
+    """The numbers of each weight but the head's."""
+    sites = decoder.sites().items()
+    return [i * sum(p.out_features for p in parts) for site, (i, parts) in sites if site.group != "unembed"]
+
+
+def in_order(decoder: Decoder) -> bool:
+    """Whether captured steps have a trainer's bits: all weights are large, and no product has a bias."""
+    config = decoder.config
+    plain = config.experts is None and not (config.qkv_bias or config.o_bias or config.mlp_bias)
+    return plain and min(_sizes(decoder)) > adapted.LARGEST
+
+
 class Seated(NamedTuple):
     """Tiles of rows of one adapter each: `kernel.Tiles` on the host, and what is true of all ranks."""
 
@@ -40,12 +53,8 @@ class Seats:
         self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
         self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
         self._slots: dict[Adapter, int] = {}
-        largest = max(
-            i * sum(part.out_features for part in parts)
-            for site, (i, parts) in decoder.sites().items()
-            if site.group != "unembed"
-        )
-        self._most = adapted.MOST if largest <= adapted.LARGEST else adapted.MOST_OF_LARGER
+        self._in_order = in_order(decoder)
+        self._most = adapted.MOST if max(_sizes(decoder)) <= adapted.LARGEST else adapted.MOST_OF_LARGER
         if decoder.invariant:
             self._most = 0
 
@@ -64,7 +73,9 @@ class Seats:
         places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
         total = segments[-1][2]
         alone = len(used) == 1 and total <= self._most
-        rows = adapted.tile_rows(total) if alone else kernel.tile_rows(total // len(places))
+        rows = kernel.tile_rows(total // len(places))
+        if alone:
+            rows = adapted.MOST_OF_LARGER if self._in_order else adapted.tile_rows(total)
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((6, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles

@@ -29,6 +29,7 @@ from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.lora import part_at, part_of_block, scaled, summed, tile_at, triple
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
 from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
+from tinkex.engine.torch.kernels.sums import close
 
 _MULTIPROCESSORS = 132
 _SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape
@@ -42,7 +43,7 @@ LONGEST = 6144  # features of a sum that is never cut where it is to have a trai
 
 
 def large(weight: Tensor) -> bool:
-    """Whether a weight's products have the same bits in a trainer and in a sampler with few rows."""
+    """Whether a weight's products have the same bits in a trainer and in a sampler, however many rows."""
     return weight.numel() > LARGEST
 
 
@@ -221,7 +222,8 @@ def _rotated(
         if part < 2:
             if NORM:
                 norm = tl.where(part == 0, q_norm, k_norm)
-                sums = tl.sum(tl.where(have_n, a * a, 0.0), 1) + tl.sum(tl.where(have_n, b * b, 0.0), 1)
+                a2, b2 = tl.where(have_n, a * a, 0.0), tl.where(have_n, b * b, 0.0)
+                sums = close(a2, BLOCK_M, BLOCK_N) + close(b2, BLOCK_M, BLOCK_N)
                 rstd = tl.rsqrt(sums / C + eps)[:, None]
                 w_a = tl.load(norm + n[None, :], mask=have_n, other=0.0).to(tl.float32)
                 w_b = tl.load(norm + C // 2 + n[None, :], mask=have_n, other=0.0).to(tl.float32)

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _ABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 CHAINED = {"launch_pdl": True} if _ABLE and not triton.knobs.runtime.interpret else {}
+PAIRED = {"pairs": True} if CHAINED else {}  # see `launch.Launcher`
 
 if CHAINED:
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.torch.kernels.sums import close
 
-_HEADS = 8  # heads that one program rotates
+_HEADS, _HEADS_BACK = 16, 8  # heads that one program rotates, there and back
 _COLUMNS = 1024  # numbers of one program where each is computed by itself
 
 
@@ -153,7 +154,7 @@ def _rotate(
     b = tl.load(base + low + C // 2, mask=inside, other=0.0).to(tl.float32)
     turned = (head < H + G)[:, None]
     if NORM:
-        r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / C + eps)
+        r = tl.rsqrt((close(a * a, HEADS, HALF) + close(b * b, HEADS, HALF)) / C + eps)
         tl.store(rstd + token * (H + G) + head, r, mask=head < H + G)
         is_q, cols = (head < H)[:, None], at[None, :] + tl.zeros_like(low)
         wa = tl.where(is_q, tl.load(q_norm + cols, mask=inside), tl.load(k_norm + cols, mask=inside))
@@ -238,7 +239,7 @@ def rotate(
     _rotate[(tokens, cdiv(h + 2 * g, _HEADS))](
         qkv, cos, sin, q_norm, k_norm, q, k, v, cos if rstd is None else rstd, eps, h, g,
         C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
-        num_warps=2, **CHAINED,
+        num_warps=4, **CHAINED,
     )  # fmt: skip
     return q, k, v, rstd
 
@@ -256,10 +257,10 @@ def rotate_backward(
     (tokens, h, c), g = grad_q.shape, grad_k.shape[1]
     out = torch.empty(tokens, (h + 2 * g) * c, dtype=grad_q.dtype, device=grad_q.device)
     q_norm, k_norm = norms or (cos, cos)
-    _rotate_backward[(tokens, cdiv(h + 2 * g, _HEADS))](
+    _rotate_backward[(tokens, cdiv(h + 2 * g, _HEADS_BACK))](
         grad_q, grad_k, grad_v, out if qkv is None else qkv, cos, sin, q_norm, k_norm,
         cos if rstd is None else rstd, out, h, g,
-        C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
+        C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS_BACK,
         num_warps=2, **CHAINED,
     )  # fmt: skip
     return out

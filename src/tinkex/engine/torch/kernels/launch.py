@@ -4,7 +4,8 @@
 At every call Triton works out anew what the kernel must be compiled for, and asks the driver where each
 tensor lies, which takes longer than most of ours run. `@launched` on top of `@triton.jit` remembers the first
 by the arguments' kinds, and from the second call on gives the compiled kernel addresses. Triton's hooks for
-profilers are not called then. Knows nothing of what kernels do.
+profilers are not called then. A launch can also ask for its programs `pairs`-wise, which Triton has no word
+for. Knows nothing of what kernels do.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def _launch(self, grid: tuple[int, ...], *args: Any, pairs: bool = False, **constants: Any) -> None:
+        """`pairs`: two programs, neighbours along the first axis, always get two multiprocessors that belong
+        together (a cluster, on Hopper and newer), so that those which are left can take a library's pairs.
+        """
         device = getattr(args[0], "base", args[0]).get_device()
         # What Triton compiles anew for: a type, whether 16 divides a number or an address, and the number 1.
-        kinds: list[Any] = [device, *constants, *constants.values()]
+        kinds: list[Any] = [device, pairs, *constants, *constants.values()]
         values: list[Any] = []
         for argument in args:
             if isinstance(argument, Tensor):
@@ -55,14 +59,15 @@ class Launcher:
         if ready is None:
             compiled = self._kernel[grid](*args, **constants)
             rest = [constants[name] for name in self._names[len(args) :]]
-            self._ready[key] = (
-                compiled.run,
-                (compiled.function, compiled.packed_metadata, None, None, None),
-                rest,
-            )
+            metadata = compiled.packed_metadata
+            if pairs:
+                warps, _, shared = metadata
+                metadata = (warps, 2, shared)
+            self._ready[key] = (compiled.run, (compiled.function, metadata, None, None, None), rest)
         else:
             run, how, rest = ready
-            run(*(*grid, 1, 1)[:3], _stream(device), *how, *values, *rest)
+            x, y, z = (*grid, 1, 1)[:3]
+            run(x // 2 if pairs else x, y, z, _stream(device), *how, *values, *rest)
 
 
 def _kind(number: int) -> int:

@@ -12,6 +12,7 @@ Shapes: T rows, S slots of the table, P parts of a site, R rank, I in-features, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,14 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
+from tinkex.engine.torch.kernels.chain import CHAINED, PAIRED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
 
 PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
 _WRITING = 1000  # programs that keep it busy where all they do is write
 _FEW = 64  # tiles whose programs wait for memory; more of them hide it from each other
+_ROOM = 215_000  # bytes of shared memory that all but a little of Hopper's is
 _VAST = 16384  # features, from which on a sum needs all the programs that there can be
 _WIDEST = 128  # columns of u that one program holds
 ALIGNED = 128  # rows: no tile lies on both sides of a multiple of it
@@ -148,14 +150,14 @@ def scaled(u, scale, dtype):
 def _shrink(
     x, u, table, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """u[rows, part] = x[rows, part's columns] · matrixᵀ, the matrix having MULTIPLE · rank rows.
 
-    A program has BLOCK_M of a tile's rows.
+    A program has BLOCK_M of a tile's rows and EACH of the splits.
     """
-    tile, split = tl.program_id(0) // (TILE // BLOCK_M), tl.program_id(2)
+    tile = tl.program_id(0) // (TILE // BLOCK_M)
     inside = tl.program_id(0) % (TILE // BLOCK_M) * BLOCK_M
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     slot, start, count = tile_at(cells, tiles, tile)
@@ -169,19 +171,22 @@ def _shrink(
         row = (start + m).to(tl.int64)
         have_m, have_n = (m < count)[:, None], (n < rank * MULTIPLE)[None, :]
         span = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLITS) * BLOCK_K
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(split * span, tl.minimum((split + 1) * span, width), BLOCK_K):
-            at = k + tl.arange(0, BLOCK_K)
-            have_k = at < width
-            left = tl.load(
-                x + row[:, None] * stride_x + before + at[None, :], mask=have_m & have_k[None, :], other=0.0
-            )
-            right = tl.load(
-                matrix + n[None, :] * width + at[:, None], mask=have_n & have_k[:, None], other=0.0
-            )
-            total = tl.dot(left, right, total)
-        out = u + split * stride_split + row[:, None] * stride_u + part * rank + n[None, :]
-        tl.store(out, total, mask=have_m & have_n)
+        for split in tl.static_range(EACH):
+            split += tl.program_id(2) * EACH
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(split * span, tl.minimum((split + 1) * span, width), BLOCK_K):
+                at = k + tl.arange(0, BLOCK_K)
+                have_k = at < width
+                left = tl.load(
+                    x + row[:, None] * stride_x + before + at[None, :],
+                    mask=have_m & have_k[None, :], other=0.0,
+                )  # fmt: skip
+                right = tl.load(
+                    matrix + n[None, :] * width + at[:, None], mask=have_n & have_k[:, None], other=0.0
+                )
+                total = tl.dot(left, right, total)
+            out = u + split * stride_split + row[:, None] * stride_u + part * rank + n[None, :]
+            tl.store(out, total, mask=have_m & have_n)
 
 
 @launched
@@ -329,6 +334,59 @@ def _warps(tiles: Tiles) -> int:
     return 4 if tiles.rows <= 64 else 8
 
 
+class _Cut(NamedTuple):
+    """How the work of shrinking is shared out."""
+
+    splits: int  # of every sum
+    each: int  # of those that one program does, one after the other
+    rows: int
+    columns: int  # of u
+    features: int  # that one round reads
+    warps: int
+    stages: int
+    pairs: bool = False
+
+
+def _cut(
+    x: Tensor,
+    table: Table,
+    tiles: Tiles,
+    sizes: Sequence[int],
+    width: int,
+    splits: int | None,
+    beside: bool,
+) -> _Cut:
+    """As measured on an H200; `beside` a library's product, which needs most of the device for itself."""
+    count, columns = tiles.cells.shape[1], max(16, min(_WIDEST, power_of_2(width)))
+    shared, few = shared_bytes(x.device), count <= _SHRINKING // 2
+    if table.invariant or (splits is None and tiles.rows > 64):
+        splits, beside = 1, False
+    if beside and splits and tiles.rows == 64 and count in (2, 4) and width <= _WIDEST and shared >= _ROOM:
+        # A product beside takes 128 of 132 multiprocessors, and would wait for as many as this takes more:
+        # so it has four, or two, however long, and leaves the product those that belong together.
+        stages = min(6, _ROOM // (2 * 128 * (64 + columns)))
+        return _Cut(splits, splits, 64, columns, 128, 8, stages, pairs=True)
+    if splits is None:
+        wanted = (_SHRINKING if max(sizes) < _VAST else PROGRAMS) // (
+            count * len(sizes) * cdiv(width, columns)
+        )
+        most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
+        splits = _splits(min(wanted, most), max(sizes) // 256)
+        few = few and splits == 1
+    small = (
+        count * cdiv(tiles.rows, 16) * len(sizes) * cdiv(width, 16) * splits
+    )  # programs, if each has little
+    if few and small <= PROGRAMS // 2:
+        features = min(1024 if shared >= 140_000 else 256, max(16, power_of_2(max(sizes))))
+        if splits > 1:  # each of which is to have as many features, whoever shrinks
+            features = math.gcd(features, max(sizes) // splits)
+        return _Cut(splits, 1, 16, 16, features, 2, 3)
+    if few:
+        stages = max(3, min(6, 1 + 90_000 // (2 * 128 * (16 + columns))))  # in bytes that every device has
+        return _Cut(splits, 1, 16, columns, 128, 4, stages)
+    return _Cut(splits, 1, tiles.rows, columns, 128, 4, 3)
+
+
 def _shrunk(
     x: Tensor,
     table: Table,
@@ -337,30 +395,19 @@ def _shrunk(
     sizes: Sequence[int],
     multiple: int,
     splits: int | None = None,
+    beside: bool = False,
 ) -> Tensor:
-    count, parts = tiles.cells.shape[1], len(sizes)
-    width = multiple * table.widest
-    block_n = max(16, min(_WIDEST, power_of_2(width)))
-    blocks = cdiv(width, block_n)
-    block_k = 128
-    if table.invariant or (splits is None and tiles.rows > 64):
-        splits = 1
-    elif splits is None:
-        wanted = (_SHRINKING if max(sizes) < _VAST else PROGRAMS) // (count * parts * blocks)
-        most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
-        splits = _splits(min(wanted, most), max(sizes) // (2 * block_k))
-    few = splits == 1 and count <= _SHRINKING // 2  # so that programs with a whole tile would leave most idle
-    rows = 16 if few else tiles.rows
-    stages = max(3, min(6, 1 + 90_000 // (2 * block_k * (rows + block_n))))  # in bytes that every device has
-    dtype = x.dtype if splits == 1 else torch.float32
+    count, parts, width = tiles.cells.shape[1], len(sizes), multiple * table.widest
+    cut = _cut(x, table, tiles, sizes, width, splits, beside)
+    blocks, dtype = cdiv(width, cut.columns), x.dtype if cut.splits == 1 else torch.float32
     # rows begin at multiples of 16 elements
-    u = torch.empty(splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
-    _shrink[(count * (tiles.rows // rows), parts * blocks, splits)](
+    u = torch.empty(cut.splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
+    _shrink[(count * (tiles.rows // cut.rows), parts * blocks, cut.splits // cut.each)](
         x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *triple(sizes),
         x.stride(0), u.stride(1), u.stride(0),
-        EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=splits,
-        TILE=tiles.rows, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4, num_stages=stages if few else 3, **CHAINED,
+        EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=cut.splits,
+        EACH=cut.each, TILE=tiles.rows, BLOCK_M=cut.rows, BLOCK_N=cut.columns, BLOCK_K=cut.features,
+        num_warps=cut.warps, num_stages=cut.stages, **CHAINED, **(PAIRED if cut.pairs else {}),
     )  # fmt: skip
     return u
 
@@ -374,7 +421,8 @@ def _expanded(
     sizes: Sequence[int],
     multiple: int,
 ) -> None:
-    count, block_n = tiles.cells.shape[1], 128
+    count = tiles.cells.shape[1]
+    block_n, warps = (64, 8) if count <= _FEW and max(sizes) < _VAST else (128, _warps(tiles))
     wide = 64 if table.invariant else power_of_2(multiple * table.widest)
     block_k = max(16, min(64, wide))
     blocks = sum(cdiv(size, block_n) for size in sizes)
@@ -384,7 +432,7 @@ def _expanded(
         *triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0],
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=_warps(tiles), num_stages=stages, **CHAINED,
+        num_warps=warps, num_stages=stages, **CHAINED,
     )  # fmt: skip
 
 
@@ -411,13 +459,15 @@ def _written(
     )  # fmt: skip
 
 
-def shrink(x: Tensor, table: Table, tiles: Tiles, site: Site, splits: int | None = None) -> Tensor:
+def shrink(
+    x: Tensor, table: Table, tiles: Tiles, site: Site, splits: int | None = None, *, beside: bool = False
+) -> Tensor:
     """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does.
 
     Sums are cut into as many parts as is quickest, unless `splits` says otherwise; with an invariant table
-    they never are.
+    they never are. `beside`: a product with the same x runs at the same time.
     """
-    return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs), splits)
+    return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs), splits, beside)
 
 
 def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
@@ -435,20 +485,23 @@ def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None
     _expanded(u, y, table, tiles, site.column + 1, site.outs, 1)
 
 
-def unite(u: Tensor, parts: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
-    """y = the sum of `parts` (fp32 [S, T, O]) and scale · u · Bᵀ, each part with its own of u's splits.
+def unite(u: Tensor, parts: Tensor, dtype: torch.dtype, table: Table, tiles: Tiles, site: Site) -> Tensor:
+    """The sum of `parts` (fp32 [S, T, O]) and scale · u · Bᵀ, each part with its own of u's splits.
 
     The tiles must hold every row.
     """
     assert len(u) == len(parts)
-    count, block_n = tiles.cells.shape[1], 128
+    count = tiles.cells.shape[1]
+    block_n, warps = (32, 8) if count <= _FEW else (128, _warps(tiles))
+    y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     _unite[(sum(cdiv(size, block_n) for size in site.outs), count)](
         u, parts, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1],
         site.column + 1, *triple(site.outs), u.stride(1), u.stride(0), parts.stride(1), parts.stride(0),
         y.stride(0), EVEN=even(site.outs), WHOLE=table.whole, PARTS=len(parts),
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=max(16, min(64, power_of_2(table.widest))),
-        num_warps=_warps(tiles), num_stages=1, **CHAINED,
+        num_warps=warps, num_stages=1, **CHAINED,
     )  # fmt: skip
+    return y
 
 
 def expand_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import power_of_2, shared_bytes
+from tinkex.engine.torch.kernels.sums import spread
 
 TILE = 64  # positions of a tile; tiles of keys have more where those fit
 # Slopes may take this many times the queries' memory, about what the layer's MLP has given back when its
@@ -49,34 +50,21 @@ def width_for(x_THC: Tensor) -> int:
 
 def cut(lengths: Sequence[int], width: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:
     """The sequences in tiles; `put` brings an array to the device."""
-    counts = [-(-length // TILE) for length in lengths]
-    slopes = [count * (count + 1) // 2 for count in counts]
-    first, tile, slope = (np.cumsum([0, *sizes[:-1]]).tolist() for sizes in (lengths, counts, slopes))
-    sequences = list(zip(first, lengths, tile, slope, strict=True))
+    n = np.array(lengths)
+    counts = -(-n // TILE)
+    slopes = counts * (counts + 1) // 2
+    before = [np.cumsum(sizes) - sizes for sizes in (n, counts, slopes)]
 
-    def cells(size: int, by: Callable[[int, int], int]) -> Tensor:
-        columns = [(row, n, at, *before) for row, n, *before in sequences for at in range(0, n, size)]
-        columns.sort(key=lambda column: by(column[1], column[2]))
-        return put(np.ascontiguousarray(np.array(columns, np.int32).T))
+    def cells(size: int, late: bool) -> Tensor:
+        each = -(-n // size)
+        of = np.repeat(np.arange(len(n)), each)
+        at = size * (np.arange(len(of)) - (np.cumsum(each) - each)[of])
+        order = np.argsort(-at if late else at - n[of], kind="stable")
+        row, tile, slope = (number[of] for number in before)
+        return put(np.stack([row, n[of], at, tile, slope]).astype(np.int32).take(order, 1))
 
-    queries, keys = cells(TILE, lambda n, at: -at), cells(width, lambda n, at: at - n)  # late, and early ones
-    return Tiles(queries, keys, width, sum(slopes))
-
-
-@triton.jit
-def added(weights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each row's sum, of at least 16 columns: two by two, so that no layout of a tile can change its bits.
-
-    Those that a thread has come first.
-    """
-    n: tl.constexpr = COLUMNS // 2
-    x = tl.sum(tl.reshape(weights, (ROWS, 2, n)), 1)
-    if n > 8:
-        return added(x, ROWS, n)
-    else:
-        x = tl.sum(tl.reshape(x, (ROWS, 4, 2)), 2)
-        x = tl.sum(tl.reshape(x, (ROWS, 2, 2)), 1)
-        return tl.sum(x, 1)
+    queries, keys = cells(TILE, late=True), cells(width, late=False)  # those with the most work first
+    return Tiles(queries, keys, width, int(slopes.sum()))
 
 
 @triton.jit
@@ -107,7 +95,7 @@ def _look(
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * scale - level[:, None])
         fade = tl.exp2(best - level)
-        mass = mass * fade + added(weights, weights.shape[0], BLOCK)
+        mass = mass * fade + spread(weights, weights.shape[0], BLOCK)
         values = tl.load(v + place, mask=inside, other=0.0)
         total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
         best = higher
@@ -343,7 +331,7 @@ def _backward_queries(
 
 # -- launching -----------------------------------------------------------------------------------------
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634  # scores are scaled with it, too, so that exp2 does
 
 
 def forward(
@@ -354,7 +342,7 @@ def forward(
     out, lse = torch.empty_like(q_THC), torch.empty(h, tokens, dtype=torch.float32, device=q_THC.device)
     count = tiles.queries.shape[1]
     _forward[(h, count)](
-        q_THC, k_TGC, v_TGC, out, lse, tiles.queries, count, tokens, c**-0.5 * _LOG2E,
+        q_THC, k_TGC, v_TGC, out, lse, tiles.queries, count, tokens, c**-0.5 * LOG2E,
         H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=TILE, BLOCK_N=64,
         BLOCK_C=_columns(c), num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -382,7 +370,7 @@ def backward(
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q_THC, k_TGC, v_TGC))
     store = window is None and tiles.slopes * TILE**2 <= ROOM * tokens * c
     slopes = q_THC.new_empty(h, tiles.slopes, TILE, TILE) if store else grad_q  # [keys, queries]
-    shape, scales = {"H": h, "G": g, "C": c}, (c**-0.5, c**-0.5 * _LOG2E)
+    shape, scales = {"H": h, "G": g, "C": c}, (c**-0.5, c**-0.5 * LOG2E)
     given = (q_THC, k_TGC, v_TGC, grad_THC, sums)
     _backward_keys[(g, tiles.keys.shape[1])](
         *given, slopes, grad_k, grad_v, tiles.keys, tiles.keys.shape[1], count, tiles.slopes, *scales,

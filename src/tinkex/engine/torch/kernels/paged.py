@@ -21,8 +21,9 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.packed import added
+from tinkex.engine.torch.kernels.packed import LOG2E
 from tinkex.engine.torch.kernels.sizes import power_of_2
+from tinkex.engine.torch.kernels.sums import spread, spread_down
 
 _MANY = 1024  # tiles of one token and a kv head, that keep a large device busy with one warp each
 
@@ -34,6 +35,7 @@ class Queries(NamedTuple):
     table_BN: Tensor  # int32: each sequence's pages
     tokens: int  # of a whole tile
     splits: int = 1  # of the keys
+    least: int = 0  # keys of a split; if there is a least, rounds are a trainer's, and so are the bits uncut
 
 
 @launched
@@ -64,16 +66,100 @@ def _either(condition, yes, no, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _see(total, best, mass, queries, at_k, at_v, seen, have_c, scale):
-    """Let queries see one page of keys, those that `seen` allows."""
-    keys = tl.load(at_k, mask=seen[:, None] & have_c[None, :], other=0.0)
-    values = tl.load(at_v, mask=seen[None, :] & have_c[:, None], other=0.0)
-    scores = tl.where(seen[:, None], tl.dot(keys, queries) * scale, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, 0))
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    weights, fade = tl.exp2(scores - level[None, :]), tl.exp2(best - level)
-    total = tl.dot(values, weights.to(values.dtype), total * fade[None, :])
-    return total, higher, mass * fade + tl.sum(weights, 0)
+def _page(
+    pool, new, page, key, first, position,
+    MASK: tl.constexpr, TURNED: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A page's keys or values [keys, C], or [C, keys] if TURNED, of which `key` are the positions.
+
+    MASK: zeros but from `first` to `position`, whose own are not there yet but at `new`.
+    """
+    c = tl.arange(0, BLOCK_C)
+    rows = pool + page.to(tl.int64) * (PAGE * G * C) + tl.arange(0, PAGE) * (G * C)
+    if MASK:
+        rows = _either(key == position, new, rows, ALIGNED=C % 8 == 0)
+    have, have_c = (key >= first) & (key <= position), c < C
+    if TURNED:
+        places, have = rows[None, :] + c[:, None], have[None, :] & have_c[:, None]
+        have_c = have_c[:, None]
+    else:
+        places, have = rows[:, None] + c[None, :], have[:, None] & have_c[None, :]
+        have_c = have_c[None, :]
+    if MASK:
+        return tl.load(places, mask=have, other=0.0)
+    elif C == BLOCK_C:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=have_c, other=0.0)
+
+
+@triton.jit
+def _scores(keys, queries, key, first, position, MASK: tl.constexpr):
+    scores = tl.dot(keys, queries)
+    if MASK:
+        scores = tl.where(((key >= first) & (key <= position))[:, None], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _see(
+    total, best, mass, queries, k, v, new_k, new_v, p1, p2, p3, p4, start, first, position, scale,
+    MASK: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Let queries see the keys of the first PAGES of four, from position `start` on.
+
+    MASK: those from `first` to `position` alone, of which there is one at least.
+    """
+    key1 = start + tl.arange(0, PAGE)
+    key2, key3, key4 = key1 + PAGE, key1 + 2 * PAGE, key1 + 3 * PAGE
+    k1 = _page(k, new_k, p1, key1, first, position, MASK, False, PAGE, G, C, BLOCK_C)
+    v1 = _page(v, new_v, p1, key1, first, position, MASK, True, PAGE, G, C, BLOCK_C)
+    s1 = _scores(k1, queries, key1, first, position, MASK)
+    top = s1
+    if PAGES > 1:
+        k2 = _page(k, new_k, p2, key2, first, position, MASK, False, PAGE, G, C, BLOCK_C)
+        v2 = _page(v, new_v, p2, key2, first, position, MASK, True, PAGE, G, C, BLOCK_C)
+        s2 = _scores(k2, queries, key2, first, position, MASK)
+        top = tl.maximum(top, s2)
+    if PAGES > 2:
+        k3 = _page(k, new_k, p3, key3, first, position, MASK, False, PAGE, G, C, BLOCK_C)
+        k4 = _page(k, new_k, p4, key4, first, position, MASK, False, PAGE, G, C, BLOCK_C)
+        v3 = _page(v, new_v, p3, key3, first, position, MASK, True, PAGE, G, C, BLOCK_C)
+        v4 = _page(v, new_v, p4, key4, first, position, MASK, True, PAGE, G, C, BLOCK_C)
+        s3 = _scores(k3, queries, key3, first, position, MASK)
+        s4 = _scores(k4, queries, key4, first, position, MASK)
+        top = tl.maximum(top, tl.maximum(s3, s4))
+    higher = tl.maximum(best, tl.max(top, 0) * scale)
+    fade = tl.exp2(best - higher)
+    w1 = tl.exp2(s1 * scale - higher[None, :])
+    total = tl.dot(v1, w1.to(v1.dtype), total * fade[None, :])
+    if PAGES > 1:
+        w2 = tl.exp2(s2 * scale - higher[None, :])
+        total = tl.dot(v2, w2.to(v2.dtype), total)
+    if PAGES > 2:
+        w3, w4 = tl.exp2(s3 * scale - higher[None, :]), tl.exp2(s4 * scale - higher[None, :])
+        total = tl.dot(v3, w3.to(v3.dtype), total)
+        total = tl.dot(v4, w4.to(v4.dtype), total)
+        w1, w2 = w1 + w3, w2 + w4
+    if PAGES > 1:
+        w1 += w2
+    sums = spread_down(w1, HEADS) if PAGES == 4 else tl.sum(w1, 0)
+    return total, higher, mass * fade + sums
+
+
+@triton.jit
+def _pages(pages, start, newest, PAGES: tl.constexpr, PAGE: tl.constexpr):
+    """The numbers of so many pages from position `start` on, none after the newest, in four."""
+    at = start // PAGE
+    p1 = tl.load(pages + tl.minimum(at, newest))
+    p2, p3, p4 = p1, p1, p1
+    if PAGES > 1:
+        p2 = tl.load(pages + tl.minimum(at + 1, newest))
+    if PAGES > 2:
+        p3, p4 = tl.load(pages + tl.minimum(at + 2, newest)), tl.load(pages + tl.minimum(at + 3, newest))
+    return p1, p2, p3, p4
 
 
 @launched
@@ -81,79 +167,67 @@ def _see(total, best, mass, queries, at_k, at_v, seen, have_c, scale):
 def _decode(
     q, k, v, k_pool, v_pool, out, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_C: tl.constexpr, PAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`_attend` for tiles of one token, in a third of its instructions.
 
     Everything is turned round, [keys, heads] and [C, heads], since there may be as few as 8 columns but not
-    rows; two pages make a round, each with one address, and their numbers are fetched a round before.
+    rows; two or four PAGES make a round, each with one address, and their numbers are fetched a round before.
+    With four, all results have the bits of `_attend`.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
     after_previous()
-    scale2 = scale * 1.4426950408889634  # so that exp2 does
     if count > 0:
-        head, c, l = tl.arange(0, HEADS), tl.arange(0, BLOCK_C), tl.arange(0, PAGE)
+        tl.static_assert(PAGE == 16)
+        ROUND: tl.constexpr = PAGES * PAGE
+        ENDS: tl.constexpr = 4 if PAGES == 4 else 1  # pages of a round where not all keys are seen
+        head, c = tl.arange(0, HEADS), tl.arange(0, BLOCK_C)
         have_h, have_c = head < H // G, c < C
         at_q = (row.to(tl.int64) * H + kv_head * (H // G) + head)[None, :] * C + c[:, None]
         queries = tl.load(q + at_q, mask=have_h[None, :] & have_c[:, None], other=0.0)
         pages, newest = table + sequence.to(tl.int64) * stride_table, position // PAGE
         k_pool, v_pool = k_pool + kv_head * C, v_pool + kv_head * C
-        down, across = l[:, None] * (G * C) + c[None, :], l[None, :] * (G * C) + c[:, None]
-        new = (row.to(tl.int64) * G + kv_head) * C
-        low = tl.maximum(position - WINDOW + 1, 0) // (2 * PAGE) * (2 * PAGE) if WINDOW > 0 else 0
-        inner, outer = low, low + (position - low) // (2 * PAGE) * (2 * PAGE)
+        new_k, new_v = k + (row.to(tl.int64) * G + kv_head) * C, v + (row.to(tl.int64) * G + kv_head) * C
+        first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+        inner = first // ROUND * ROUND
+        outer = inner + (position - inner) // ROUND * ROUND
         best = tl.full((HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((HEADS,), tl.float32)
         total = tl.zeros((BLOCK_C, HEADS), tl.float32)
         if WINDOW > 0:
-            if position >= WINDOW:
-                inner = tl.minimum(low + 2 * PAGE, outer)
-            for start in range(low, inner, PAGE):
-                place = tl.load(pages + start // PAGE).to(tl.int64) * (PAGE * G * C)
+            whole = tl.minimum(tl.cdiv(first, ROUND) * ROUND, outer)
+            for start in range(first // (ENDS * PAGE) * (ENDS * PAGE), whole, ENDS * PAGE):
+                p1, p2, p3, p4 = _pages(pages, start, newest, ENDS, PAGE)
                 total, best, mass = _see(
-                    total, best, mass, queries, k_pool + place + down, v_pool + place + across,
-                    start + l > position - WINDOW, have_c, scale2,
+                    total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
+                    start, first, position, scale, True, ENDS, PAGE, G, C, HEADS, BLOCK_C,
                 )  # fmt: skip
-        left = tl.load(pages + tl.minimum(inner // PAGE, newest))
-        right = tl.load(pages + tl.minimum(inner // PAGE + 1, newest))
-        for start in tl.range(inner, outer, 2 * PAGE, num_stages=STAGES):
-            one, two = left.to(tl.int64) * (PAGE * G * C), right.to(tl.int64) * (PAGE * G * C)
-            following = start // PAGE + 2
-            left = tl.load(pages + tl.minimum(following, newest))
-            right = tl.load(pages + tl.minimum(following + 1, newest))
-            if C == BLOCK_C:
-                k1, k2 = tl.load(k_pool + one + down), tl.load(k_pool + two + down)
-                v1, v2 = tl.load(v_pool + one + across), tl.load(v_pool + two + across)
-            else:
-                k1 = tl.load(k_pool + one + down, mask=have_c[None, :], other=0.0)
-                k2 = tl.load(k_pool + two + down, mask=have_c[None, :], other=0.0)
-                v1 = tl.load(v_pool + one + across, mask=have_c[:, None], other=0.0)
-                v2 = tl.load(v_pool + two + across, mask=have_c[:, None], other=0.0)
-            s1, s2 = tl.dot(k1, queries) * scale2, tl.dot(k2, queries) * scale2
-            higher = tl.maximum(best, tl.max(tl.maximum(s1, s2), 0))
-            w1, w2 = tl.exp2(s1 - higher[None, :]), tl.exp2(s2 - higher[None, :])
-            fade = tl.exp2(best - higher)
-            mass = mass * fade + tl.sum(w1 + w2, 0)
-            total = tl.dot(v1, w1.to(v1.dtype), total * fade[None, :])
-            total = tl.dot(v2, w2.to(v2.dtype), total)
-            best = higher
-        for start in range(outer, position + 1, PAGE):
-            key = start + l
-            slot = tl.load(pages + start // PAGE).to(tl.int64) * (PAGE * G * C) + l * (G * C)
-            at_k = _either(key == position, k + new, k_pool + slot, ALIGNED=C % 8 == 0)
-            at_v = _either(key == position, v + new, v_pool + slot, ALIGNED=C % 8 == 0)
-            seen = key <= position
-            if WINDOW > 0:
-                seen &= key > position - WINDOW
+            inner = whole
+        p1, p2, p3, p4 = _pages(pages, inner, newest, PAGES, PAGE)
+        for start in tl.range(inner, outer, ROUND, num_stages=STAGES):
+            n1, n2, n3, n4 = _pages(pages, start + ROUND, newest, PAGES, PAGE)
             total, best, mass = _see(
-                total, best, mass, queries, at_k[:, None] + c[None, :], at_v[None, :] + c[:, None],
-                seen, have_c, scale2,
+                total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
+                start, first, position, scale, False, PAGES, PAGE, G, C, HEADS, BLOCK_C,
+            )  # fmt: skip
+            p1, p2, p3, p4 = n1, n2, n3, n4
+        if ENDS == 1:
+            for start in range(tl.maximum(outer, first // PAGE * PAGE), position + 1, PAGE):
+                p1 = tl.load(pages + start // PAGE)
+                total, best, mass = _see(
+                    total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
+                    start, first, position, scale, True, ENDS, PAGE, G, C, HEADS, BLOCK_C,
+                )  # fmt: skip
+        else:
+            total, best, mass = _see(
+                total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
+                outer, first, position, scale, True, ENDS, PAGE, G, C, HEADS, BLOCK_C,
             )  # fmt: skip
         place = tl.load(pages + newest).to(tl.int64) * (PAGE * G * C) + position % PAGE * (G * C) + c
-        tl.store(k_pool + place, tl.load(k + new + c, mask=have_c), mask=have_c)
-        tl.store(v_pool + place, tl.load(v + new + c, mask=have_c), mask=have_c)
+        tl.store(k_pool + place, tl.load(new_k + c, mask=have_c), mask=have_c)
+        tl.store(v_pool + place, tl.load(new_v + c, mask=have_c), mask=have_c)
         total = total / mass[None, :]
         tl.store(out + at_q, total, mask=have_h[None, :] & have_c[:, None])
 
@@ -163,14 +237,13 @@ def _decode(
 def _attend(
     q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
     after_previous()
-    scale2 = scale * 1.4426950408889634  # so that exp2 does
     if count > 0:
         m, c, l = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK_C), tl.arange(0, KEYS)
         token, head = m // HEADS, m % HEADS
@@ -179,7 +252,7 @@ def _attend(
         queries = tl.load(q + at_q, mask=have_m[:, None] & have_c[None, :], other=0.0)
         last = position + count  # keys that the last query sees
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
-        span = tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS
+        span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, LEAST)
         new = (row.to(tl.int64) * G + kv_head) * C
         best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((TOKENS * HEADS,), tl.float32)
@@ -202,11 +275,11 @@ def _attend(
             if WINDOW > 0:
                 seen &= key[None, :] > position + token[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(best, tl.max(scores, 1) * scale2)
+            higher = tl.maximum(best, tl.max(scores, 1) * scale)
             level = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores * scale2 - level[:, None])
+            weights = tl.exp2(scores * scale - level[:, None])
             fade = tl.exp2(best - level)
-            mass = mass * fade + added(weights, TOKENS * HEADS, KEYS)
+            mass = mass * fade + spread(weights, TOKENS * HEADS, KEYS)
             values = tl.load(
                 at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
             )
@@ -238,11 +311,11 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
     tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
 
 
-def _loop(tokens: int, splits: int) -> tuple[int, int, int]:
+def _loop(queries: Queries) -> tuple[int, int, int]:
     """Keys that one round reads, warps, and rounds under way: as measured on an H200."""
-    if tokens > 1:
+    if queries.tokens > 1:
         return 64, 4, 3
-    return (32, 2, 2) if splits > 1 else (64, 2, 3)
+    return (32, 2, 2) if queries.splits > 1 and not queries.least else (64, 2, 3)
 
 
 def attend(
@@ -267,17 +340,18 @@ def attend(
     lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
     block_c, count = max(16, power_of_2(c)), queries.tiles.shape[1]
     tensors = (q_THC, k_TGC, v_TGC, k_pool, v_pool)
-    seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5)
+    seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5 * LOG2E)
     shape = {"H": h, "G": kv_heads, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
     heads = power_of_2(h // kv_heads)
     if queries.tokens == 1 and count * kv_heads >= _MANY:
         _decode[(count, kv_heads)](
-            *tensors, out, *seen, **shape, HEADS=max(8, heads), STAGES=2, num_warps=1, **CHAINED
-        )
+            *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if queries.least else 2, STAGES=2,
+            num_warps=2 if queries.least else 1, **CHAINED,
+        )  # fmt: skip
         return out, lse[:, :, 0]
-    keys, warps, stages = _loop(queries.tokens, splits)
+    keys, warps, stages = _loop(queries)
     _attend[(count, kv_heads, splits)](
-        *tensors, parts, lse, *seen, **shape, SPLITS=splits, TOKENS=queries.tokens,
+        *tensors, parts, lse, *seen, **shape, SPLITS=splits, LEAST=queries.least, TOKENS=queries.tokens,
         HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps, num_stages=stages, **CHAINED,
     )  # fmt: skip
     if splits > 1:

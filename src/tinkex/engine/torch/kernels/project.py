@@ -3,8 +3,8 @@
 
 What adapters add, u·Bᵀ of few columns, is one more step of every sum, so it costs no reading or writing of
 the result. A program goes from tile to tile, and the copy engine fetches operands three rounds ahead, over
-tiles' ends too. A row's result has the same bits whatever the others are, and those that `adapted` gives few
-rows of a sampler where it cuts no sums: a large weight's product is rounded before adapters add to it.
+tiles' ends too. A row's result has the same bits whatever the others are, and a large weight's those that a
+sampler's captured steps have: its product is rounded before adapters add to it.
 Written in Gluon, for Hopper's instructions: what stands in for it elsewhere is in `grouped`. Knows nothing of
 autograd.
 
@@ -276,8 +276,14 @@ def _layout(*block: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
+class _Descriptor(TensorDescriptor):
+    """Without the checks that Triton makes of each, which take the host longer than a launch."""
+
+    def __post_init__(self) -> None: ...
+
+
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, list(block), _layout(*block))
+    return _Descriptor(x, x.shape, x.stride(), list(block), _layout(*block))
 
 
 def _projected(

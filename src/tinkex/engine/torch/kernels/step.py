@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
 from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import Site, Table, Tiles, tile_at
+from tinkex.engine.torch.kernels.lora import Site, Table, Tiles, scaled, tile_at
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.torch.kernels.sums import close
 
 _WIDEST = 128  # columns of x·Aᵀ, of all parts, that one program computes
 # as measured on an H200
@@ -179,7 +180,11 @@ def _summed(
     left = tl.zeros((BLOCK_M, RANK), tl.float32)
     for split in tl.static_range(U_SPLITS):
         left += tl.load(place + split * split_u, mask=have, other=0.0).to(tl.float32)
-    return (total + tl.dot(left.to(DTYPE), b) * scale).to(DTYPE)
+    if U_SPLITS == 1:
+        total = tl.dot(scaled(left, scale, DTYPE), b, total)
+    else:  # whose bits are nobody else's: the quicker way
+        total += tl.dot(left.to(DTYPE), b) * scale
+    return total.to(DTYPE)
 
 
 @launched
@@ -282,7 +287,11 @@ def _rotate(
     ).to(tl.float32)  # fmt: skip
     if part < 2:
         if NORM:
-            r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / C + eps)[:, None]
+            if U_SPLITS == 1:  # nothing is cut: a trainer's bits
+                squares = close(a * a, BLOCK_M, HALF) + close(b * b, BLOCK_M, HALF)
+            else:
+                squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            r = tl.rsqrt(squares / C + eps)[:, None]
             norm = k_norm
             if part == 0:
                 norm = q_norm
