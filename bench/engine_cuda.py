@@ -221,7 +221,7 @@ def agreement(bench: Bench, deterministic: bool = False) -> float:
         engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, 0)))
         engine.trainer.run(OptimStep("run0", AdamParams(learning_rate=1e-3)))
         asyncio.run(engine.sampler.publish("run0", "trained"))
-        differences = [difference(bench, engine, requests) for requests in AT_ONCE]
+        differences = [agreed(bench, engine, requests) for requests in AT_ONCE]
     finally:
         engine.close()
     if not deterministic:
@@ -229,9 +229,16 @@ def agreement(bench: Bench, deterministic: bool = False) -> float:
     return max(float(np.abs(d).mean()) for d in differences)
 
 
-def difference(bench: Bench, engine: TorchEngine, requests: int) -> np.ndarray:
+def agreed(bench: Bench, engine: TorchEngine, requests: int) -> np.ndarray:
+    """`difference` of so many requests at once, again and again until 16 were answered."""
+    d = np.concatenate([difference(bench, engine, requests, turn) for turn in range(0, 16, requests)])
+    print(f"{requests} requests: mean |Δlogprob| {np.abs(d).mean():.2g}", file=sys.stderr, flush=True)
+    return d
+
+
+def difference(bench: Bench, engine: TorchEngine, requests: int, turn: int) -> np.ndarray:
     """What the trainer gives for the answers to so many requests, less what the sampler reported."""
-    prompts = bench.sequences([PROMPT] * requests, 1)
+    prompts = bench.sequences([PROMPT] * requests, turn)
     params = SamplingParams(max_tokens=ANSWER, stop=[], temperature=1.0)
 
     async def everything() -> list[SampleResponse]:
@@ -249,9 +256,7 @@ def difference(bench: Bench, engine: TorchEngine, requests: int) -> np.ndarray:
     (output,) = engine.trainer.run(ForwardBackward((Pass("run0", datums, "cross_entropy", backward=False),)))
     assert isinstance(output, ForwardBackwardOutput), output
     trained = [one["logprobs"].to_numpy()[PROMPT - 1 :] for one in output.loss_fn_outputs]
-    d = np.concatenate(trained) - np.concatenate([one.logprobs_np for one in sampled])
-    print(f"{requests} requests: mean |Δlogprob| {np.abs(d).mean():.2g}", file=sys.stderr, flush=True)
-    return d
+    return np.concatenate(trained) - np.concatenate([one.logprobs_np for one in sampled])
 
 
 MEASURES: dict[str, Callable[[Bench], float]] = {

@@ -27,6 +27,7 @@ from tinkex.engine.protocol import (
     build_engine,
 )
 from tinkex.engine.torch import kernels, threads
+from tinkex.engine.torch import worker as worker_module
 from tinkex.engine.torch.compiled.build import library
 from tinkex.engine.torch.engine import TorchEngine, check_deterministic, choose_device
 from tinkex.engine.torch.kv import PAGE
@@ -239,6 +240,34 @@ def test_a_bug_in_a_step_does_not_end_the_thread():
     assert worker.job(lambda: "still here").result(timeout=10) == "still here"
     worker.close()
     assert steps.steps == 1
+
+
+def test_requests_that_come_together_are_taken_together(monkeypatch: pytest.MonkeyPatch):
+    """After a rest, so that the first step is not one of the first request alone."""
+    monkeypatch.setattr(worker_module, "_PAUSE", 5.0)
+    monkeypatch.setattr(worker_module, "_LONGEST", 60.0)
+    taken: list[int] = []
+    seen: list[int] = []
+
+    class Burst(Idle):
+        busy = False
+
+        def step(self) -> None:
+            seen.append(len(taken))
+            self.busy = False
+
+    steps = Burst()
+
+    def take(i: int) -> None:
+        taken.append(i)
+        steps.busy = True
+
+    worker = Worker(steps, lambda: lambda: None)
+    for i in range(5):
+        worker.errand(lambda i=i: take(i)).result(timeout=10)  # the worker has nothing left to do meanwhile
+    worker.job(lambda: None).result(timeout=10)  # a job does not wait for further requests
+    worker.close()
+    assert seen == [5]
 
 
 def test_closing_interrupts_a_long_job_and_fails_those_behind_it():

@@ -113,12 +113,14 @@ def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
 @pytest.mark.parametrize("whole", [False, True], ids=["some", "all"])
 @pytest.mark.parametrize("lengths", [[3, 20, 1, 7], [40, 1, 600, 70]], ids=["few", "many"])
 def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool, by_rows: bool):
-    """A product with its adapters, the gradient to x and every adapter's; one has nothing on the MLP.
+    """With many rows that all have an adapter, the frozen product comes last."""
+    check_adapters(site, lengths, whole, by_rows, last_rank=8)
 
-    With many rows that all have an adapter, the frozen product comes last.
-    """
+
+def check_adapters(site: Site, lengths: list[int], whole: bool, by_rows: bool, last_rank: int) -> None:
+    """A product with its adapters, the gradient to x and every adapter's; one has nothing on the MLP."""
     second = adapter(5, 4) if whole else None
-    adapters = [adapter(4, 1), second, adapter(16, 2, train_mlp=False), adapter(8, 3)]
+    adapters = [adapter(4, 1), second, adapter(16, 2, train_mlp=False), adapter(last_rank, 3)]
     in_features, outs = SITES[site][0], sum(part.out_features for part in SITES[site][1])
     tokens, weight = sum(lengths), random(in_features, outs, seed=1).t() / in_features**0.5
     weight = weight.contiguous() if by_rows else weight
@@ -153,13 +155,16 @@ def test_adapters_of_several_ranks(site: Site, lengths: list[int], whole: bool, 
             assert not one.grad.any()
 
 
+@pytest.mark.parametrize("last_rank", [8, 100])  # all parts of which are more than `write` can hold
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("site", SITES)
-def test_adapters_on_a_large_weight(monkeypatch: pytest.MonkeyPatch, site: Site, halved: bool):
+def test_adapters_on_a_large_weight(
+    monkeypatch: pytest.MonkeyPatch, site: Site, halved: bool, last_rank: int
+):
     """Whose sums are whole or halved, gradients being the same."""
     monkeypatch.setattr(grouped.adapted, "LARGEST", 0)
     monkeypatch.setattr(grouped.adapted, "halved", lambda weight: halved)
-    test_adapters_of_several_ranks(site, [3, 20, 1, 7], whole=True, by_rows=False)
+    check_adapters(site, [3, 20, 1, 7], whole=True, by_rows=False, last_rank=last_rank)
 
 
 @pytest.mark.parametrize("tile", [16, 128])

@@ -129,7 +129,7 @@ class Graphs:
     """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
-        self._decoder, self._cache, self._in_order = decoder, cache, in_order(decoder)
+        self._decoder, self._cache, self._least = decoder, cache, UNCUT if in_order(decoder) else 0
         device = decoder.unembed_weight.device
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
@@ -208,7 +208,7 @@ class Graphs:
         begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
         tile = tile_tokens((), self._decoder.invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
-        queries = paged.Queries(cells, self.table, tile, splits, UNCUT if self._in_order else 0)
+        queries = paged.Queries(cells, self.table, tile, splits, self._least)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:

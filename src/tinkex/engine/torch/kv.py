@@ -179,13 +179,14 @@ def paged_attend(
     windows: Sequence[int | None],
     device: torch.device,
     invariant: bool = False,
+    least: int = 0,
 ) -> Attend:
-    """Attention of one step's tokens over the cache, by the kernels where they can."""
+    """Attention of one step's tokens over the cache, by the kernels where they can: see `attend_pieces`."""
     if not kernels.usable(cache.layer(0)[0]):
         return PagedAttend(cache, pieces, windows, device)
     from tinkex.engine.torch.paged import attend_pieces
 
-    return attend_pieces(cache, pieces, windows, device, invariant)
+    return attend_pieces(cache, pieces, windows, device, invariant, least)
 
 
 class Piece(NamedTuple):

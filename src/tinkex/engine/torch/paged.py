@@ -44,11 +44,15 @@ def attend_pieces(
     windows: Sequence[int | None],
     device: torch.device,
     invariant: bool = False,
+    least: int = 0,
 ) -> KernelAttend:
-    """Attention for any mix of prompts and single tokens; by one size of tile alone if `invariant`."""
+    """Attention for any mix of prompts and single tokens; by one size of tile alone if `invariant`.
+
+    `least` is as `kernel.Queries` has it.
+    """
     tokens = tile_tokens(pieces, invariant)
     queries, slots_T = lay_out(pieces, tokens, splits_for(len(pieces) * cache.heads, tokens), device)
-    return KernelAttend(cache, windows, queries, slots_T)
+    return KernelAttend(cache, windows, queries._replace(least=least), slots_T)
 
 
 def tile_tokens(pieces: Sequence[Piece], invariant: bool = False) -> int:

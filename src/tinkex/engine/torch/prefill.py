@@ -128,7 +128,8 @@ class Prefill:
         self._sequences = limits.sequences
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
-        self._seats, self._in_order = Seats(decoder, limits.sequences), in_order(decoder)
+        self._seats = Seats(decoder, limits.sequences)
+        self.least = UNCUT if in_order(decoder) else 0  # keys of a split of a token's attention
         # tiles of either kind are at most one for 16 rows and one for each sequence, before they are rounded
         room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)
@@ -204,7 +205,7 @@ class Prefill:
 
     def _step(self, key: Key) -> None:
         tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
-        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, UNCUT if self._in_order else 0)
+        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.least)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = None
         if key.cells:

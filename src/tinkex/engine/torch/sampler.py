@@ -307,10 +307,11 @@ class Batch:
         h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
+            windows, least = self.decoder.config.windows, self._prefill.least if self._prefill else 0
             h_TD = self.decoder(
                 to_device(tokens.astype(np.int64), self._device),
                 to_device(positions, self._device),
-                paged_attend(self.cache, pieces, self.decoder.config.windows, self._device, invariant),
+                paged_attend(self.cache, pieces, windows, self._device, invariant, least),
                 lora,
             )
         for sequence, count in plan:

@@ -28,10 +28,13 @@ def _sizes(decoder: Decoder) -> list[int]:
 
 
 def in_order(decoder: Decoder) -> bool:
-    """Whether captured steps have a trainer's bits: all weights are large, and no product has a bias."""
+    """Whether captured steps have a trainer's bits: all weights are large, and no product has a bias.
+
+    An invariant decoder has them by other means.
+    """
     config = decoder.config
-    plain = config.experts is None and not (config.qkv_bias or config.o_bias or config.mlp_bias)
-    return plain and min(_sizes(decoder)) > adapted.LARGEST
+    other = config.experts is not None or config.qkv_bias or config.o_bias or config.mlp_bias
+    return not (decoder.invariant or other) and min(_sizes(decoder)) > adapted.LARGEST
 
 
 class Seated(NamedTuple):

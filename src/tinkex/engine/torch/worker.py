@@ -2,15 +2,16 @@
 
 Two kinds of work come in from other threads. A job (a command, a publication) runs alone, in the order given.
 An errand (a request that arrives or is cancelled) is cheap, and runs before the next decoding step, even in
-the middle of a job that calls `between`. Promises: nobody waits for ever: when the thread ends, everything
-that was not done fails with EngineError. A failure after which the device cannot be used any more ends the
-thread. Knows nothing of models.
+the middle of a job that calls `between`; those that come together after a rest are taken together. Promises:
+nobody waits for ever: when the thread ends, everything that was not done fails with EngineError. A failure
+after which the device cannot be used any more ends the thread. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from tinkex.engine.protocol import EngineError
 
 log = logging.getLogger("tinkex")
+_PAUSE, _LONGEST = 3e-4, 0.02  # seconds without another request that end a burst, and its longest
 T = TypeVar("T")
 
 
@@ -92,13 +94,30 @@ class Worker:
 
     def _loop(self, look: Callable[[], None]) -> None:
         while not self._closed:
+            rested = False
             with self._wake:
                 while not (self._closed or self._jobs or self._errands or self._steps.busy):
-                    self._wake.wait()
+                    rested = self._wake.wait()
             look()
+            if rested:
+                self._gather()
             self._turn()
             if self._jobs and not self._closed:
                 self._do(*self._jobs.popleft())
+
+    def _gather(self) -> None:
+        """Take in requests for as long as they keep coming.
+
+        A step of whichever came first would let all others wait, and be of another size every time.
+        """
+        end = time.monotonic() + _LONGEST
+        while time.monotonic() < end:
+            self._run_errands()
+            with self._wake:
+                if not self._wake.wait_for(lambda: self._errands or self._jobs or self._closed, _PAUSE):
+                    return
+                if not self._errands:
+                    return
 
     def _end(self) -> None:
         with self._wake:

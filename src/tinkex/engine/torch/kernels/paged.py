@@ -279,7 +279,8 @@ def _attend(
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores * scale - level[:, None])
             fade = tl.exp2(best - level)
-            mass = mass * fade + spread(weights, TOKENS * HEADS, KEYS)
+            sums = spread(weights, TOKENS * HEADS, KEYS) if LEAST > 0 else tl.sum(weights, 1)
+            mass = mass * fade + sums
             values = tl.load(
                 at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
             )
