@@ -31,7 +31,7 @@ PROGRAMS = 264  # that keep a large device busy: two for each of its multiproces
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it
 _WRITING = 1000  # programs that keep it busy where all they do is write
 _FEW = 64  # tiles whose programs wait for memory; more of them hide it from each other
-_ROOM = 215_000  # bytes of shared memory that all but a little of Hopper's is
+_ROOM = 215_000  # bytes of shared memory: most of what Hopper has
 _VAST = 16384  # features, from which on a sum needs all the programs that there can be
 _WIDEST = 128  # columns of u that one program holds
 ALIGNED = 128  # rows: no tile lies on both sides of a multiple of it
@@ -367,21 +367,18 @@ def _cut(
         stages = min(6, _ROOM // (2 * 128 * (64 + columns)))
         return _Cut(splits, splits, 64, columns, 128, 8, stages, pairs=True)
     if splits is None:
-        wanted = (_SHRINKING if max(sizes) < _VAST else PROGRAMS) // (
-            count * len(sizes) * cdiv(width, columns)
-        )
+        wanted = _SHRINKING if max(sizes) < _VAST else PROGRAMS
+        wanted //= count * len(sizes) * cdiv(width, columns)
         most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
         splits = _splits(min(wanted, most), max(sizes) // 256)
         few = few and splits == 1
-    small = (
-        count * cdiv(tiles.rows, 16) * len(sizes) * cdiv(width, 16) * splits
-    )  # programs, if each has little
-    if few and small <= PROGRAMS // 2:
+    programs = count * cdiv(tiles.rows, 16) * len(sizes) * cdiv(width, 16) * splits
+    if few and programs <= PROGRAMS // 2:  # each with as little as can be, to be done soon
         features = min(1024 if shared >= 140_000 else 256, max(16, power_of_2(max(sizes))))
         if splits > 1:  # each of which is to have as many features, whoever shrinks
             features = math.gcd(features, max(sizes) // splits)
         return _Cut(splits, 1, 16, 16, features, 2, 3)
-    if few:
+    if few:  # whole tiles would leave most of the device idle
         stages = max(3, min(6, 1 + 90_000 // (2 * 128 * (16 + columns))))  # in bytes that every device has
         return _Cut(splits, 1, 16, columns, 128, 4, stages)
     return _Cut(splits, 1, tiles.rows, columns, 128, 4, 3)
