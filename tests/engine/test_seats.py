@@ -12,7 +12,7 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kernels import adapted
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.seats import Seats
+from tinkex.engine.torch.seats import Seats, in_order
 from tinkex.types.params import LoraConfig
 
 pytestmark = MARKS
@@ -51,3 +51,17 @@ def test_tiles_of_one_adapter(
     seated = Seats(decoder, 256).seat([(adapter(decoder, 8), 0, rows)])
     assert seated.rows == tile
     assert seated.cells[2].sum() == rows
+
+
+def test_whose_captured_steps_have_a_trainers_bits(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights are large, without a bias; deterministic decoders have them anyway."""
+    sizes = sorted(i * sum(p.out_features for p in parts) for i, parts in decoder.sites().values())
+    for largest, there in ((sizes[0] - 1, True), (sizes[0], False)):
+        monkeypatch.setattr(adapted, "LARGEST", largest)
+        assert in_order(decoder) == there
+    monkeypatch.setattr(adapted, "LARGEST", 0)
+    assert not in_order(load_decoder(tiny_model(tmp_path, "qwen2")))
+    monkeypatch.setattr(decoder, "invariant", True)
+    assert not in_order(decoder)

@@ -31,7 +31,7 @@ from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.paged import UNCUT, KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.projecting import Frozen, Projecting
-from tinkex.engine.torch.seats import Seats, in_order
+from tinkex.engine.torch.seats import Seats
 from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 
@@ -129,7 +129,7 @@ class Graphs:
     """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
-        self._decoder, self._cache, self._least = decoder, cache, UNCUT if in_order(decoder) else 0
+        self._decoder, self._cache = decoder, cache
         device = decoder.unembed_weight.device
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
@@ -208,7 +208,8 @@ class Graphs:
         begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
         tile = tile_tokens((), self._decoder.invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
-        queries = paged.Queries(cells, self.table, tile, splits, self._least)
+        least = UNCUT if self.seats.in_order else 0
+        queries = paged.Queries(cells, self.table, tile, splits, least)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:

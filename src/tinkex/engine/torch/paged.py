@@ -19,6 +19,7 @@ from tinkex.engine.torch.layout import layout_of
 from tinkex.engine.torch.upload import to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several
+UNCUT = 2048  # keys that are never cut where a large model is to have a trainer's bits
 
 
 class KernelAttend:
@@ -93,9 +94,6 @@ class PackedForward:
         kernel.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
         out, lse_TH = kernel.attend(q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, g, PAGE, window)
         return out, lse_TH.t().contiguous()
-
-
-UNCUT = 2048  # keys that are never cut where a large model is to have a trainer's bits
 
 
 def splits_for(programs: int, tokens: int) -> int:

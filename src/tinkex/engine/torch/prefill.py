@@ -30,7 +30,7 @@ from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.paged import UNCUT, KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.sampler import Limits
-from tinkex.engine.torch.seats import Seated, Seats, in_order, round_up
+from tinkex.engine.torch.seats import Seated, Seats, round_up
 from tinkex.engine.torch.upload import fill
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,9 @@ class Key(NamedTuple):
 
     def serves(self, other: Key) -> bool:
         """Whether this graph can do a step of `other`'s, if with more rows and tiles that do nothing."""
-        exact, asked = ((key.tile, key.splits, key.cell_rows) for key in (self, other))
+        same = (self.tile, self.splits, self.cell_rows) == (other.tile, other.splits, other.cell_rows)
         mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
-        fits = all(a >= b for a, b in zip(mine, others, strict=True))
-        return fits and exact == asked and self.whole <= other.whole
+        return same and self.whole <= other.whole and all(a >= b for a, b in zip(mine, others, strict=True))
 
 
 def size(tokens: int) -> int:
@@ -129,7 +128,7 @@ class Prefill:
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
         self._seats = Seats(decoder, limits.sequences)
-        self.least = UNCUT if in_order(decoder) else 0  # keys of a split of a token's attention
+        self.least = UNCUT if self._seats.in_order else 0  # keys of a split of a token's attention
         # tiles of either kind are at most one for 16 rows and one for each sequence, before they are rounded
         room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)

@@ -307,7 +307,8 @@ class Batch:
         h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
-            windows, least = self.decoder.config.windows, self._prefill.least if self._prefill else 0
+            windows = self.decoder.config.windows
+            least = 0 if self._prefill is None else self._prefill.least
             h_TD = self.decoder(
                 to_device(tokens.astype(np.int64), self._device),
                 to_device(positions, self._device),

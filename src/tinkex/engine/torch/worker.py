@@ -114,10 +114,9 @@ class Worker:
         while time.monotonic() < end:
             self._run_errands()
             with self._wake:
-                if not self._wake.wait_for(lambda: self._errands or self._jobs or self._closed, _PAUSE):
-                    return
-                if not self._errands:
-                    return
+                self._wake.wait_for(lambda: self._errands or self._jobs or self._closed, _PAUSE)
+            if not self._errands:
+                return
 
     def _end(self) -> None:
         with self._wake:

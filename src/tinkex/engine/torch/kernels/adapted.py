@@ -35,7 +35,7 @@ _MULTIPROCESSORS = 132
 _SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape
 _STAGES = 4  # rounds on their way, if there is memory
 MOST = 256  # rows
-WIDEST = 64  # rank
+_WIDEST = 64  # rank
 LARGEST = 1 << 23  # numbers of a weight that is soon read
 MOST_OF_LARGER = 64  # rows
 _WIDEST_OF_LARGER = 8192  # out-features: for more of them x·Aᵀ is computed too often
@@ -408,7 +408,7 @@ def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
     with random weights others would show.
     """
     table, tiles, site = adapters
-    count, fits = tiles.cells.shape[1], table.widest <= WIDEST and shared_bytes(weight.device) >= _SHARED
+    count, fits = tiles.cells.shape[1], table.widest <= _WIDEST and shared_bytes(weight.device) >= _SHARED
     if large(weight):
         few = count == 1 and rows <= MOST_OF_LARGER and sum(site.outs) <= _WIDEST_OF_LARGER
     else:
