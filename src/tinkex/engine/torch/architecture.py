@@ -34,7 +34,10 @@ class Rope:
         """cos and sin of every position, [T, head_dim / 2]."""
         inv_freq = _on_device(self.inv_freq, positions_T.device)
         angle = positions_T.to(torch.float32)[:, None] * inv_freq
-        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(dtype), sin.to(dtype)
 
 
 @lru_cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch import kernels
-from tinkex.engine.torch.upload import to_device
+from tinkex.engine.torch.upload import all_to_device
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
@@ -101,7 +101,7 @@ class PackedAttend:
 
         if self._tiles is None:
             width, device = packed.width_for(q_THC), q_THC.device
-            self._tiles = packed.cut(self._lengths, width, lambda array: to_device(array, device))
+            self._tiles = packed.cut(self._lengths, width, lambda arrays: all_to_device(arrays, device))
         if self._invariant:
             return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._in_sampler_tiles(q_THC))  # type: ignore[return-value]
         window = None if window is None or window >= max(self._lengths) else window

@@ -87,20 +87,24 @@ def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
 def _micro_batch(items: list[Item], backward: bool, device: torch.device) -> MicroBatch:
     examples = [item.example for item in items]
     lengths = [example.tokens.size for example in examples]
-    per_row = np.repeat([e.targets.size // len(e.targets) for e in examples], lengths)
-    positions = np.arange(len(per_row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    rows = np.repeat(np.arange(len(per_row)), per_row)
-    ids, tokens = [e.targets.reshape(-1) for e in examples], [e.tokens for e in examples]
-    sent = to_device(np.concatenate([*tokens, positions, rows, *ids], dtype=np.int64), device)  # in one go
-    tokens_T, positions_T, rows_M, ids_M = sent.split([len(per_row)] * 2 + [len(rows)] * 2)
+    tokens, counting = sum(lengths), np.arange(sum(lengths) + 1)
+    per_row = [example.targets.size // len(example.targets) for example in examples]
+    rows, starts = counting[:-1], counting  # as they are with one target in a row, nearly always
+    if max(per_row) > 1:
+        each = np.repeat(per_row, lengths)
+        rows, starts = np.repeat(rows, each), np.concatenate([[0], np.cumsum(each)])
+    positions = [counting[:length] for length in lengths]
+    ids, read = [e.targets.reshape(-1) for e in examples], [e.tokens for e in examples]
+    sent = to_device(np.concatenate([*read, *positions, rows, *ids], dtype=np.int64), device)  # in one go
+    tokens_T, positions_T, rows_M, ids_M = sent.split([tokens, tokens, len(rows), len(rows)])
     return MicroBatch(
         items=items,
         backward=backward,
         lengths=lengths,
         tokens_T=tokens_T,
         positions_T=positions_T,
-        targets=Targets(rows_M, ids_M, torch.from_numpy(np.concatenate([[0], np.cumsum(per_row)]))),
-        cells=np.cumsum([0, *(e.targets.size for e in examples)]).tolist(),
+        targets=Targets(rows_M, ids_M, torch.from_numpy(starts)),
+        cells=np.cumsum([0, *(example.targets.size for example in examples)]).tolist(),
     )
 
 

@@ -166,9 +166,9 @@ def _tokens_and_targets(
 
 
 def _in_vocabulary(i: int, where: str, ids: np.ndarray, limits: Limits) -> None:
-    wrong = (ids < 0) | (ids >= limits.vocab_size)
-    if wrong.any():
-        position = np.argwhere(wrong)[0].tolist()
+    # as unsigned numbers negative ones are the largest: one look finds both
+    if ids.view(f"u{ids.itemsize}").max(initial=0) >= limits.vocab_size:
+        position = np.argwhere((ids < 0) | (ids >= limits.vocab_size))[0].tolist()
         raise _user(
             f"datum {i}: {where} has the token id {ids[tuple(position)]} at position "
             f"{position[0] if len(position) == 1 else position}; allowed: 0..{limits.vocab_size - 1}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from tinkex.engine.torch.kernels import adapted, outer
 from tinkex.engine.torch.kernels import lora as kernel
 from tinkex.engine.torch.kernels import project as projection
 from tinkex.engine.torch.ops import frozen_product
-from tinkex.engine.torch.upload import to_device
+from tinkex.engine.torch.upload import all_to_device, to_device
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
 _COLUMNS = 4  # of a site: A's address and those of up to three parts
@@ -75,19 +76,27 @@ def kernel_site(adapter: Adapter, site: Site) -> kernel.Site:
 
 
 def product_last(
-    x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
+    x: Tensor,
+    weight: Tensor,
+    table: kernel.Table,
+    tiles: kernel.Tiles,
+    site: kernel.Site,
+    *,
+    closely: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
 
     In one launch where that can be, else the product is added to the adapters' part, instead of that to it:
     it then reads the result while it multiplies, which saves reading and writing it once more. But a large
     weight's is to have the bits that a sampler's captured steps have, and is halved or comes first.
+    `closely`: a small weight's is rounded once, as those steps do, even if that takes longer for few rows.
     """
     large = adapted.large(weight)
     if adapted.halved(weight):
         return _in_halves(x, weight, table, tiles, site)
     u = kernel.shrink(x, table, tiles, site, splits=1 if large else None)
-    if projection.suits(x.shape[0], weight, site.outs):
+    once = closely and not large and projection.fits(weight, site.outs)
+    if once or projection.suits(x.shape[0], weight, site.outs):
         u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
     if large and weight.shape[0] < _HEAD:
@@ -127,34 +136,32 @@ class GroupedLora:
     ) -> None:
         self._adapters = list(dict.fromkeys(adapter for adapter, _, _ in segments if adapter is not None))
         self._device, self._invariant = device, invariant
-        self._table = self._table_of([a.flat_as(dtype) for a in self._adapters])
         self._grads: list[kernel.Table] = []  # one, as soon as it is asked for, for all parts
         self._sites: dict[Site, kernel.Site | None] = {}
-        self._lay_out(segments)
+        matrices = table_rows(self._adapters, [a.flat_as(dtype) for a in self._adapters])
+        scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
+        ranks = [adapter.lora.rank for adapter in self._adapters]
+        cells, rows = self._lay_out(segments)
+        *table, cells_ = all_to_device([matrices, scales, cells], device)
+        self._table = kernel.Table(*table, max(ranks), invariant, all(rank % 8 == 0 for rank in ranks))
+        self._tiles = kernel.Tiles(cells_, rows)
 
-    def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> None:
+    def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> tuple[np.ndarray, int]:
+        """Whose rows are where; returns their tiles, and how many rows a whole one has."""
         slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
         self._places = [(slots[a], start, stop) for a, start, stop in segments if a is not None]
         self._whole = len(self._places) == len(segments)
         tokens = max(stop for _, _, stop in segments)
         rows = kernel.tile_rows(tokens // max(1, len(self._places)))
-        self._tiles = kernel.Tiles(self._to(kernel.cut_tiles(self._places, rows)), rows)
         self._back: outer.Backward | None = None
+        return kernel.cut_tiles(self._places, rows), rows
 
     def part(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> GroupedLora:
         """The same adapters, or some of them, over other rows; some must be theirs."""
         other = copy(self)
-        other._lay_out(segments)
+        cells, rows = other._lay_out(segments)
+        other._tiles = kernel.Tiles(to_device(cells, self._device), rows)
         return other
-
-    def _table_of(self, flats: list[Tensor]) -> kernel.Table:
-        scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
-        ranks = [adapter.lora.rank for adapter in self._adapters]
-        rows, whole = self._to(table_rows(self._adapters, flats)), all(rank % 8 == 0 for rank in ranks)
-        return kernel.Table(rows, self._to(scales), max(ranks), self._invariant, whole)
-
-    def _to(self, array: np.ndarray) -> Tensor:
-        return to_device(np.ascontiguousarray(array), self._device)
 
     def site(self, site: Site) -> kernel.Site | None:
         """How the kernels know `site`; None if no adapter is there."""
@@ -182,7 +189,7 @@ class GroupedLora:
         if self._invariant or bias is not None or not (self._whole and writes):
             y = frozen_product(x, weight, bias, invariant=self._invariant)
             return y, self.add(site, x, y)
-        return product_last(x, weight, self._table, self._tiles, site)
+        return product_last(x, weight, self._table, self._tiles, site, closely=True)
 
     def backward(self, site: kernel.Site, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
         """Add to the adapters' gradients, which are open; returns what `grad_x` needs."""
@@ -213,9 +220,10 @@ class GroupedLora:
         if not self._grads:
             grads = [adapter.grad for adapter in self._adapters if adapter.grad is not None]
             assert len(grads) == len(self._adapters)
-            self._grads.append(self._table_of(grads))
+            addresses = to_device(table_rows(self._adapters, grads), self._device)
+            self._grads.append(replace(self._table, addresses=addresses))
         longest = max(stop - start for _, start, stop in self._places)
-        segments = kernel.Tiles(self._to(kernel.whole_segments(self._places)), longest)
+        segments = kernel.Tiles(to_device(kernel.whole_segments(self._places), self._device), longest)
         atomic = len(self._places) > len({slot for slot, _, _ in self._places})
         return outer.Backward(self._grads[0], segments, atomic)
 

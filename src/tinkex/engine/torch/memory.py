@@ -27,7 +27,8 @@ _KEEPING = {-1: _KEPT, -2: 64 << 20, -3: 32 << 20}
 def free_bytes(device: torch.device) -> float:
     """Memory that could be allocated now."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # for the next to ask
+        stats = torch.cuda.memory_stats_as_nested_dict(device)  # other ways to ask take ten times as long
+        kept = stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
         return torch.cuda.mem_get_info(device)[0] + kept
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

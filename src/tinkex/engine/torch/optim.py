@@ -18,7 +18,7 @@ from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.types.params import AdamParams
 
-_BLOCK = 1 << 16  # elements whose norm is taken in fp32; the blocks' norms are added up in double
+_BLOCK = 1 << 16  # elements whose norm is taken in fp32 on the CPU; the blocks' norms are added up in double
 _LARGEST = 1e19  # beyond, squares overflow in fp32: the second moment would be infinite for good
 _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 0/0
 
@@ -33,11 +33,8 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     grad = adapter.take_grad()
     if grad is None:
         return _metrics(adapter, params, grad_norm=0.0, skipped=1.0)
-    norm = _global_norm(grad)
-    shrink = 1.0
-    if params.grad_clip_norm > 0:
-        shrink = min(1.0, params.grad_clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s rule
-    if not norm * shrink <= _LARGEST:
+    norm, shrink, refused = _apply(adapter, grad, params).tolist()
+    if refused:
         problem = "too large" if math.isfinite(norm) else "not finite"
         raise EngineError(
             f"the gradient is {problem} (global norm {norm:g}), so this step was not applied and the "
@@ -45,23 +42,41 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
             "ratios in the passes since the last step.",
             "user",
         )
-    if shrink < 1.0:
-        grad.mul_(shrink)
-    _update(adapter, grad, params)
+    adapter.step += 1
+    adapter.changed()
     return _metrics(adapter, params, grad_norm=norm, grad_clipped=float(shrink < 1.0))
 
 
-def _global_norm(grad: Tensor) -> float:
+def _apply(adapter: Adapter, grad: Tensor, params: AdamParams) -> Tensor:
+    """The step, unless it is refused; returns the norm, what the gradient was shrunk by, and whether it is.
+
+    A device need not wait until the host has seen them.
+    """
+    norm = _global_norm(grad)
+    shrink = torch.ones_like(norm)
+    if params.grad_clip_norm > 0:
+        shrink = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_ has it
+        grad.mul_(shrink)
+    refused = ~(norm * shrink <= _LARGEST)
+    _update(adapter, grad, params, refused.float())
+    return torch.stack((norm, shrink, refused.double()))
+
+
+def _global_norm(grad: Tensor) -> Tensor:
+    """In double precision, where the gradient is."""
+    if grad.is_cuda:
+        return torch.linalg.vector_norm(grad, dtype=torch.float64)
     whole = len(grad) // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(grad[:whole].view(-1, _BLOCK), dim=1)
     norms = torch.cat((blocks, torch.linalg.vector_norm(grad[whole:]).view(1))).double()
-    norm = float(torch.linalg.vector_norm(norms))
-    if math.isinf(norm):  # squares may overflow in fp32 where the numbers themselves do not
-        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+    norm = torch.linalg.vector_norm(norms)
+    if norm.isinf():  # squares may overflow in fp32 where the numbers themselves do not
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
     return norm
 
 
-def _update(adapter: Adapter, grad: Tensor, params: AdamParams) -> None:
+def _update(adapter: Adapter, grad: Tensor, params: AdamParams, refused: Tensor) -> None:
+    """Parameters and moments of the next step; as they were if `refused` is 1."""
     moments, squares = adapter.moments()
     step = torch.full((), float(adapter.step), device=grad.device)
     adamw(
@@ -72,6 +87,7 @@ def _update(adapter: Adapter, grad: Tensor, params: AdamParams) -> None:
         [],
         [step],
         fused=True,
+        found_inf=refused,
         amsgrad=False,
         maximize=False,
         lr=params.learning_rate,
@@ -80,8 +96,6 @@ def _update(adapter: Adapter, grad: Tensor, params: AdamParams) -> None:
         eps=max(params.eps, _TINY),
         weight_decay=params.weight_decay,
     )
-    adapter.step += 1
-    adapter.changed()
 
 
 def _metrics(adapter: Adapter, params: AdamParams, *, grad_norm: float, **more: float) -> dict[str, float]:

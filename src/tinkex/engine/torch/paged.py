@@ -16,7 +16,7 @@ from torch import Tensor
 from tinkex.engine.torch.kernels import paged as kernel
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.layout import layout_of
-from tinkex.engine.torch.upload import to_device
+from tinkex.engine.torch.upload import all_to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several
 UNCUT = 2048  # keys that are never cut where a large model is to have a trainer's bits
@@ -66,7 +66,7 @@ def lay_out(
 ) -> tuple[kernel.Queries, Tensor]:
     """The pieces' new tokens in tiles, and the slots of their keys."""
     layout = layout_of(pieces, tokens)
-    cells, pages, slots_T = (to_device(array, device) for array in (layout.tiles, layout.pages, layout.slots))
+    cells, pages, slots_T = all_to_device([layout.tiles, layout.pages, layout.slots], device)
     return kernel.Queries(cells, pages[:, None], tokens, splits), slots_T
 
 

@@ -198,8 +198,8 @@ class TorchTrainer:
 
     def _pass_tokens(self) -> int:
         """How many tokens a micro-batch has."""
-        planned = memory.pass_tokens(self.decoder.config, self._dtype.itemsize, self._device)
-        return self._max_pass_tokens or planned
+        config, itemsize = self.decoder.config, self._dtype.itemsize
+        return self._max_pass_tokens or memory.pass_tokens(config, itemsize, self._device)
 
     def _micro_batch(self, batch: MicroBatch, states: Mapping[int, _State]) -> None:
         """Compute one micro-batch; in halves if memory runs out in its forward, where nothing counts yet."""

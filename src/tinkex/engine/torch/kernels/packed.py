@@ -48,22 +48,22 @@ def width_for(x_THC: Tensor) -> int:
     return 2 * TILE if x_THC.shape[-1] <= 128 and shared_bytes(x_THC.device) >= 200 << 10 else TILE
 
 
-def cut(lengths: Sequence[int], width: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:
-    """The sequences in tiles; `put` brings an array to the device."""
+def cut(lengths: Sequence[int], width: int, put: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> Tiles:
+    """The sequences in tiles; `put` brings arrays to the device."""
     n = np.array(lengths)
     counts = -(-n // TILE)
     slopes = counts * (counts + 1) // 2
     before = [np.cumsum(sizes) - sizes for sizes in (n, counts, slopes)]
 
-    def cells(size: int, late: bool) -> Tensor:
+    def cells(size: int, late: bool) -> np.ndarray:
         each = -(-n // size)
         of = np.repeat(np.arange(len(n)), each)
         at = size * (np.arange(len(of)) - (np.cumsum(each) - each)[of])
         order = np.argsort(-at if late else at - n[of], kind="stable")
         row, tile, slope = (number[of] for number in before)
-        return put(np.stack([row, n[of], at, tile, slope]).astype(np.int32).take(order, 1))
+        return np.stack([row, n[of], at, tile, slope]).astype(np.int32).take(order, 1)
 
-    queries, keys = cells(TILE, late=True), cells(width, late=False)  # those with the most work first
+    queries, keys = put([cells(TILE, late=True), cells(width, late=False)])  # the most work first
     return Tiles(queries, keys, width, int(slopes.sum()))
 
 
