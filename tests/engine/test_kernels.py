@@ -238,10 +238,10 @@ def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pyt
     for x_part, y_part, (a, bs), scale in theirs:
         us = (x_part.float() @ a.float().t()).chunk(2, 1)
         y_part += scale * torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
-    whole, u = grouped.product_last(x, weight, table, tiles, site)
+    whole, u = grouped.product_with(x, weight, table, tiles, site)
     assert u.shape[0] == 1
     monkeypatch.setattr(grouped.adapted, "LONGEST", 256)
-    halved, us = grouped.product_last(x, weight, table, tiles, site)
+    halved, us = grouped.product_with(x, weight, table, tiles, site)
     assert us.shape[0] == 2
     assert_near((whole, halved), (want, want))
     assert_near([us.sum(0)[:33, :16]], [u[0, :33, :16].float()])

@@ -65,7 +65,7 @@ class Case:
 
     def trained(self) -> Tensor:
         tiles = self.tiles(len(self.x), 64)
-        return grouped.product_last(self.x, self.weight, self.table, tiles, self.site)[0]
+        return grouped.product_with(self.x, self.weight, self.table, tiles, self.site)[0]
 
     def projected(self, rows: int) -> Tensor | Pending:
         """The first rows, by the sampler."""

@@ -86,7 +86,7 @@ class _TableLora(Projecting):
         place, rows = self._sites[site], x.shape[0]
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if many and self._ours(frozen) and lora_kernel.writes(self._table, place):
-            return grouped.product_last(x, frozen.weight, self._table, self._tiles, place)[0]
+            return grouped.product_with(x, frozen.weight, self._table, self._tiles, place)[0]
         adapters = step.Adapters(self._table, self._tiles, place)
         pending = self._ours(frozen) and step.holds(self._table, place)
         if pending and step.suits(rows, frozen.weight):
@@ -95,7 +95,7 @@ class _TableLora(Projecting):
             return adapted.Adapted(x, frozen.weight, adapters)
         large = self._ours(frozen) and adapted.large(frozen.weight)  # as a trainer has them: no sum is cut
         if large and adapted.halved(frozen.weight):
-            u, parts = self._beside_x_a(place, x, 2, lambda: grouped.product_halves(x, frozen.weight))
+            u, parts = self._beside_x_a(place, x, 2, lambda: grouped.product_in(2, x, frozen.weight))
             return lora_kernel.unite(u, parts, x.dtype, self._table, self._tiles, place)
         u, y = self._beside_x_a(place, x, 1 if large else None, lambda: frozen(x))
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):

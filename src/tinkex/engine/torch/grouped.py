@@ -75,31 +75,25 @@ def kernel_site(adapter: Adapter, site: Site) -> kernel.Site:
     return kernel.Site(column_of(site), shape.in_features, shape.outs)
 
 
-def product_last(
-    x: Tensor,
-    weight: Tensor,
-    table: kernel.Table,
-    tiles: kernel.Tiles,
-    site: kernel.Site,
-    *,
-    closely: bool = False,
+def product_with(
+    x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
 ) -> tuple[Tensor, Tensor]:
     """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
 
-    In one launch where that can be, else the product is added to the adapters' part, instead of that to it:
-    it then reads the result while it multiplies, which saves reading and writing it once more. But a large
-    weight's is to have the bits that a sampler's captured steps have, and is halved or comes first.
-    `closely`: a small weight's is rounded once, as those steps do, even if that takes longer for few rows.
+    In one launch where that can be. Else a large weight's has the bits that a sampler's captured steps have,
+    so its product is halved or rounded before adapters add to it; a small weight's is rounded once, as there.
+    A head's, whose result is the largest, is added to the adapters' part, instead of that to it: it then
+    reads the result while it multiplies, which saves reading and writing it once more.
     """
-    large = adapted.large(weight)
-    if adapted.halved(weight):
-        return _in_halves(x, weight, table, tiles, site)
-    u = kernel.shrink(x, table, tiles, site, splits=1 if large else None)
-    once = closely and not large and projection.fits(weight, site.outs)
-    if once or projection.suits(x.shape[0], weight, site.outs):
+    large, parts = adapted.large(weight), 2 if adapted.halved(weight) else 1
+    u = kernel.shrink(x, table, tiles, site, splits=parts if large else None)
+    if parts == 1 and projection.suits(x.shape[0], weight, site.outs):
         u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
-    if large and weight.shape[0] < _HEAD:
+    if parts == 2 or not large:
+        u = u if parts == 2 else kernel.summed(u, x.dtype)
+        return kernel.unite(u, product_in(parts, x, weight), x.dtype, table, tiles, site), u
+    if weight.shape[0] < _HEAD:
         y = frozen_product(x, weight)
         kernel.expand(u, y, table, tiles, site)
         return y, u
@@ -108,17 +102,9 @@ def product_last(
     return y.addmm_(x, weight.t()), u
 
 
-def _in_halves(
-    x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
-) -> tuple[Tensor, Tensor]:
-    """`product_last` as the sum of two, of half the features each, in fp32 until they are added."""
-    u = kernel.shrink(x, table, tiles, site, splits=2)
-    return kernel.unite(u, product_halves(x, weight), x.dtype, table, tiles, site), u
-
-
-def product_halves(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ as two products of half the features each, in fp32: [2, T, O]."""
-    left, right = x.unflatten(1, (2, -1)).transpose(0, 1), weight.t().unflatten(0, (2, -1))
+def product_in(parts: int, x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ as the products of so many equal parts of the features, in fp32: [parts, T, O]."""
+    left, right = x.unflatten(1, (parts, -1)).transpose(0, 1), weight.t().unflatten(0, (parts, -1))
     if x.is_cuda:
         return torch.bmm(left, right, torch.float32)
     return torch.bmm(left.float(), right.float())  # by the interpreter: the CPU has no such product
@@ -189,7 +175,7 @@ class GroupedLora:
         if self._invariant or bias is not None or not (self._whole and writes):
             y = frozen_product(x, weight, bias, invariant=self._invariant)
             return y, self.add(site, x, y)
-        return product_last(x, weight, self._table, self._tiles, site, closely=True)
+        return product_with(x, weight, self._table, self._tiles, site)
 
     def backward(self, site: kernel.Site, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
         """Add to the adapters' gradients, which are open; returns what `grad_x` needs."""
@@ -213,7 +199,7 @@ class GroupedLora:
         return out
 
     def _adds_last(self, site: kernel.Site) -> bool:
-        """Whether to compute as `product_last` does."""
+        """Whether the frozen product adds to the adapters' part, and not that to it."""
         return self._whole and kernel.writes(self._table, site)
 
     def _backward_parts(self) -> outer.Backward:

@@ -5,7 +5,7 @@ Every program multiplies its rows with its columns of the weight and with all of
 by B before it writes: x·Aᵀ is computed anew for every block of columns, which costs less than a launch and a
 wait. A sum that is cut into parts needs no exchange: each part adds its own (x·Aᵀ)·Bᵀ, and the norm that
 follows adds up. SwiGLU and rotation are done on the way. Large weights' results have the bits that
-`grouped.product_last` gives many rows. Rows come in the tiles of `lora`, which must hold every row. Knows
+`grouped.product_with` gives many rows. Rows come in the tiles of `lora`, which must hold every row. Knows
 nothing of sites' meaning or of graphs.
 
 Shapes: M rows, I in-features, O out-features, F MLP width, S parts of a sum, H query heads, G kv heads,

@@ -19,7 +19,7 @@ from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
 from tinkex.engine.torch.kernels.sums import close
 
-_HEADS, _HEADS_BACK = 16, 8  # heads that one program rotates, there and back
+_HEADS = 16  # that one program rotates
 _COLUMNS = 1024  # numbers of one program where each is computed by itself
 
 
@@ -257,11 +257,11 @@ def rotate_backward(
     (tokens, h, c), g = grad_q.shape, grad_k.shape[1]
     out = torch.empty(tokens, (h + 2 * g) * c, dtype=grad_q.dtype, device=grad_q.device)
     q_norm, k_norm = norms or (cos, cos)
-    _rotate_backward[(tokens, cdiv(h + 2 * g, _HEADS_BACK))](
+    _rotate_backward[(tokens, cdiv(h + 2 * g, _HEADS))](
         grad_q, grad_k, grad_v, out if qkv is None else qkv, cos, sin, q_norm, k_norm,
         cos if rstd is None else rstd, out, h, g,
-        C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS_BACK,
-        num_warps=2, **CHAINED,
+        C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
+        num_warps=4, **CHAINED,
     )  # fmt: skip
     return out
 

@@ -43,16 +43,17 @@ class Launcher:
         # What Triton compiles anew for: a type, whether 16 divides a number or an address, and the number 1.
         kinds: list[Any] = [device, pairs, *constants, *constants.values()]
         values: list[Any] = []
-        for argument in args:
-            if isinstance(argument, Tensor):
-                value = argument.data_ptr()
-                kinds.append(argument.dtype if value & 15 == 0 else (argument.dtype, "unaligned"))
-            elif hasattr(argument, "block_shape"):  # a tensor for the copy engine
-                value = argument
-                kinds.append((argument.base.dtype, *argument.block_shape))
-            else:
-                value = argument
-                kinds.append(float if isinstance(value, float) else _kind(value))
+        for value in args:
+            if type(value) is int:
+                kind = 1 if value == 1 else 0 if value & 15 else 16
+                kinds.append(kind if value < 1 << 31 else -1 - kind)  # beyond, it is another type
+            elif isinstance(value, Tensor):
+                dtype, value = value.dtype, value.data_ptr()
+                kinds.append(dtype if value & 15 == 0 else (dtype, "unaligned"))
+            elif type(value) is float:
+                kinds.append(float)
+            else:  # a tensor for the copy engine
+                kinds.append((value.base.dtype, *value.block_shape))
             values.append(value)
         key = tuple(kinds)
         ready = self._ready.get(key)
@@ -68,11 +69,6 @@ class Launcher:
             run, how, rest = ready
             x, y, z = (*grid, 1, 1)[:3]
             run(x // 2 if pairs else x, y, z, _stream(device), *how, *values, *rest)
-
-
-def _kind(number: int) -> int:
-    kind = 1 if number == 1 else 16 if number % 16 == 0 else 0
-    return kind if number < 1 << 31 else -1 - kind  # beyond, it is another type
 
 
 def _stream(device: int) -> int:

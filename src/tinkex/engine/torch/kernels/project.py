@@ -258,20 +258,17 @@ def _able(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def fits(weight: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernel can do such a product: its parts in whole tiles, and sums of a good length.
-
-    Beside very long ones what adapters cost is little, and a library is better at those.
-    """
-    features, whole = weight.numel() // sum(sizes), all(size % _COLUMNS == 0 for size in sizes[:-1])
-    aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0 and features % 8 == 0
-    return whole and aligned and 5 * _FEATURES < features <= LONGEST and _able(weight.device)
-
-
 def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether it does so sooner than others: tiles enough for the device."""
-    many = cdiv(rows, ALIGNED) * cdiv(sum(sizes), _COLUMNS) >= _MULTIPROCESSORS
-    return rows >= FEWEST and many and fits(weight, sizes)
+    """Whether the kernel can do such a product, and sooner than others: whole tiles, enough for the device.
+
+    Beside very long sums what adapters cost is little, and a library is better at those.
+    """
+    columns = sum(sizes)
+    features, whole = weight.numel() // columns, all(size % _COLUMNS == 0 for size in sizes[:-1])
+    aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0 and features % 8 == 0
+    fits = whole and aligned and 5 * _FEATURES < features <= LONGEST
+    many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= _MULTIPROCESSORS
+    return rows >= FEWEST and many and fits and _able(weight.device)
 
 
 @cache

@@ -403,7 +403,7 @@ def project(x_MI: Tensor, weight_OI: Tensor, adapters: Adapters) -> Summands:
     """x · weightᵀ and every adapter's x · Aᵀ, of at most _ROWS rows."""
     (rows, k), outs, (table, tiles, site) = x_MI.shape, weight_OI.shape[0], adapters
     splits = min(parts_of(_PROGRAMS * _COLUMNS // outs, 8), max(1, k // (2 * _FEATURES)))
-    wide, u_splits = len(site.outs) * table.widest, parts_of(k // _SHRUNK, 16)
+    wide, u_splits = len(site.outs) * table.widest, parts_of(k // _SHRUNK, 4)
     y = torch.empty(splits, rows, outs, dtype=torch.float32, device=x_MI.device)
     u = torch.empty(u_splits, rows, wide, dtype=torch.float32, device=x_MI.device)
     count = tiles.cells.shape[1]
