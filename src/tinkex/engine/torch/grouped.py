@@ -30,6 +30,7 @@ from tinkex.engine.torch.upload import all_to_device, to_device
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
 _COLUMNS = 4  # of a site: A's address and those of up to three parts
 _HEAD = 1 << 16  # out-features that only a head has, whose last bits nothing follows
+_SOME = 8192  # rows whose result in fp32 is soon read again
 _ALIGNED = 8  # elements, so that every matrix begins at a multiple of 16 bytes
 
 
@@ -82,18 +83,21 @@ def product_with(
 
     In one launch where that can be. Else a large weight's has the bits that a sampler's captured steps have,
     so its product is halved or rounded before adapters add to it; a small weight's is rounded once, as there.
-    A head's, whose result is the largest, is added to the adapters' part, instead of that to it: it then
-    reads the result while it multiplies, which saves reading and writing it once more.
+    Where that would take much memory the product is added to the adapters' part, instead of that to it: it
+    then reads the result while it multiplies, which saves reading and writing it once more.
     """
-    large, parts = adapted.large(weight), 2 if adapted.halved(weight) else 1
-    u = kernel.shrink(x, table, tiles, site, splits=parts if large else None)
-    if parts == 1 and projection.suits(x.shape[0], weight, site.outs):
+    large, rows = adapted.large(weight), x.shape[0]
+    if adapted.halved(weight):
+        u = kernel.shrink(x, table, tiles, site, splits=2)
+        return kernel.unite(u, product_in(2, x, weight), x.dtype, table, tiles, site), u
+    u = kernel.shrink(x, table, tiles, site, splits=1 if large else None)
+    if projection.suits(rows, weight, site.outs):
         u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
-    if parts == 2 or not large:
-        u = u if parts == 2 else kernel.summed(u, x.dtype)
-        return kernel.unite(u, product_in(parts, x, weight), x.dtype, table, tiles, site), u
-    if weight.shape[0] < _HEAD:
+    if not large and rows <= _SOME:
+        u = kernel.summed(u, x.dtype)
+        return kernel.unite(u, product_in(1, x, weight), x.dtype, table, tiles, site), u
+    if large and weight.shape[0] < _HEAD:
         y = frozen_product(x, weight)
         kernel.expand(u, y, table, tiles, site)
         return y, u
