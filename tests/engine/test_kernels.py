@@ -247,6 +247,27 @@ def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pyt
     assert_near([us.sum(0)[:33, :16]], [u[0, :33, :16].float()])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies no bf16")
+def test_few_rows_of_a_small_weight_are_rounded_once():
+    """As in a sampler's steps: rounding the adapters' part first would be as far off again."""
+    rows, width, out, rank = 60, 256, 64, 16
+    x, weight = random(rows, width, seed=1), random(out, width, seed=2)
+    a, b = random(rank, width, seed=3), random(rank, out, seed=4)
+    table = lora.Table(
+        torch.tensor([[rank, a.data_ptr(), b.data_ptr()]], device=DEVICE),
+        torch.tensor([0.5], device=DEVICE),
+        rank,
+    )
+    cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE)
+    y, u = grouped.product_with(x, weight, table, lora.Tiles(cells, 64), lora.Site(1, width, [out]))
+    adds = 0.5 * u[0, :, :rank].double() @ b.double()  # halving loses nothing
+    want = x.double() @ weight.double().t() + adds
+    wrong = (y.double() - want).abs()
+    assert bool((wrong <= 2**-9 * want.abs() + 1e-5 * want.abs().max()).all())
+    twice = (x.double() @ weight.double().t() + adds.to(BF16).double()).to(BF16)
+    assert bool(((twice.double() - want).abs() > 2**-9 * want.abs() + 1e-5 * want.abs().max()).any())
+
+
 def test_few_tiles_are_cut_into_more_programs():
     assert 2 * 151_936 / lora.group_for([151_936], 2, 128) > 1000
     assert lora.group_for([2048, 1024, 1024], 8, 128) == 128

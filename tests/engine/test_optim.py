@@ -12,16 +12,18 @@ from tinkex.engine.torch.optim import adamw_step
 from tinkex.types.params import AdamParams, LoraConfig
 
 SITES = {Site(-1, "unembed"): (40, (Part("lm_head", 3000, "unembed"),))}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
-def make_adapter() -> Adapter:
-    return Adapter.fresh(LoraConfig(4, seed=1), SITES)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])
+def adapter(request: pytest.FixtureRequest) -> Adapter:
+    return Adapter.fresh(LoraConfig(4, seed=1), SITES, request.param)
 
 
 def accumulate(adapter: Adapter, grad: torch.Tensor) -> None:
     adapter.open_grad()
     assert adapter.grad is not None
-    adapter.grad += grad
+    adapter.grad += grad.to(adapter.grad.device)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +35,7 @@ def accumulate(adapter: Adapter, grad: torch.Tensor) -> None:
         AdamParams(learning_rate=3e-3, grad_clip_norm=1e6),
     ],
 )
-def test_ten_steps_equal_torch_optim(params: AdamParams) -> None:
-    adapter = make_adapter()
+def test_ten_steps_equal_torch_optim(adapter: Adapter, params: AdamParams) -> None:
     theirs = adapter.flat.clone().requires_grad_()
     optimizer = torch.optim.AdamW(
         [theirs],
@@ -48,7 +49,7 @@ def test_ten_steps_equal_torch_optim(params: AdamParams) -> None:
     for step in range(10):
         grad = torch.randn(adapter.flat.shape, generator=generator) * 10.0 ** (step % 3 - 2)
         accumulate(adapter, grad)
-        theirs.grad = grad.clone()
+        theirs.grad = grad.clone().to(theirs.device)
         norm = torch.linalg.vector_norm(grad.double())
         if params.grad_clip_norm:
             torch.nn.utils.clip_grad_norm_([theirs], params.grad_clip_norm)
@@ -61,8 +62,7 @@ def test_ten_steps_equal_torch_optim(params: AdamParams) -> None:
         torch.testing.assert_close(adapter.flat, theirs.detach(), atol=1e-6, rtol=1e-6)
 
 
-def test_a_step_clears_the_gradients() -> None:
-    adapter = make_adapter()
+def test_a_step_clears_the_gradients(adapter: Adapter) -> None:
     accumulate(adapter, torch.ones_like(adapter.flat))
     adamw_step(adapter, AdamParams())
     assert adapter.grad is None
@@ -71,8 +71,7 @@ def test_a_step_clears_the_gradients() -> None:
     assert not adapter.grad.any()
 
 
-def test_nothing_accumulated_changes_nothing_and_says_so() -> None:
-    adapter = make_adapter()
+def test_nothing_accumulated_changes_nothing_and_says_so(adapter: Adapter) -> None:
     accumulate(adapter, torch.ones_like(adapter.flat))
     adamw_step(adapter, AdamParams())
     before = [t.clone() for t in (adapter.flat, *adapter.moments())]
@@ -84,8 +83,7 @@ def test_nothing_accumulated_changes_nothing_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_fails_the_step_alone(bad: float) -> None:
-    adapter = make_adapter()
+def test_a_gradient_that_is_not_finite_fails_the_step_alone(adapter: Adapter, bad: float) -> None:
     accumulate(adapter, torch.ones_like(adapter.flat))
     adamw_step(adapter, AdamParams())
     before = [t.clone() for t in (adapter.flat, *adapter.moments())]
@@ -102,18 +100,16 @@ def test_a_gradient_that_is_not_finite_fails_the_step_alone(bad: float) -> None:
     assert adamw_step(adapter, AdamParams())["skipped"] == 1.0
 
 
-def test_a_huge_but_finite_gradient_is_applied() -> None:
+def test_a_huge_but_finite_gradient_is_applied(adapter: Adapter) -> None:
     """Squares overflow in fp32 here; the numbers do not."""
-    adapter = make_adapter()
     accumulate(adapter, torch.full_like(adapter.flat, 1e25))
     metrics = adamw_step(adapter, AdamParams(grad_clip_norm=1.0))
     assert metrics["grad_norm"] == pytest.approx(1e25 * adapter.flat.numel() ** 0.5, rel=1e-5)
     assert torch.isfinite(adapter.flat).all()
 
 
-def test_a_gradient_whose_squares_overflow_fails_the_step_alone() -> None:
+def test_a_gradient_whose_squares_overflow_fails_the_step_alone(adapter: Adapter) -> None:
     """An infinite second moment stays so: the parameter would never move again, and no file could hold it."""
-    adapter = make_adapter()
     before = adapter.flat.clone()
     grad = torch.ones_like(adapter.flat)
     grad[3] = 1e25
@@ -129,9 +125,8 @@ def test_a_gradient_whose_squares_overflow_fails_the_step_alone() -> None:
     assert (adapter.flat != before).all()
 
 
-def test_eps_zero_leaves_untouched_parameters_alone() -> None:
+def test_eps_zero_leaves_untouched_parameters_alone(adapter: Adapter) -> None:
     """B is zero at first, so A has no gradient in the first step: 0/0 must not become a NaN."""
-    adapter = make_adapter()
     before = adapter.flat.clone()
     accumulate(adapter, torch.zeros_like(adapter.flat))
     adamw_step(adapter, AdamParams(eps=0.0))
