@@ -118,6 +118,7 @@ def test_a_gradient_whose_squares_overflow_fails_the_step_alone(adapter: Adapter
         adamw_step(adapter, AdamParams())
     assert caught.value.category == "user"
     assert torch.equal(adapter.flat, before)
+    assert (adapter.step, adapter.exp_avg, adapter.exp_avg_sq) == (0, None, None)
     for _ in range(2):
         accumulate(adapter, torch.ones_like(adapter.flat))
         adamw_step(adapter, AdamParams())

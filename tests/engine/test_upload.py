@@ -21,6 +21,7 @@ ARRAYS = [
     np.linspace(0, 1, 3, dtype=np.float32),
     np.zeros((0, 4), np.int32),
     np.arange(150_000, dtype=np.int32).reshape(3, -1),
+    np.arange(12, dtype=np.int32).reshape(3, -1).T,
 ]
 
 

@@ -1,9 +1,8 @@
 """Many adapters in one pass on CUDA: the grouped fast path of `lora.LoraBatch`.
 
-Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a launch
-for x·Aᵀ, up to three for the rest, and a handful in the backward, however many adapters there are and
-whatever their ranks. Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of
-experts.
+Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a handful
+of launches, and another one in the backward, however many adapters there are and whatever their ranks.
+Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of experts.
 
 Shapes: T tokens, I in-features, O out-features, R rank, P parts of a site.
 """
@@ -83,8 +82,8 @@ def product_with(
 
     In one launch where that can be. Else a large weight's has the bits that a sampler's captured steps have,
     so its product is halved or rounded before adapters add to it; a small weight's is rounded once, as there.
-    Where that would take much memory the product is added to the adapters' part, instead of that to it: it
-    then reads the result while it multiplies, which saves reading and writing it once more.
+    A head's, or that of many rows, is added to the adapters' part, instead of that to it: it then reads the
+    result while it multiplies, which saves reading and writing it once more.
     """
     large, rows = adapted.large(weight), x.shape[0]
     if adapted.halved(weight):

@@ -27,9 +27,9 @@ _KEEPING = {-1: _KEPT, -2: 64 << 20, -3: 32 << 20}
 def free_bytes(device: torch.device) -> float:
     """Memory that could be allocated now."""
     if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats_as_nested_dict(device)  # other ways to ask take ten times as long
-        kept = stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
-        return torch.cuda.mem_get_info(device)[0] + kept
+        return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,8 +1,8 @@
 """AdamW on an adapter's flat buffer: torch.optim's own fused kernel, one adapter at a time.
 
 Decoupled weight decay, bias correction, eps outside the square root, clipping by the global norm. A step
-either happens or changes nothing: a gradient that is not finite, or whose squares are not, is refused before
-any parameter or moment is touched.
+either happens or changes nothing: one whose gradient is not finite, or whose squares are not, is refused, and
+a device can tell without the host.
 Knows nothing of models or of names.
 """
 
@@ -18,7 +18,7 @@ from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.types.params import AdamParams
 
-_BLOCK = 1 << 16  # elements whose norm is taken in fp32 on the CPU; the blocks' norms are added up in double
+_BLOCK = 1 << 16  # elements whose norm is taken in fp32; the blocks' norms are added up in double
 _LARGEST = 1e19  # beyond, squares overflow in fp32: the second moment would be infinite for good
 _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 0/0
 
@@ -33,8 +33,13 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     grad = adapter.take_grad()
     if grad is None:
         return _metrics(adapter, params, grad_norm=0.0, skipped=1.0)
-    norm, shrink, refused = _apply(adapter, grad, params).tolist()
+    norm, shrink, refused = _apply(adapter, grad, params, _global_norm(grad)).tolist()
+    if math.isinf(norm):  # squares may overflow in fp32 where the numbers themselves do not: once more
+        in_double = torch.linalg.vector_norm(grad, dtype=torch.float64)
+        norm, shrink, refused = _apply(adapter, grad, params, in_double).tolist()
     if refused:
+        if adapter.step == 0:
+            adapter.exp_avg = adapter.exp_avg_sq = None  # as they were
         problem = "too large" if math.isfinite(norm) else "not finite"
         raise EngineError(
             f"the gradient is {problem} (global norm {norm:g}), so this step was not applied and the "
@@ -47,15 +52,14 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     return _metrics(adapter, params, grad_norm=norm, grad_clipped=float(shrink < 1.0))
 
 
-def _apply(adapter: Adapter, grad: Tensor, params: AdamParams) -> Tensor:
+def _apply(adapter: Adapter, grad: Tensor, params: AdamParams, norm: Tensor) -> Tensor:
     """The step, unless it is refused; returns the norm, what the gradient was shrunk by, and whether it is.
 
-    A device need not wait until the host has seen them.
+    A device need not wait until the host has seen them. Where the norm is infinite the gradient stays.
     """
-    norm = _global_norm(grad)
     shrink = torch.ones_like(norm)
-    if params.grad_clip_norm > 0:
-        shrink = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_ has it
+    if params.grad_clip_norm > 0:  # as torch's clip_grad_norm_ has it
+        shrink = torch.where(norm.isinf(), 1.0, params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
         grad.mul_(shrink)
     refused = ~(norm * shrink <= _LARGEST)
     _update(adapter, grad, params, refused.float())
@@ -63,16 +67,11 @@ def _apply(adapter: Adapter, grad: Tensor, params: AdamParams) -> Tensor:
 
 
 def _global_norm(grad: Tensor) -> Tensor:
-    """In double precision, where the gradient is."""
-    if grad.is_cuda:
-        return torch.linalg.vector_norm(grad, dtype=torch.float64)
+    """Infinite if a block's squares overflow."""
     whole = len(grad) // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(grad[:whole].view(-1, _BLOCK), dim=1)
     norms = torch.cat((blocks, torch.linalg.vector_norm(grad[whole:]).view(1))).double()
-    norm = torch.linalg.vector_norm(norms)
-    if norm.isinf():  # squares may overflow in fp32 where the numbers themselves do not
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-    return norm
+    return torch.linalg.vector_norm(norms)
 
 
 def _update(adapter: Adapter, grad: Tensor, params: AdamParams, refused: Tensor) -> None:

@@ -20,7 +20,10 @@ from torch import Tensor
 
 
 def launched(kernel: Any) -> Any:
-    """`kernel` for `kernel[grid](*arguments, **constants)`, where arguments come before constants."""
+    """`kernel` for `kernel[grid](*arguments, **constants)`, where arguments come before constants.
+
+    An argument is a tensor, a descriptor of one, or an int or float of Python's own, not numpy's or a bool.
+    """
     return kernel if triton.knobs.runtime.interpret else Launcher(kernel)
 
 
