@@ -131,9 +131,9 @@ class GroupedLora:
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
         ranks = [adapter.lora.rank for adapter in self._adapters]
         cells, rows = self._lay_out(segments)
-        *table, cells_ = all_to_device([matrices, scales, cells], device)
-        self._table = kernel.Table(*table, max(ranks), invariant, all(rank % 8 == 0 for rank in ranks))
-        self._tiles = kernel.Tiles(cells_, rows)
+        sent, whole = all_to_device([matrices, scales, cells], device), all(rank % 8 == 0 for rank in ranks)
+        self._table = kernel.Table(sent[0], sent[1], max(ranks), invariant, whole)
+        self._tiles = kernel.Tiles(sent[2], rows)
 
     def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> tuple[np.ndarray, int]:
         """Whose rows are where; returns their tiles, and how many rows a whole one has."""
