@@ -21,7 +21,6 @@ from tinkex.engine.torch.architecture import Rope
 from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.kernels import begin, draw, elementwise, logprobs, lora, packed, paged
 from tinkex.engine.torch.lora import PlainLora
-from tinkex.engine.torch.upload import all_to_device
 from tinkex.types.params import LoraConfig
 
 pytestmark = MARKS
@@ -355,7 +354,7 @@ def check_packed_attention(
     pieces = zip(*(x.split(lengths) for x in leaves), strict=True)
     want = torch.cat([attention(*piece, window) for piece in pieces])
     want.backward(grad.double())
-    tiles = packed.cut(lengths, width, lambda arrays: all_to_device(arrays, DEVICE))
+    tiles = packed.cut(lengths, width, DEVICE)
     out, lse = packed.forward(q, k, v, tiles, window)
     assert off(out, want.detach()) < 8e-3
     back = packed.backward(grad, q, k, v, out, lse, tiles, window)

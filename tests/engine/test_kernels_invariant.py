@@ -23,7 +23,6 @@ from tinkex.engine.torch.kernels.product import product
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.engine.torch.ops import linear
 from tinkex.engine.torch.paged import PackedForward
-from tinkex.engine.torch.upload import all_to_device
 from tinkex.types.params import LoraConfig
 
 pytestmark = MARKS
@@ -112,7 +111,7 @@ def test_packed_attention_in_the_samplers_tiles(window: int | None):
     """It gives what the trainer's own kernel gives, and a sequence the same alone."""
     (h, g, c), lengths = (6, 2, 24), [1, 70, 17]
     q, k, v = (random(sum(lengths), n, c, seed=i) for i, n in enumerate((h, g, g)))
-    tiles = packed.cut(lengths, packed.TILE, lambda arrays: all_to_device(arrays, DEVICE))
+    tiles = packed.cut(lengths, packed.TILE, DEVICE)
     want, want_lse = packed.forward(q, k, v, tiles, window)
     got, lse = PackedForward(lengths, DEVICE)(q, k, v, window)
     assert_near(got, want)

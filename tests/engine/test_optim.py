@@ -12,12 +12,11 @@ from tinkex.engine.torch.optim import adamw_step
 from tinkex.types.params import AdamParams, LoraConfig
 
 SITES = {Site(-1, "unembed"): (40, (Part("lm_head", 3000, "unembed"),))}
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])
-def adapter(request: pytest.FixtureRequest) -> Adapter:
-    return Adapter.fresh(LoraConfig(4, seed=1), SITES, request.param)
+@pytest.fixture
+def adapter(device: torch.device) -> Adapter:
+    return Adapter.fresh(LoraConfig(4, seed=1), SITES, device)
 
 
 def accumulate(adapter: Adapter, grad: torch.Tensor) -> None:

@@ -30,7 +30,6 @@ from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.ops import split_rotate, swiglu
 from tinkex.engine.torch.projecting import Frozen
 from tinkex.engine.torch.trainer import TorchTrainer
-from tinkex.engine.torch.upload import all_to_device
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 
@@ -109,7 +108,7 @@ def test_attention_of_a_new_token(times: int, splits: int, heads: tuple[int, int
     (h, g), lengths = heads, [1, 2, 63, 64, 65, 200, 255, 300, 511] * times
     tokens = sum(lengths)
     q, k, v = (random(tokens, n, dim, seed=i) for i, n in enumerate((h, g, g)))
-    tiles = packed.cut(lengths, packed.width_for(q), lambda arrays: all_to_device(arrays, DEVICE))
+    tiles = packed.cut(lengths, packed.width_for(q), DEVICE)
     want, _ = packed.forward(q, k, v, tiles, None)
     most = -(-max(lengths) // PAGE)
     pools = torch.zeros(2, len(lengths) * most * PAGE, g, dim, dtype=q.dtype, device=DEVICE)

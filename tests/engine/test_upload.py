@@ -8,14 +8,6 @@ import torch
 
 from tinkex.engine.torch.upload import all_to_device, fill, from_device, to_device
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 ARRAYS = [
     np.arange(7, dtype=np.int64)[None, ::-1].copy(),
     np.linspace(0, 1, 3, dtype=np.float32),

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch import kernels
-from tinkex.engine.torch.upload import all_to_device
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
@@ -100,8 +99,7 @@ class PackedAttend:
         from tinkex.engine.torch.kernels import packed
 
         if self._tiles is None:
-            width, device = packed.width_for(q_THC), q_THC.device
-            self._tiles = packed.cut(self._lengths, width, lambda arrays: all_to_device(arrays, device))
+            self._tiles = packed.cut(self._lengths, packed.width_for(q_THC), q_THC.device)
         if self._invariant:
             return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._in_sampler_tiles(q_THC))  # type: ignore[return-value]
         window = None if window is None or window >= max(self._lengths) else window

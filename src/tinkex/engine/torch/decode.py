@@ -29,7 +29,7 @@ from tinkex.engine.torch.kernels import adapted, begin, draw, paged, step
 from tinkex.engine.torch.kernels import lora as lora_kernel
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import UNCUT, KernelAttend, splits_for, tile_tokens
+from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.projecting import Frozen, Projecting
 from tinkex.engine.torch.seats import Seats
 from tinkex.engine.torch.sequences import Request, Sequence
@@ -208,8 +208,7 @@ class Graphs:
         begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
         tile = tile_tokens((), self._decoder.invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
-        least = UNCUT if self.seats.in_order else 0
-        queries = paged.Queries(cells, self.table, tile, splits, least)
+        queries = paged.Queries(cells, self.table, tile, splits, self.seats.least)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:

@@ -28,7 +28,7 @@ from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.layout import Layout, layout_of
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import UNCUT, KernelAttend, splits_for, tile_tokens
+from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.sampler import Limits
 from tinkex.engine.torch.seats import Seated, Seats, round_up
 from tinkex.engine.torch.upload import fill
@@ -128,7 +128,7 @@ class Prefill:
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
         self._seats = Seats(decoder, limits.sequences)
-        self.least = UNCUT if self._seats.in_order else 0  # keys of a split of a token's attention
+        self.least = self._seats.least
         # tiles of either kind are at most one for 16 rows and one for each sequence, before they are rounded
         room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)

@@ -18,6 +18,7 @@ from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kernels import adapted
 from tinkex.engine.torch.kernels import lora as kernel
 from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.paged import UNCUT
 from tinkex.engine.torch.upload import fill
 
 
@@ -56,7 +57,8 @@ class Seats:
         self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
         self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
         self._slots: dict[Adapter, int] = {}
-        self.in_order = in_order(decoder)
+        self._in_order = in_order(decoder)
+        self.least = UNCUT if self._in_order else 0  # keys of a split of a token's attention
         self._most = adapted.MOST if max(_sizes(decoder)) <= adapted.LARGEST else adapted.MOST_OF_LARGER
         if decoder.invariant:
             self._most = 0
@@ -78,7 +80,7 @@ class Seats:
         alone = len(used) == 1 and total <= self._most
         rows = kernel.tile_rows(total // len(places))
         if alone:
-            rows = adapted.MOST_OF_LARGER if self.in_order else adapted.tile_rows(total)
+            rows = adapted.MOST_OF_LARGER if self._in_order else adapted.tile_rows(total)
         tiles = kernel.cut_tiles(places, rows)
         cells = np.zeros((6, round_up(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles

@@ -11,7 +11,7 @@ Shapes: T tokens, H query heads, G kv heads, C head dim. Logarithms are to base 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from tinkex.engine.torch.kernels.launch import launched
 from tinkex.engine.torch.kernels.sizes import power_of_2, shared_bytes
 from tinkex.engine.torch.kernels.sums import spread
+from tinkex.engine.torch.upload import all_to_device
 
 TILE = 64  # positions of a tile; tiles of keys have more where those fit
 # Slopes may take this many times the queries' memory, about what the layer's MLP has given back when its
@@ -48,8 +49,8 @@ def width_for(x_THC: Tensor) -> int:
     return 2 * TILE if x_THC.shape[-1] <= 128 and shared_bytes(x_THC.device) >= 200 << 10 else TILE
 
 
-def cut(lengths: Sequence[int], width: int, put: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> Tiles:
-    """The sequences in tiles; `put` brings arrays to the device."""
+def cut(lengths: Sequence[int], width: int, device: torch.device) -> Tiles:
+    """The sequences in tiles."""
     n = np.array(lengths)
     counts = -(-n // TILE)
     slopes = counts * (counts + 1) // 2
@@ -63,7 +64,8 @@ def cut(lengths: Sequence[int], width: int, put: Callable[[Sequence[np.ndarray]]
         row, tile, slope = (number[of] for number in before)
         return np.stack([row, n[of], at, tile, slope]).astype(np.int32).take(order, 1)
 
-    queries, keys = put([cells(TILE, late=True), cells(width, late=False)])  # the most work first
+    # those with the most work first
+    queries, keys = all_to_device([cells(TILE, late=True), cells(width, late=False)], device)
     return Tiles(queries, keys, width, int(slopes.sum()))
 
 
