@@ -78,6 +78,7 @@ def cancelling(sampler: Any, prompt: Any) -> None:
     before = answered("sample")
     futures = [sampler.sample(prompt, 32, params) for _ in range(40)]  # more than are done by then
     eventually(lambda: answered("sample") >= before + 40)  # until the server has them all
+    time.sleep(1.0)  # and the client has read so: of others it does not know what to cancel
     cancelled = [future.cancel() for future in futures]
     after = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result()
     eventually(lambda: answered("cancel_future") >= 8)  # the client reports them in the background
