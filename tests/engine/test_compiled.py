@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from tests.engine.tiny import FAMILIES, tiny_model
+from tinkex.engine.native.build import build, library
+from tinkex.engine.native.step import CompiledStep, Row, compiled_step
 from tinkex.engine.streams import stream_keys
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.compiled.build import build, library
-from tinkex.engine.torch.compiled.step import CompiledStep, Row, compiled_step
 from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Piece
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import PlainLora

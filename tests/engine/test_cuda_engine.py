@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
+from tinkex.engine import cuda as kernels
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass, SampleWork
-from tinkex.engine.torch import kernels
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece, paged_attend
 from tinkex.engine.torch.load import load_decoder
@@ -30,8 +30,8 @@ from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tinkex.engine.torch.decode import Graphs, Pipeline
-from tinkex.engine.torch.prefill import Prefill
+from tinkex.engine.cuda.decode import Graphs, Pipeline
+from tinkex.engine.cuda.prefill import Prefill
 
 FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm2"]
 

@@ -12,9 +12,8 @@ import torch
 
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
+from tinkex.engine.cuda import begin, decode
 from tinkex.engine.protocol import SampleWork
-from tinkex.engine.torch import decode
-from tinkex.engine.torch.kernels import begin
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.sampler import Batch, Limits

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
+from tinkex.engine import cuda as kernels
 from tinkex.engine.protocol import CreateAdapter, EngineConfig, ForwardBackward, Pass, SampleWork
-from tinkex.engine.torch import kernels
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.attention import PackedAttend
 from tinkex.engine.torch.engine import TorchEngine

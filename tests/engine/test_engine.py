@@ -17,6 +17,8 @@ import torch
 
 from tests.engine.tiny import tiny_model
 from tinkex.config import child_environment
+from tinkex.engine import cuda as kernels
+from tinkex.engine.native.build import library
 from tinkex.engine.protocol import (
     CreateAdapter,
     EngineConfig,
@@ -26,9 +28,8 @@ from tinkex.engine.protocol import (
     SampleWork,
     build_engine,
 )
-from tinkex.engine.torch import kernels, threads
+from tinkex.engine.torch import threads
 from tinkex.engine.torch import worker as worker_module
-from tinkex.engine.torch.compiled.build import library
 from tinkex.engine.torch.engine import TorchEngine, check_deterministic, choose_device
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import load_decoder

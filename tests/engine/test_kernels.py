@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tinkex.engine.cuda import begin, draw, elementwise, grouped, packed
+from tinkex.engine.cuda import logprob_kernels as logprobs
+from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda import paged_kernels as paged
 from tinkex.engine.streams import stream_keys
-from tinkex.engine.torch import grouped, plain, sample
+from tinkex.engine.torch import plain, sample
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.architecture import Rope
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.kernels import begin, draw, elementwise, logprobs, lora, packed, paged
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 

@@ -7,11 +7,11 @@ import torch
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.test_kernels_step import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, assert_near, given
-from tinkex.engine.torch import plain
-from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.kernels import adapted as kernel
-from tinkex.engine.torch.kernels import elementwise, lora, step
-from tinkex.engine.torch.kernels.adapted import (
+from tinkex.engine.cuda import adapted as kernel
+from tinkex.engine.cuda import elementwise
+from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda import step_kernels as step
+from tinkex.engine.cuda.adapted import (
     Adapted,
     HeadShape,
     Shape,
@@ -20,6 +20,8 @@ from tinkex.engine.torch.kernels.adapted import (
     shape_for,
     suits,
 )
+from tinkex.engine.torch import plain
+from tinkex.engine.torch.hooks import Site
 
 pytestmark = MARKS
 

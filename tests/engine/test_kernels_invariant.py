@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tinkex.engine.cuda import draw, grouped, packed
+from tinkex.engine.cuda import logprob_kernels as logprobs
+from tinkex.engine.cuda.paged import PackedForward
+from tinkex.engine.cuda.product import product
 from tinkex.engine.streams import stream_keys
-from tinkex.engine.torch import grouped, sample
+from tinkex.engine.torch import sample
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.drawing import TorchRows
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.kernels import draw, logprobs, packed
-from tinkex.engine.torch.kernels.product import product
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.engine.torch.ops import linear
-from tinkex.engine.torch.paged import PackedForward
 from tinkex.types.params import LoraConfig
 
 pytestmark = MARKS

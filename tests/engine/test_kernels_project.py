@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import DEVICE, MARKS, random
-from tinkex.engine.torch.kernels import lora, project, step
-from tinkex.engine.torch.kernels.adapted import Adapted, Shape
+from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda import project
+from tinkex.engine.cuda import step_kernels as step
+from tinkex.engine.cuda.adapted import Adapted, Shape
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = MARKS
@@ -157,7 +159,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
-from tinkex.engine.torch.kernels import lora, project
+from tinkex.engine.cuda import lora_kernels as lora, project
 
 target = GPUTarget("cuda", 90, 32)
 backend = make_backend(target)

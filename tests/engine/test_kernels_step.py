@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
-from tinkex.engine.torch import grouped, plain
+from tinkex.engine.cuda import grouped
+from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda import step_kernels as step
+from tinkex.engine.torch import plain
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site, Sites
-from tinkex.engine.torch.kernels import lora, step
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.engine.tiny import tiny_model
+from tinkex.engine import cuda as kernels
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
-from tinkex.engine.torch import kernels
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput

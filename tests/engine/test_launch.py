@@ -12,8 +12,8 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from tinkex.engine.torch.kernels import launch
-from tinkex.engine.torch.kernels.launch import Launcher
+from tinkex.engine.cuda import launch
+from tinkex.engine.cuda.launch import Launcher
 
 WIDE = torch.zeros(64)
 

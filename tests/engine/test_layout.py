@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex.engine.cuda.layout import layout_of
 from tinkex.engine.torch.kv import PAGE, Piece
-from tinkex.engine.torch.layout import layout_of
 
 SHAPES = st.lists(
     st.tuples(st.integers(0, 70), st.integers(1, 50), st.integers(0, 2)), min_size=1, max_size=12

@@ -33,12 +33,12 @@ from tinkex.types.params import LoraConfig, SamplingParams
 if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from tinkex.engine.torch import grouped, prefill
-from tinkex.engine.torch.kernels import lora as kernel
+from tinkex.engine.cuda import grouped, prefill
+from tinkex.engine.cuda import lora_kernels as kernel
+from tinkex.engine.cuda.layout import layout_of
+from tinkex.engine.cuda.paged import KernelAttend
+from tinkex.engine.cuda.prefill import Key, Prefill, cut, largest, size, write_orders
 from tinkex.engine.torch.kv import Piece
-from tinkex.engine.torch.layout import layout_of
-from tinkex.engine.torch.paged import KernelAttend
-from tinkex.engine.torch.prefill import Key, Prefill, cut, largest, size, write_orders
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),

@@ -19,12 +19,13 @@ if not torch.cuda.is_available():
 from tests.engine.by_kernels import DEVICE, random
 from tests.engine.stepping import finish
 from tests.engine.test_cuda_engine import new_batch, published, submit
+from tinkex.engine.cuda import elementwise, grouped, packed
+from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda import paged_kernels as paged
+from tinkex.engine.cuda.decode import _TableLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
-from tinkex.engine.torch import grouped
 from tinkex.engine.torch.architecture import model_config
-from tinkex.engine.torch.decode import _TableLora
 from tinkex.engine.torch.hooks import Pending, Site
-from tinkex.engine.torch.kernels import elementwise, lora, packed, paged
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.ops import split_rotate, swiglu

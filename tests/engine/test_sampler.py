@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from tests.engine.stepping import finish
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
+from tinkex.engine.native.build import library
+from tinkex.engine.native.step import compiled_step
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.compiled.build import library
-from tinkex.engine.torch.compiled.step import compiled_step
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder

@@ -8,11 +8,11 @@ import pytest
 
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
+from tinkex.engine.cuda import adapted
+from tinkex.engine.cuda.seats import Seats, in_order
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.kernels import adapted
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.seats import Seats, in_order
 from tinkex.types.params import LoraConfig
 
 pytestmark = MARKS

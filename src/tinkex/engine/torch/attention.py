@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from tinkex.engine.torch import kernels
+from tinkex.engine import cuda as kernels
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
@@ -96,7 +96,7 @@ class PackedAttend:
 
     def _ragged(self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None) -> Tensor:
         """All sequences at once, by the kernels."""
-        from tinkex.engine.torch.kernels import packed
+        from tinkex.engine.cuda import packed
 
         if self._tiles is None:
             self._tiles = packed.cut(self._lengths, packed.width_for(q_THC), q_THC.device)
@@ -106,7 +106,7 @@ class PackedAttend:
         return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, None)  # type: ignore[return-value]
 
     def _in_sampler_tiles(self, x: Tensor) -> Any:
-        from tinkex.engine.torch.paged import PackedForward
+        from tinkex.engine.cuda.paged import PackedForward
 
         self._forward = self._forward or PackedForward(self._lengths, x.device)
         return self._forward
@@ -117,7 +117,7 @@ class _Ragged(Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Any, window: int | None, forward: Any
     ) -> Tensor:
-        from tinkex.engine.torch.kernels import packed
+        from tinkex.engine.cuda import packed
 
         out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -126,7 +126,7 @@ class _Ragged(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        from tinkex.engine.torch.kernels import packed
+        from tinkex.engine.cuda import packed
 
         q, k, v, out, lse = ctx.saved_tensors
         back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)

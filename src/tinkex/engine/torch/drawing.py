@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine import cuda as kernels
+from tinkex.engine.native.step import CompiledStep
 from tinkex.engine.streams import stream_key
-from tinkex.engine.torch import kernels
-from tinkex.engine.torch.compiled.step import CompiledStep
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled, scaled_logprobs
 from tinkex.engine.torch.sequences import Sequence
@@ -76,7 +76,7 @@ def draw_invariantly(sequences: Several[Sequence], logits_NV: Tensor, vocab: int
 
 def _invariant_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     """`scaled_logprobs` by the one normaliser that every logprob of a deterministic engine has."""
-    from tinkex.engine.torch.kernels.logprobs import normaliser
+    from tinkex.engine.cuda.logprob_kernels import normaliser
 
     return scaled(logits_NV, temperature_N) - normaliser(logits_NV, temperature_N)[:, None]
 
@@ -112,7 +112,7 @@ def _choice(sequences: Several[Sequence], device: torch.device) -> Choice:
 def _draw_by_kernel(
     logits_NV: Tensor, choice: Choice, vocab: int, invariant: bool = False
 ) -> tuple[list[int], list[float]]:
-    from tinkex.engine.torch.kernels.draw import draw
+    from tinkex.engine.cuda.draw import draw
 
     keys_N = to_device(choice.keys.view(np.int64), logits_NV.device)
     tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(choice.temperature)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tinkex.engine import cuda as kernels
+from tinkex.engine.native.step import compiled_step
 from tinkex.engine.protocol import (
     Command,
     CustomLoss,
@@ -26,8 +28,7 @@ from tinkex.engine.protocol import (
     SampleWork,
 )
 from tinkex.engine.request import user_error
-from tinkex.engine.torch import kernels, memory
-from tinkex.engine.torch.compiled.step import compiled_step
+from tinkex.engine.torch import memory
 from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
@@ -40,8 +41,8 @@ from tinkex.engine.torch.worker import Worker
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
-    from tinkex.engine.torch.decode import Pipeline
-    from tinkex.engine.torch.prefill import Prefill
+    from tinkex.engine.cuda.decode import Pipeline
+    from tinkex.engine.cuda.prefill import Prefill
 
 _CHUNK_FLOPS = 1.2e14  # of a chunk of prompt on a GPU: 0.2 s on a large one
 _PACKED_SHARE = 0.25  # of the memory that is free once the weights are loaded
@@ -206,8 +207,8 @@ def _captured_steps(
     """Decoding and prefill by captured steps, where the kernels can."""
     if not kernels.usable(decoder.unembed_weight) or decoder.config.experts is not None:
         return None, None
-    from tinkex.engine.torch.decode import Graphs, Pipeline
-    from tinkex.engine.torch.prefill import Prefill
+    from tinkex.engine.cuda.decode import Graphs, Pipeline
+    from tinkex.engine.cuda.prefill import Prefill
 
     graphs = Graphs(decoder, cache, limits.sequences, limits.context)
     return Pipeline(graphs), Prefill(decoder, cache, limits, graphs)

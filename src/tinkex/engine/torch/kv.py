@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.torch import kernels
+from tinkex.engine import cuda as kernels
 from tinkex.engine.torch.hooks import Attend
 
 PAGE = 16  # tokens
@@ -184,7 +184,7 @@ def paged_attend(
     """Attention of one step's tokens over the cache, by the kernels where they can: see `attend_pieces`."""
     if not kernels.usable(cache.layer(0)[0]):
         return PagedAttend(cache, pieces, windows, device)
-    from tinkex.engine.torch.paged import attend_pieces
+    from tinkex.engine.cuda.paged import attend_pieces
 
     return attend_pieces(cache, pieces, windows, device, invariant, least)
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch import kernels
+from tinkex.engine import cuda as kernels
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.model import UNEMBED
 from tinkex.engine.torch.ops import linear
@@ -146,7 +146,7 @@ def _chunk_by_kernels(
     out_ND: Tensor | None,
 ) -> Tensor:
     """`_chunk` on CUDA: logits stay in bf16, and become their own gradient in place."""
-    from tinkex.engine.torch.kernels import logprobs as kernel
+    from tinkex.engine.cuda import logprob_kernels as kernel
 
     (rows, ids), part = cells, lora.part(start, start + len(h_ND))
     grouped = part.grouped(h_ND)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch import kernels
+from tinkex.engine import cuda as kernels
 from tinkex.engine.torch.adapters import Adapter, Matrices
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.ops import frozen_product
 from tinkex.engine.torch.projecting import Frozen, Projecting
 
 if TYPE_CHECKING:
-    from tinkex.engine.torch.grouped import GroupedLora
+    from tinkex.engine.cuda.grouped import GroupedLora
 
 
 class Job(NamedTuple):
@@ -84,7 +84,7 @@ class LoraBatch(Projecting):
         if grouped and (place := grouped.site(site)):
             if not (self.train and torch.is_grad_enabled()):
                 return grouped.project(place, x, frozen.weight, frozen.bias)[0]
-            from tinkex.engine.torch.grouped import Project
+            from tinkex.engine.cuda.grouped import Project
 
             return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
         if not (self.train and torch.is_grad_enabled()):
@@ -96,7 +96,7 @@ class LoraBatch(Projecting):
     def grouped(self, x: Tensor) -> GroupedLora | None:
         """The fast path, where there is one for tensors like `x`."""
         if self._grouped is None and kernels.usable(x) and any(a is not None for a, _, _ in self.segments):
-            from tinkex.engine.torch import grouped
+            from tinkex.engine.cuda import grouped
 
             if grouped.usable([adapter for adapter, _, _ in self.segments]):
                 self._grouped = grouped.GroupedLora(self.segments, x.device, x.dtype, self.invariant)

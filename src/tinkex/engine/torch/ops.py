@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from tinkex.engine.torch import kernels, plain
+from tinkex.engine import cuda as kernels
+from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Pending
 from tinkex.engine.torch.plain import Norms
 
@@ -46,7 +47,7 @@ def frozen_product(
 ) -> Tensor:
     """The same where autograd need not see it; on CPU by the kernel that is quickest for so many rows."""
     if invariant:
-        from tinkex.engine.torch.kernels.product import product as in_order
+        from tinkex.engine.cuda.product import product as in_order
 
         return in_order(x, weight, bias)
     if not _use_onednn(weight):
@@ -122,7 +123,7 @@ def _for(x: Tensor) -> Any:
     """The module whose functions compute with `x`."""
     if not kernels.usable(x):
         return plain
-    from tinkex.engine.torch.kernels import elementwise
+    from tinkex.engine.cuda import elementwise
 
     return elementwise
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.native.step import CompiledStep, Row
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
-from tinkex.engine.torch.compiled.step import CompiledStep, Row
 from tinkex.engine.torch.drawing import TorchRows, draw_invariantly, draw_next, lora_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain, paged_attend
 from tinkex.engine.torch.model import Decoder
@@ -33,8 +33,8 @@ from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
-    from tinkex.engine.torch.decode import Landed, Pipeline
-    from tinkex.engine.torch.prefill import Prefill
+    from tinkex.engine.cuda.decode import Landed, Pipeline
+    from tinkex.engine.cuda.prefill import Prefill
 
 T = TypeVar("T")
 Plan = list[tuple[Sequence, int]]  # who advances by how many tokens

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.cuda import adapted, outer
+from tinkex.engine.cuda import lora_kernels as kernel
+from tinkex.engine.cuda import project as projection
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.kernels import adapted, outer
-from tinkex.engine.torch.kernels import lora as kernel
-from tinkex.engine.torch.kernels import project as projection
 from tinkex.engine.torch.ops import frozen_product
 from tinkex.engine.torch.upload import all_to_device, to_device
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import power_of_2
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import power_of_2
 
 ORDERS = 5  # rows of the orders: source, token, position, slot, key
 

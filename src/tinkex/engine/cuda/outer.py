@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import (
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.lora_kernels import (
     PROGRAMS,
     Site,
     Table,
@@ -34,7 +33,8 @@ from tinkex.engine.torch.kernels.lora import (
     tile_at,
     triple,
 )
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2
 
 
 @launched

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, PAIRED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.pdl import CHAINED, PAIRED, after_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2, shared_bytes
 
 PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
 _SHRINKING = 64  # programs that are enough to shrink: each part of a sum is read again by all that expand it

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.packed import LOG2E
-from tinkex.engine.torch.kernels.sizes import power_of_2
-from tinkex.engine.torch.kernels.sums import spread, spread_down
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.packed import LOG2E
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import power_of_2
+from tinkex.engine.cuda.sums import spread, spread_down
 
 _MANY = 1024  # tiles of one token and a kv head, that keep a large device busy with one warp each
 

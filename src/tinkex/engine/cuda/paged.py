@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.kernels import paged as kernel
+from tinkex.engine.cuda import paged_kernels as kernel
+from tinkex.engine.cuda.layout import layout_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
-from tinkex.engine.torch.layout import layout_of
 from tinkex.engine.torch.upload import all_to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import power_of_2, shared_bytes
-from tinkex.engine.torch.kernels.sums import spread
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.sizes import power_of_2, shared_bytes
+from tinkex.engine.cuda.sums import spread
 from tinkex.engine.torch.upload import all_to_device
 
 TILE = 64  # positions of a tile; tiles of keys have more where those fit

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels import logprobs
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
+from tinkex.engine.cuda import logprob_kernels as logprobs
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.torch.sample import BLOCK, COLDEST
 
 _AT_ONCE = 16  # blocks that one program reads

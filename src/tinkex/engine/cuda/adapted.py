@@ -23,13 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels import elementwise
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import part_at, part_of_block, scaled, summed, tile_at, triple
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2, shared_bytes
-from tinkex.engine.torch.kernels.step import Adapters, b_of, parts_of
-from tinkex.engine.torch.kernels.sums import close
+from tinkex.engine.cuda import elementwise
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.lora_kernels import part_at, part_of_block, scaled, summed, tile_at, triple
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2, shared_bytes
+from tinkex.engine.cuda.step_kernels import Adapters, b_of, parts_of
+from tinkex.engine.cuda.sums import close
 
 _MULTIPROCESSORS = 132
 _SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape

@@ -21,17 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.cuda import adapted, begin, draw, grouped
+from tinkex.engine.cuda import lora_kernels as lora_kernel
+from tinkex.engine.cuda import paged_kernels as paged
+from tinkex.engine.cuda import step_kernels as step
+from tinkex.engine.cuda.paged import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.seats import Seats
 from tinkex.engine.streams import stream_keys
-from tinkex.engine.torch import grouped
 from tinkex.engine.torch.drawing import lora_of
 from tinkex.engine.torch.hooks import LoraHook, Pending, Site
-from tinkex.engine.torch.kernels import adapted, begin, draw, paged, step
-from tinkex.engine.torch.kernels import lora as lora_kernel
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.projecting import Frozen, Projecting
-from tinkex.engine.torch.seats import Seats
 from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 

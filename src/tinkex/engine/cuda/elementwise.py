@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
-from tinkex.engine.torch.kernels.sums import close
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2
+from tinkex.engine.cuda.sums import close
 
 _HEADS = 16  # that one program rotates
 _COLUMNS = 1024  # numbers of one program where each is computed by itself

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tinkex.engine.torch import grouped
+from tinkex.engine.cuda import adapted, grouped
+from tinkex.engine.cuda import lora_kernels as kernel
+from tinkex.engine.cuda.paged import UNCUT
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.kernels import adapted
-from tinkex.engine.torch.kernels import lora as kernel
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import UNCUT
 from tinkex.engine.torch.upload import fill
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.native import structs
+from tinkex.engine.native.build import library
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.compiled import structs
-from tinkex.engine.torch.compiled.build import library
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder, Layer, Mlp, Projection
 

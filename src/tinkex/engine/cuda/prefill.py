@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch import grouped
+from tinkex.engine.cuda import grouped
+from tinkex.engine.cuda import lora_kernels as lora_kernel
+from tinkex.engine.cuda import paged_kernels as paged
+from tinkex.engine.cuda.layout import Layout, layout_of
+from tinkex.engine.cuda.paged import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.seats import Seated, Seats, round_up
 from tinkex.engine.torch.hooks import LoraHook
-from tinkex.engine.torch.kernels import lora as lora_kernel
-from tinkex.engine.torch.kernels import paged
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
-from tinkex.engine.torch.layout import Layout, layout_of
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.torch.sampler import Limits
-from tinkex.engine.torch.seats import Seated, Seats, round_up
 from tinkex.engine.torch.upload import fill
 
 log = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tinkex.engine.torch.kernels.adapted import LONGEST, large
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import ALIGNED, Site, Table, Tiles, triple
-from tinkex.engine.torch.kernels.sizes import cdiv
+from tinkex.engine.cuda.adapted import LONGEST, large
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.lora_kernels import ALIGNED, Site, Table, Tiles, triple
+from tinkex.engine.cuda.sizes import cdiv
 
 wait_for_all = (
     gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier

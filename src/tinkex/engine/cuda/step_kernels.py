@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.lora import Site, Table, Tiles, scaled, tile_at
-from tinkex.engine.torch.kernels.sizes import cdiv, power_of_2
-from tinkex.engine.torch.kernels.sums import close
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.lora_kernels import Site, Table, Tiles, scaled, tile_at
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2
+from tinkex.engine.cuda.sums import close
 
 _WIDEST = 128  # columns of x·Aᵀ, of all parts, that one program computes
 # as measured on an H200

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.torch.kernels.chain import CHAINED, after_previous
-from tinkex.engine.torch.kernels.launch import launched
-from tinkex.engine.torch.kernels.sizes import cdiv
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.sizes import cdiv
 
 _TOGETHER = 8  # tiles of rows that share the weights they read, while those are in the cache
 
