@@ -17,6 +17,7 @@ import pytest
 
 from tests.engine.test_gguf import write_gguf
 from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tests.processes import interruptible
 from tinkex import local
 from tinkex.config import Settings
 from tinkex.engine.protocol import EngineConfig
@@ -147,7 +148,7 @@ def test_ctrl_c_leaves_an_engine_that_takes_long_to_end(tmp_path: Path):
     code = f"NAME, PAUSE = {str(model)!r}, 1000.0\n{BUSY}"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "TINKEX"))}
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**clean, "TINKEX_HOME": str(tmp_path / "home")},
+        interruptible([sys.executable, "-c", code]), env={**clean, "TINKEX_HOME": str(tmp_path / "home")},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None

@@ -19,6 +19,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.processes import interruptible
 from tests.stub import Stub, delay
 from tests.stub.api import Run
 from tinkex.cli import COMMANDS, main
@@ -139,7 +140,7 @@ def test_the_format_can_stand_before_or_after_the_command() -> None:
 def test_ctrl_c_exits_with_130_and_says_nothing(silent: socket.socket, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     process = subprocess.Popen(
-        [*TINKEX, "run", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        interruptible([*TINKEX, "run", "list"]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=clean_env(tmp_path, TINKER_BASE_URL=url), start_new_session=True,
     )  # fmt: skip
     with silent.accept()[0]:  # it waits for an answer

@@ -15,6 +15,7 @@ import weakref
 import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
+from tests.processes import interruptible
 from tests.stub import Stub, hang, status
 from tinkex import ServiceClient, Timeouts, TinkerError
 from tinkex.client import limits, session
@@ -199,7 +200,7 @@ sampler.sample(prompt, 1, params).result(10)
 
 
 def script(stub: Stub, code: str, *, timeout: float = 30) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, stub.url]
+    command = interruptible([sys.executable, "-c", code, stub.url])
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ})
 
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tests.processes import interruptible
 from tinkex.demo import fine_tune, pirate, reinforce, stories
 from tinkex.demo.bookmark import Bookmark
 from tinkex.demo.pirate import Task
@@ -155,7 +156,7 @@ def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER", "TINKEX"))}
     # A key must not lead the demo to a server.
     env = {**clean, "TINKEX_HOME": str(home), "HOME": str(home), "TINKER_API_KEY": "tml-none"}
-    command = [sys.executable, "-m", "tinkex.cli", *arguments]
+    command = interruptible([sys.executable, "-m", "tinkex.cli", *arguments])
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

