@@ -174,9 +174,10 @@ def plot(run_id: str | None, png: Path | None, html: Path | None, metrics: tuple
         write_png(png, curves, title=f"{found.base_model}, rank {found.lora_rank}", x=steps)
         note(f"wrote {png}")
     if html is not None:
-        from tinkex.charts import write_html
+        from tinkex.svg import html_page, html_table, svg_chart
 
-        write_html(html, curves, title=f"Run {run_id}", x=steps, facts=_report_facts(found, lines))
+        report = html_table(_report_facts(found, lines)) + svg_chart(curves, x=steps)
+        html.write_text(html_page(f"Run {run_id}", report), encoding="utf-8")
         note(f"wrote {html}")
 
 

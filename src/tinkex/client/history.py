@@ -38,7 +38,7 @@ class History(list[dict[str, float]]):
 
     def _repr_html_(self) -> str | None:
         """In a notebook: the curves."""
-        from tinkex.charts import svg_chart
+        from tinkex.svg import svg_chart
 
         if not self:
             return None  # what __repr__ says is enough

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from tinkex.charts import sparkline, terminal_chart, write_png
+from tinkex.errors import TinkerError
 from tinkex.models.shelf import weights_of
 
 WIDTH = 80
@@ -85,8 +86,12 @@ class Screen:
         self.heading(f"{name.capitalize()} at each step")
         click.echo(terminal_chart({name: values}, width=64, height=8))
         png.parent.mkdir(parents=True, exist_ok=True)
-        write_png(png, {name: values}, title=f"tinkex demo: {name}", x_label="step", y_label=name)
-        click.echo(f"As a picture: {png}")
+        try:
+            write_png(png, {name: values}, title=f"tinkex demo: {name}")
+        except TinkerError as error:  # matplotlib is an optional extra
+            click.echo(f"No picture was written. {error}")
+        else:
+            click.echo(f"As a picture: {png}")
 
     def adapter(self, path: str, directory: Path) -> None:
         self.heading("The adapter is yours")
