@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.service.harness import MODEL, User, datum, until
+from tests.service.harness import MODEL, Failed, User, datum, until
 from tinkex.engine.protocol import EngineConfig, build_engine
 from tinkex.service.config import ServiceConfig
 from tinkex.service.service import Service
@@ -73,6 +73,7 @@ async def work(user: User) -> Facts:
     pending = [await user.forward_backward(waiting, n, datum(n)) for n in (1, 2)]
     await user.result(pending[0])
     beyond_gap = await user.step(waiting, 4)  # request 3 has not arrived: this one waits
+    unreadable = await user.service.fail(ops.FORWARD, waiting, 5, "not a request", user.caller)
 
     evicted = await user.run(session, 2, seed=3)
     await user.train(evicted, 1, 3)
@@ -94,6 +95,7 @@ async def work(user: User) -> Facts:
             "unfetched": unfetched.request_id,
             "pending": [promise.request_id for promise in pending],
             "beyond_gap": beyond_gap.request_id,
+            "unreadable": unreadable.request_id,
             "lost_sample": lost.request_id,
         },
     }
@@ -115,7 +117,11 @@ async def go_on(user: User, facts: Facts) -> Facts:
     assert repeated.request_id == requests["pending"][1], "a repeated request has a new id"
     later["gap"] = await loss_of((await user.forward_backward(waiting, 3, datum(3))).request_id)
     later["beyond_gap"] = (await user.result(requests["beyond_gap"])).metrics["optimizer_step"]
-    later["waiting"] = await user.loss(waiting, 5)
+    try:
+        await user.result(requests["unreadable"])
+    except Failed as failed:
+        later["unreadable"] = str(failed)
+    later["waiting"] = await user.loss(waiting, 6)
     later["evicted"] = await user.train(evicted, 7, 2)
     for name, sampler in facts["samplers"].items():
         answer = await user.result(await user.sample(sampler, 7))
