@@ -29,7 +29,7 @@ def test_the_weights_are_the_gradient_of_the_loss() -> None:
     values = [np.array([-0.5, -2.0], np.float32), np.array([-1.5], np.float32)]
     outputs = [{"logprobs": TensorData.from_numpy(value)} for value in values]
     forward = ForwardBackwardOutput("tensors", outputs, {})
-    gradients = custom_loss.differentiate(None, squares, [datum(2), datum(1)], forward)
+    gradients = custom_loss.differentiate(squares, [datum(2), datum(1)], forward)
     for weights, value in zip(gradients.weights, values, strict=True):
         np.testing.assert_allclose(weights, -2 * value)
     assert gradients.loss == pytest.approx(0.25 + 4 + 2.25)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.client.conftest import datum
 from tests.stub import Stub
 from tinkex import Datum, InvalidInputError, ModelInput
-from tinkex.client.passes import check_pass, cut, join, reduce_metrics
+from tinkex.client.passes import check_pass, join, reduce_metrics, split
 from tinkex.types import ForwardBackwardOutput, ImageAssetPointerChunk, ImageChunk, LossFnType, TensorData
 
 IMAGE = ImageAssetPointerChunk(format="png", location="s3://x", expected_tokens=4)
@@ -118,7 +118,7 @@ def test_an_image_of_unknown_length_is_not_measured() -> None:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 900))
 def test_chunks_keep_the_order_and_the_limits(lengths: list[int], most: int, limit: int) -> None:
     data = [datum(length) for length in lengths]
-    chunks = cut(data, most, limit)
+    chunks = split(data, most, limit)
     assert [id(d) for chunk in chunks for d in chunk] == list(map(id, data))
     for chunk in chunks:
         assert 1 <= len(chunk) <= most

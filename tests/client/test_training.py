@@ -359,7 +359,7 @@ def test_nobody_waits_for_what_takes_a_lost_submissions_place(
 def test_chunks_lost_for_good_hold_up_nothing_that_comes_after(stub: Stub) -> None:
     stub.gap_seconds = 1000
     run = small_chunks(stub)
-    fast_retries(run._requests, lost_budget=0.2)
+    fast_retries(run._queue, lost_budget=0.2)
     where = lambda request: read_pass(request.body).seq_id == 2  # noqa: E731
     stub.script("forward_backward", *[drop()] * 50, where=where)
     with pytest.raises(APIConnectionError):

@@ -1,23 +1,28 @@
-"""Losses that the user writes: computed here, turned into weights that any server can train on.
+"""Losses that the user writes, computed on the client and trained on any server.
 
-A loss C of the target logprobs is linearised: training with cross_entropy and weights -∂C/∂logprob gives
-the very gradients of C. A traced one (LossHandle) is run the same way where a server does not take it.
-Promises: the user's function runs in a worker thread, and may take its time; what it returns is checked.
-Meets torch only when a loss needs it. Knows nothing of sending.
+A loss C of the target logprobs is linearised: a cross_entropy pass with weights -∂C/∂logprob has exactly the
+gradients of C. So a custom pass is a forward pass, the user's function, and a forward_backward on those
+weights, all in one entry of the run's queue. A traced loss (`LossHandle`) that the server has accepted is
+named in the request and computed there instead. Promises: the user's function runs in a thread of its own,
+and its return value is checked; no gradient is sent if the pass is cancelled while the function runs.
+Imports torch only when a loss needs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from tinkex.client import passes
+from tinkex.client.future import APIFuture
+from tinkex.client.loop import off_loop
+from tinkex.client.queue import RunQueue, after
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.data import Datum
 from tinkex.types.losses import CustomLossGraph, CustomLossInput
@@ -30,17 +35,15 @@ if TYPE_CHECKING:
 # Called with the datums and, for each, the logprobs of its target tokens; returns a scalar and metrics.
 CustomLossFnV1 = Callable[[list[Datum], list["torch.Tensor"]], tuple["torch.Tensor", dict[str, float]]]
 
-# What is traced: called with one datum's target logprobs and the loss_fn_inputs that its parameters name.
+# Traced: called with one datum's target logprobs and the loss_fn_inputs that its parameters name.
 PerDatumLossFn = Callable[
     Concatenate["torch.Tensor", ...], tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 ]
 
-_running = threading.local()
-
 
 @runtime_checkable
 class ArrayLoss(Protocol):
-    """A loss that knows its own gradients, in numpy: needs no torch."""
+    """A loss that computes its own gradients in numpy, without torch."""
 
     def value_and_gradients(
         self, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
@@ -51,18 +54,19 @@ class ArrayLoss(Protocol):
 
 @runtime_checkable
 class LossChecks(Protocol):
-    """A loss that can tell, before anything is sent, that it cannot be computed on some datums."""
+    """A loss that can refuse datums before anything is sent."""
 
     def check(self, data: Sequence[Datum]) -> None:
-        """Raise InvalidInputError for such datums."""
+        """Raise InvalidInputError for datums that the loss cannot be computed on."""
         ...
 
 
 @dataclass(frozen=True)
 class LossHandle:
-    """A traced loss, from `ServiceClient.create_custom_loss`; give it to `forward_backward_custom`.
+    """A traced loss, from `ServiceClient.create_custom_loss`; pass it to `forward_backward_custom`.
 
-    `loss_id` is the server's name for it; without one it is run here. It belongs to one session.
+    `loss_id` is the server's id of the uploaded loss; None: the client computes it. A handle belongs to one
+    session.
     """
 
     name: str
@@ -73,7 +77,7 @@ class LossHandle:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The keys of loss_fn_inputs that it reads."""
+        """The keys of loss_fn_inputs that the loss reads."""
         return tuple(item.name for item in self.inputs[1:])
 
     @cached_property
@@ -85,12 +89,12 @@ class LossHandle:
 
     @cached_property
     def key(self) -> str:
-        """The same for the same loss, whatever it is called."""
+        """A hash of the graph and its inputs: equal for equal losses, whatever their names."""
         parts = [item.model_dump_json() for item in self.inputs] + [self.wire.model_dump_json()]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def check(self, data: Sequence[Datum]) -> None:
-        """Refuse datums that it cannot be computed on."""
+        """Raise InvalidInputError for datums that lack an input, or have one of another rank."""
         for index, datum in enumerate(data):
             for item in self.inputs:
                 key = "target_tokens" if item.name == "logprobs" else item.name
@@ -108,7 +112,7 @@ class LossHandle:
     def run_here(
         self, data: list[Datum], logprobs: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss as a server would compute it: once a datum, summed; metrics as their suffix says."""
+        """Compute the loss as a server would: per datum, summed; metrics are reduced by their suffix."""
         import torch
 
         from tinkex.client import loss_tracing
@@ -125,7 +129,7 @@ class LossHandle:
         return torch.stack(losses).sum(), totals
 
     def explain(self, error: RequestFailedError) -> RequestFailedError:
-        """A server's complaint about one of the graph's nodes, with the line that it came from."""
+        """Add the user's source line to an error that names a node of the graph."""
         for node in self.graph.graph.nodes:
             if f"node {node.name!r}" in error.message and node.meta.get("line"):
                 message = f"{error.message} [in {self.name}, {node.meta['line']}]"
@@ -134,24 +138,87 @@ class LossHandle:
 
 
 def traced(fn: PerDatumLossFn, input_ranks: Mapping[str, int]) -> LossHandle:
-    """A loss of no session yet; raises InvalidInputError for what cannot be traced."""
+    """Trace a loss that belongs to no session yet; InvalidInputError for what cannot be traced."""
     try:
         from tinkex.client import loss_tracing
     except ImportError:
         raise TinkerError("create_custom_loss needs torch: pip install torch") from None
     name, inputs, graph = loss_tracing.trace(fn, input_ranks)
     handle = LossHandle(name, tuple(inputs), "", graph)
-    handle.wire  # noqa: B018  # now, so that what has no wire form is refused at the call
+    handle.wire  # noqa: B018  # built here, so that what has no wire form is refused at the call
     return handle
 
 
-def running_for() -> object | None:
-    """Whose custom loss this thread is computing just now, if any."""
-    return getattr(_running, "owner", None)
+# -- as requests of a run --------------------------------------------------------------------------------
+
+CustomLoss = CustomLossFnV1 | LossHandle | ArrayLoss
+
+
+def submit(queue: RunQueue, given: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
+    """Check a custom pass and queue it."""
+    if isinstance(loss_fn, LossHandle):
+        passes.check_pass(given, "custom", None)
+        loss_fn.check(given)
+        if loss_fn.session_id != (session_id := queue.session.session_id):
+            raise InvalidInputError(
+                f"the loss {loss_fn.name!r} was created in session {loss_fn.session_id}, but this run is of "
+                f"session {session_id}: create it with this run's ServiceClient"
+            )
+    else:
+        passes.check_pass(given, "cross_entropy", None)
+        if not callable(loss_fn) and not isinstance(loss_fn, ArrayLoss):
+            raise InvalidInputError(
+                f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"
+            )
+        if isinstance(loss_fn, ArrayLoss) and isinstance(loss_fn, LossChecks):
+            loss_fn.check(given)
+    data = list(given)  # the caller may change theirs
+    return queue.enqueue("forward_backward_custom", lambda: queue.before_step(_send(queue, data, loss_fn)))
+
+
+def _send(
+    queue: RunQueue, data: list[Datum], loss_fn: CustomLoss
+) -> Awaitable[Awaitable[ForwardBackwardOutput]]:
+    if not isinstance(loss_fn, LossHandle):
+        return _send_linearised(queue, data, loss_fn)
+    if loss_fn.loss_id is None:
+        return _send_linearised(queue, data, loss_fn.run_here)
+    return _send_uploaded(queue, data, loss_fn, loss_fn.loss_id)
+
+
+async def _send_uploaded(
+    queue: RunQueue, data: list[Datum], handle: LossHandle, loss_id: str
+) -> Awaitable[ForwardBackwardOutput]:
+    waiting = await queue.send_pass(data, "custom", {"loss_id": loss_id}, forward_only=False)
+
+    async def explained() -> ForwardBackwardOutput:
+        try:
+            return await waiting
+        except RequestFailedError as error:
+            raise handle.explain(error) from None
+
+    return explained()
+
+
+async def _send_linearised(
+    queue: RunQueue, data: list[Datum], loss_fn: CustomLossFnV1 | ArrayLoss
+) -> Awaitable[ForwardBackwardOutput]:
+    forward = await queue.send_pass(probe(data), "cross_entropy", None, forward_only=True, last=False)
+
+    async def compute() -> Gradients:
+        return await queue.run_loss(differentiate, loss_fn, data, await forward)
+
+    gradients = await queue.unless_cancelled(compute())
+    surrogate = await off_loop(linearised, data, gradients.weights)
+    waiting = await queue.send_pass(surrogate, "cross_entropy", None, forward_only=False)
+    return after(waiting, lambda output: finished(output, gradients))
+
+
+# -- the mathematics -------------------------------------------------------------------------------------
 
 
 class Gradients(NamedTuple):
-    """What a custom loss came to: -∂C/∂logprob for each datum, C itself, and the user's metrics."""
+    """The outcome of a custom loss C: -∂C/∂logprob for each datum, C itself, and the user's metrics."""
 
     weights: list[np.ndarray]
     loss: float
@@ -159,12 +226,12 @@ class Gradients(NamedTuple):
 
 
 def probe(data: Sequence[Datum]) -> list[Datum]:
-    """The datums of the forward pass: their target tokens, and the user's weights or none at all."""
+    """The datums of the forward pass: the target tokens, with the user's weights or zeros."""
     return [_with_weights(datum, datum.loss_fn_inputs.get("weights")) for datum in data]
 
 
 def linearised(data: Sequence[Datum], weights: Sequence[np.ndarray]) -> list[Datum]:
-    """The datums of the backward pass."""
+    """The datums of the backward pass, with the weights that linearise the loss."""
     return [_with_weights(d, TensorData.from_numpy(w)) for d, w in zip(data, weights, strict=True)]
 
 
@@ -176,23 +243,16 @@ def _with_weights(datum: Datum, weights: TensorData | None) -> Datum:
 
 
 def differentiate(
-    owner: object,
-    loss_fn: CustomLossFnV1 | ArrayLoss,
-    data: Sequence[Datum],
-    forward: ForwardBackwardOutput,
+    loss_fn: CustomLossFnV1 | ArrayLoss, data: Sequence[Datum], forward: ForwardBackwardOutput
 ) -> Gradients:
-    """Run the user's loss on the logprobs of a forward pass. Blocks; call it off the loop."""
+    """Run the user's loss on the logprobs of a forward pass and check what it returns. Blocks."""
     given = [
         _logprobs(i, d, out) for i, (d, out) in enumerate(zip(data, forward.loss_fn_outputs, strict=True))
     ]
-    _running.owner = owner
-    try:
-        if isinstance(loss_fn, ArrayLoss):
-            loss, gradients, metrics = loss_fn.value_and_gradients(list(data), given)
-        else:
-            loss, gradients, metrics = torch_gradients(loss_fn, data, given)
-    finally:
-        _running.owner = None
+    if isinstance(loss_fn, ArrayLoss):
+        loss, gradients, metrics = loss_fn.value_and_gradients(list(data), given)
+    else:
+        loss, gradients, metrics = torch_gradients(loss_fn, data, given)
     if not np.isfinite(loss):
         raise InvalidInputError(f"the custom loss is {loss}, not a finite number")
     weights = [-np.asarray(array, np.float32) for array in gradients]
@@ -210,7 +270,7 @@ def differentiate(
 def torch_gradients(
     loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
 ) -> tuple[float, list[np.ndarray], dict[str, float]]:
-    """A torch function's loss, its derivative by each datum's logprobs, and its metrics."""
+    """Run a torch loss; returns it, its derivative by each datum's logprobs, and its metrics."""
     try:
         import torch
     except ImportError:
@@ -246,7 +306,7 @@ def _checked(torch: Any, returned: tuple[Any, ...]) -> tuple[Any, dict[str, floa
 
 
 def _checked_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
-    """A custom loss's metrics as numbers; None: it has none."""
+    """Metrics as floats; None counts as no metrics."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidInputError(
             f"a custom loss's metrics must be a dict of numbers, got {type(metrics).__name__}"
@@ -263,7 +323,7 @@ def _checked_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
 
 
 def finished(output: ForwardBackwardOutput, gradients: Gradients) -> ForwardBackwardOutput:
-    """The backward pass's output with the user's loss and metrics in place of the surrogate's."""
+    """The output of the backward pass, with the user's loss and metrics replacing the surrogate's."""
     metrics = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics["loss:sum"]

@@ -136,7 +136,7 @@ def _length(datum: Datum) -> int | None:
 # -- chunks --------------------------------------------------------------------------------------------
 
 
-def cut(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
+def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
     """`data` in order, in chunks within the server's limits; a larger single datum goes alone."""
     chunks: list[list[Datum]] = []
     room = 0

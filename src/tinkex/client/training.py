@@ -1,8 +1,8 @@
-"""TrainingClient: one run, as a loop on a laptop sees it.
+"""TrainingClient: one run.
 
-Promises: the official names, parameters and defaults; requests are executed in the order of the calls; a call
-returns at once with a future; what is wrong with its input is raised at the call. Hop 1 of a request: how it
-is numbered and sent is run_requests.py's. Knows nothing of how a call travels.
+Promises: the official names, parameters and defaults; the server executes requests in the order of the
+calls; a call validates its input, queues the request and returns a future at once. A request goes from here
+to the run's queue (queue.py), which posts it through the connection and polls for the result.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from tinkex.client import custom_pass, passes, tokenizer_files
-from tinkex.client.calls import check_ttl, checks_timeouts, warn_caller
-from tinkex.client.custom_pass import CustomLoss
-from tinkex.client.future import APIFuture, start
+from tinkex.client import custom_loss, passes, tokenizer_files
+from tinkex.client.calls import check_ttl, warn_caller
+from tinkex.client.custom_loss import CustomLoss
+from tinkex.client.future import APIFuture, Within, start
 from tinkex.client.poller import retrieve
+from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_wishes
-from tinkex.client.run_requests import LossConfig, RunRequests, after
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
@@ -41,9 +41,8 @@ from tinkex.types.training import GetInfoRequest, GetInfoResponse, OptimStepRequ
 from tinkex.wire import ops
 
 
-@checks_timeouts
 class TrainingClient:
-    """One run. Made by `ServiceClient.create_lora_training_client` and its siblings.
+    """One run: a LoRA adapter in training. `ServiceClient.create_lora_training_client` creates one.
 
     >>> run = service.create_lora_training_client("Qwen/Qwen3-8B")      # doctest: +SKIP
     >>> loss = run.forward_backward(data, "cross_entropy")
@@ -54,67 +53,76 @@ class TrainingClient:
     def __init__(self, session: Session, model_id: str) -> None:
         self._session = session
         self.model_id = model_id
-        self._requests = RunRequests(session, model_id)
+        self._queue = RunQueue(session, model_id)
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Logprobs and loss, with no gradient."""
-        return self._pass("forward", data, loss_fn, loss_fn_config, forward_only=True)
+        """Compute logprobs and the loss, without gradients.
+
+        >>> output = run.forward(data, "cross_entropy").result()        # doctest: +SKIP
+        >>> output.loss_fn_outputs[0]["logprobs"].tolist()
+        """
+        self._check_pass(data, loss_fn, loss_fn_config)
+        return self._queue.submit_pass("forward", list(data), loss_fn, loss_fn_config, forward_only=True)
 
     async def forward_async(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
+        """Like `forward`: await this call, then the future that it returns."""
         return self.forward(data, loss_fn, loss_fn_config)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Add the gradients of a loss, summed over all tokens and datums, to the run's."""
-        return self._pass("forward_backward", data, loss_fn, loss_fn_config, forward_only=False)
+        """Add the gradients of a loss, summed over all tokens and datums, to the run's gradients.
+
+        >>> future = run.forward_backward(data, "cross_entropy")        # doctest: +SKIP
+        >>> run.optim_step()                                            # queued behind it, without waiting
+        >>> future.result().metrics["loss:sum"]
+        """
+        self._check_pass(data, loss_fn, loss_fn_config)
+        # The list is copied: the caller may change theirs while the request waits.
+        return self._queue.submit_pass(
+            "forward_backward", list(data), loss_fn, loss_fn_config, forward_only=False
+        )
 
     async def forward_backward_async(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
+        """Like `forward_backward`: await this call, then the future that it returns."""
         return self.forward_backward(data, loss_fn, loss_fn_config)
 
     def forward_backward_custom(
-        self,
-        data: Sequence[Datum],
-        loss_fn: CustomLoss,
-        *,
-        loss_type_input: str | None = None,
+        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """As forward_backward, with a loss of your own.
+        """Like forward_backward, with a loss of your own.
 
-        It is a torch function `fn(data, logprobs) -> (loss, metrics)`, which runs here; a LossHandle of
-        `ServiceClient.create_custom_loss`; or an object that knows its gradients (tinkex.regularizers).
-        `loss_type_input` is accepted for the official signature and has no effect.
+        `loss_fn` is a torch function `fn(data, logprobs) -> (loss, metrics)`, which runs on the client; a
+        LossHandle from `ServiceClient.create_custom_loss`; or an object that computes its own gradients
+        (tinkex.regularizers). `loss_type_input` is in the official signature and has no effect.
+
+        >>> def loss(data, logprobs):                                   # doctest: +SKIP
+        ...     return sum((x ** 2).sum() for x in logprobs), {}
+        >>> run.forward_backward_custom(data, loss).result().metrics["loss:sum"]
         """
-        return custom_pass.submit(self._requests, data, loss_fn)
+        return custom_loss.submit(self._queue, data, loss_fn)
 
     async def forward_backward_custom_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: CustomLoss,
-        *,
-        loss_type_input: str | None = None,
+        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
+        """Like `forward_backward_custom`: await this call, then the future that it returns."""
         return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
 
-    def _pass(
-        self, what: str, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
-    ) -> APIFuture[ForwardBackwardOutput]:
+    def _check_pass(self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None) -> None:
         passes.check_pass(data, loss_fn, config)
         if loss_fn == "custom" and "loss_id" not in (config or {}):
             raise InvalidInputError(
                 "the loss_fn 'custom' needs loss_fn_config={'loss_id': …}; for a loss of your own call "
                 "forward_backward_custom"
             )
-        data = list(data)  # the caller may reuse theirs
-        return self._requests.submit_pass(what, data, loss_fn, config, forward_only=forward_only)
 
     # -- steps -------------------------------------------------------------------------------------------
 
@@ -124,14 +132,16 @@ class TrainingClient:
         *,
         adam_params: AdamParams | None = None,
     ) -> APIFuture[OptimStepResponse]:
-        """One optimizer step from the gradients accumulated since the last one."""
+        """Update the weights with the gradients accumulated since the last step.
+
+        >>> run.optim_step(AdamParams(learning_rate=1e-4)).result()     # doctest: +SKIP
+        """
         if optim_params is not None and adam_params is not None:
             raise InvalidInputError("give optim_params or adam_params, not both")
         params = optim_params if optim_params is not None else adam_params
-        # Built now, so that bad parameters are refused at the call; its number comes with its turn.
         params = AdamParams() if params is None else params
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
-        return self._requests.submit_step(request)
+        return self._queue.submit_step(request)
 
     async def optim_step_async(
         self,
@@ -139,6 +149,7 @@ class TrainingClient:
         *,
         adam_params: AdamParams | None = None,
     ) -> APIFuture[OptimStepResponse]:
+        """Like `optim_step`: await this call, then the future that it returns."""
         return self.optim_step(optim_params, adam_params=adam_params)
 
     # -- checkpoints -------------------------------------------------------------------------------------
@@ -150,14 +161,17 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
-        """Save weights and optimizer, to go on from later."""
+        """Save weights and optimizer state, to resume training from.
+
+        >>> path = run.save_state("step-100").result().path             # doctest: +SKIP
+        """
         if not isinstance(overwrite, bool):
             raise InvalidInputError(f"overwrite must be True or False, got {overwrite!r:.80}")
         request = SaveWeightsRequest(
             model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             overwrite=overwrite, user_metadata=user_metadata,
         )  # fmt: skip
-        return self._requests.submit("save_state", ops.SAVE_WEIGHTS, request)
+        return self._queue.submit("save_state", ops.SAVE_WEIGHTS, request)
 
     async def save_state_async(
         self,
@@ -166,24 +180,32 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
+        """Like `save_state`: await this call, then the future that it returns."""
         return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
-        """Replace the weights by saved ones; the optimizer starts anew."""
+        """Replace the weights by saved ones and reset the optimizer (deprecated).
+
+        Use `ServiceClient.create_training_client_from_state`.
+        """
         _deprecated("load_state", "ServiceClient.create_training_client_from_state")
         return self._load(path, optimizer=False, token=weights_access_token)
 
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
+        """Like `load_state`: await this call, then the future that it returns."""
         return self.load_state(path, weights_access_token)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
-        """Replace weights and optimizer by saved ones."""
+        """Replace weights and optimizer state by saved ones (deprecated).
+
+        Use `ServiceClient.create_training_client_from_state_with_optimizer`.
+        """
         _deprecated(
             "load_state_with_optimizer", "ServiceClient.create_training_client_from_state_with_optimizer"
         )
@@ -192,6 +214,7 @@ class TrainingClient:
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
+        """Like `load_state_with_optimizer`: await this call, then the future that it returns."""
         return self.load_state_with_optimizer(path, weights_access_token)
 
     def _load(self, path: str, *, optimizer: bool, token: str | None) -> APIFuture[LoadWeightsResponse]:
@@ -199,17 +222,21 @@ class TrainingClient:
         request = LoadWeightsRequest(
             model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token
         )
-        return self._requests.submit("load_state", ops.LOAD_WEIGHTS, request)
+        return self._queue.submit("load_state", ops.LOAD_WEIGHTS, request)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """Publish the adapter under a name, for sampling."""
+        """Publish the adapter under a name, for sampling.
+
+        >>> path = run.save_weights_for_sampler("v1").result().path     # doctest: +SKIP
+        >>> sampler = run.create_sampling_client(path)
+        """
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             user_metadata=user_metadata,
         )  # fmt: skip
-        return self._requests.submit(
+        return self._queue.submit(
             "save_weights_for_sampler",
             ops.SAVE_WEIGHTS_FOR_SAMPLER,
             request,
@@ -219,6 +246,7 @@ class TrainingClient:
     async def save_weights_for_sampler_async(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Like `save_weights_for_sampler`: await this call, then the future that it returns."""
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
     def save_weights_external(
@@ -227,12 +255,16 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
-        """Export the adapter as files to download, encrypted if recipients are given."""
+        """Export the adapter as files to download, encrypted if recipients are given.
+
+        >>> path = run.save_weights_external("export").result().path    # doctest: +SKIP
+        >>> rest.get_external_weights_urls(path).result().urls
+        """
         request = SaveWeightsExternalRequest(
             model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
             age_encryption_recipients=age_encryption_recipients,
         )  # fmt: skip
-        return self._requests.submit(
+        return self._queue.submit(
             "save_weights_external",
             ops.SAVE_WEIGHTS_EXTERNAL,
             request,
@@ -245,6 +277,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Like `save_weights_external`: await this call, then the future that it returns."""
         return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
 
     # -- sampling ----------------------------------------------------------------------------------------
@@ -257,8 +290,12 @@ class TrainingClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """A sampler of a published adapter."""
-        return self._sampler(model_path, retry_config, record_stability_info).result(timeout)
+        """Create a sampler of a published adapter.
+
+        >>> path = run.save_weights_for_sampler("v2").result().path     # doctest: +SKIP
+        >>> sampler = run.create_sampling_client(path)
+        """
+        return Within(timeout).result(self._sampler(model_path, retry_config, record_stability_info))
 
     async def create_sampling_client_async(
         self,
@@ -268,7 +305,9 @@ class TrainingClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._sampler(model_path, retry_config, record_stability_info).result_async(timeout)
+        """Like `create_sampling_client`, without blocking the event loop."""
+        within = Within(timeout)
+        return await within.result_async(self._sampler(model_path, retry_config, record_stability_info))
 
     def _sampler(
         self, model_path: str, retry_config: RetryConfig | None, record: bool
@@ -285,11 +324,14 @@ class TrainingClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """Publish the adapter as it is after everything called so far, and sample from it.
+        """Publish the adapter as it is after every call made so far, and create a sampler of it.
 
-        `name` is accepted for the official signature and has no effect.
+        `name` is in the official signature and has no effect.
+
+        >>> sampler = run.save_weights_and_get_sampling_client()        # doctest: +SKIP
+        >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=16)).result()
         """
-        return self._publish(retry_config, record_stability_info).result(timeout)
+        return Within(timeout).result(self._publish(retry_config, record_stability_info))
 
     async def save_weights_and_get_sampling_client_async(
         self,
@@ -299,7 +341,8 @@ class TrainingClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._publish(retry_config, record_stability_info).result_async(timeout)
+        """Like `save_weights_and_get_sampling_client`, without blocking the event loop."""
+        return await Within(timeout).result_async(self._publish(retry_config, record_stability_info))
 
     def _publish(self, retry_config: RetryConfig | None, record: bool) -> APIFuture[SamplingClient]:
         check_wishes(retry_config, record)
@@ -313,59 +356,66 @@ class TrainingClient:
             )  # fmt: skip
 
         async def send() -> Awaitable[SamplingClient]:
-            # Numbered when its turn comes: one that is cancelled before leaves no gap.
+            # The sampler's number is assigned here, so that a cancelled call leaves no gap.
             seq_id = next(self._session.sampling_seq)
             request = SaveWeightsForSamplerRequest(model_id=self.model_id, sampling_session_seq_id=seq_id)
-            return after(await self._requests.send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request), open_published)
+            return after(await self._queue.send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request), open_published)
 
-        return self._requests.enqueue("save_weights_and_get_sampling_client", send)
+        return self._queue.enqueue("save_weights_and_get_sampling_client", send)
 
-    # -- what this run is --------------------------------------------------------------------------------
+    # -- about the run -----------------------------------------------------------------------------------
 
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
-        """The run's base model, rank and tokenizer."""
-        return self._info().result(timeout)
+        """Return the run's base model, rank and tokenizer id.
+
+        >>> run.get_info().model_data.model_name                        # doctest: +SKIP
+        """
+        return Within(timeout).result(self._info())
 
     async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
-        return await self._info().result_async(timeout)
+        """Like `get_info`, without blocking the event loop."""
+        return await Within(timeout).result_async(self._info())
 
     def _info(self) -> APIFuture[GetInfoResponse]:
         return self._session.connection.submit(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Any:
-        """The base model's tokenizer (a transformers one), cached."""
-        return start(self._tokenizer, "tokenizer").result(timeout)
+        """Load the base model's tokenizer, a transformers one; it is cached.
 
-    # No coroutine function: programs that wrap all of those expect the official ones alone.
+        `run.get_tokenizer().encode("hello")`
+        """
+        return Within(timeout).result(start(self._tokenizer, "tokenizer"))
+
+    # Not a coroutine function: programs that patch every coroutine function expect only the official ones.
     def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
-        return start(self._tokenizer, "tokenizer").result_async(timeout)
+        """Like `get_tokenizer`, without blocking the event loop."""
+        return Within(timeout).result_async(start(self._tokenizer, "tokenizer"))
 
     async def _tokenizer(self) -> Any:
-        connection = self._session.connection
-        info = await connection.call(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
+        info = await self._info()
         name, tokenizer_id = info.model_data.model_name or info.model_name, info.model_data.tokenizer_id
         if not name and not tokenizer_id:
             raise TinkerError(
                 "the server does not say which model this run is based on: no tokenizer can be chosen"
             )
-        return await tokenizer_files.load(connection, name or "", tokenizer_id)
+        return await tokenizer_files.load(self._session.connection, name or "", tokenizer_id)
 
     def get_console_url(self) -> str:
-        """A page about this run, for a browser; embedded, the directory that holds all runs."""
+        """Return the URL of this run's console page; embedded, of the directory that holds all runs."""
         return self._session.connection.console_url(f"training_runs/{self.model_id}")
 
     def get_telemetry(self) -> Telemetry | None:
-        """What tells the server of failures; None unless that was asked for."""
+        """Return what reports failures to the server; None unless telemetry is on."""
         return self._session.connection.telemetry
 
     def _lose(self, error: RunLostError) -> None:
-        """The server has lost this run (tinkex.client.run_watch)."""
-        self._requests.lose(error)
+        """Refuse later calls: the server has lost this run (see recovery.py)."""
+        self._queue.mark_lost(error)
 
     @property
     def queue_stats(self) -> QueueStats:
-        """How often this run was paused, why, and for how long."""
-        return self._requests.queue_stats()
+        """How often the server paused this run, why, and for how long."""
+        return self._queue.queue_stats()
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"
@@ -375,7 +425,7 @@ class TrainingClient:
 
 
 def open_run(session: Session, make_request: Callable[[str], Any]) -> APIFuture[TrainingClient]:
-    """Create a run; `make_request` gets the session's id."""
+    """Create a run; `make_request` is given the session id."""
 
     async def create() -> TrainingClient:
         request = make_request(await session.open())
@@ -387,7 +437,6 @@ def open_run(session: Session, make_request: Callable[[str], Any]) -> APIFuture[
 
 
 def _path(reply: Any) -> str:
-    """Where the server put the weights."""
     if not reply.path:
         raise TinkerError("the server saved the weights, but gave no path for them")
     return reply.path

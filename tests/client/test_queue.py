@@ -1,4 +1,4 @@
-"""Turns: one run's requests, in order, whatever becomes of any of them (K1, K2, K6)."""
+"""The send queue: one run's requests, in order, whatever becomes of any of them (K1, K2, K6)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tinkex.client.turns import Turns
+from tinkex.client.queue import SendQueue
 
 
 class Sender:
     """Sends that record their order and can be held, refused or broken."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.queue = SendQueue()
         self.sent: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -32,7 +32,7 @@ class Sender:
     ):
         async def send() -> Awaitable[Any]:
             if commits:
-                self.turns.commit()
+                self.queue.commit()
             while not self.gate.is_set():
                 await asyncio.sleep(0.002)
             self.sent.append(name)
@@ -46,7 +46,7 @@ class Sender:
 
             return result()
 
-        return self.turns.enqueue(str(name), send)
+        return self.queue.enqueue(str(name), send)
 
 
 def test_sends_go_in_the_order_of_the_calls() -> None:
@@ -98,18 +98,18 @@ def test_the_next_turn_comes_whatever_happens_to_one(error: BaseException, when:
 
 
 def test_a_turn_can_be_cancelled_until_it_commits_itself() -> None:
-    turns, begun, go_on = Turns(), threading.Event(), threading.Event()
+    queue, begun, go_on = SendQueue(), threading.Event(), threading.Event()
     sent: list[str] = []
 
     async def send() -> Awaitable[None]:
         begun.set()
         while not go_on.is_set():
             await asyncio.sleep(0.002)
-        turns.commit()
+        queue.commit()
         sent.append("it")
         return asyncio.sleep(0)
 
-    early, late = turns.enqueue("early", send), turns.enqueue("late", send)
+    early, late = queue.enqueue("early", send), queue.enqueue("late", send)
     assert begun.wait(20)
     assert early.cancel(), "its turn has come, but nothing was sent"
     go_on.set()
@@ -119,8 +119,8 @@ def test_a_turn_can_be_cancelled_until_it_commits_itself() -> None:
 
 
 def test_a_later_turn_does_not_wait_for_an_earlier_result() -> None:
-    """Training is pipelined: only the sending takes turns."""
-    turns = Turns()
+    """Training is pipelined: only the sending takes queue."""
+    queue = SendQueue()
     release = threading.Event()
 
     async def slow() -> Awaitable[str]:
@@ -137,7 +137,7 @@ def test_a_later_turn_does_not_wait_for_an_earlier_result() -> None:
 
         return result()
 
-    first, second = turns.enqueue("slow", slow), turns.enqueue("quick", quick)
+    first, second = queue.enqueue("slow", slow), queue.enqueue("quick", quick)
     assert second.result(20) == "quick"
     assert not first.done()
     release.set()
