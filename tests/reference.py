@@ -16,8 +16,8 @@ from typing import Any
 
 import tinkex
 from tinkex import types
-from tinkex.client import passes
-from tinkex.types.params import LOSSES
+from tinkex.types.losses import LOSSES, LossSpec
+from tinkex.types.params import LOSS_NAMES
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -61,7 +61,7 @@ def _parts() -> Iterator[str]:
     yield "## Parameters\n\nOne name is one thing, in whatever method it is.\n"
     yield _table(("parameter", "type", "what it is"), _parameters())
     yield f"## Losses\n\n{WORDS['about_losses']}\n"
-    yield _table(("loss_fn", "needs", "may have", "mind"), map(_loss, LOSSES))
+    yield _table(("loss_fn", "needs", "may have", "mind"), map(_loss, LOSS_NAMES))
     for title, kinds in (("What you build", BUILT), ("What you get", GIVEN), ("Settings", SETTINGS)):
         yield f"## {title}\n"
         for kind in kinds:
@@ -189,8 +189,8 @@ def fields(kind: Any) -> dict[str, tuple[str, str]]:
 
 
 def _loss(name: str) -> tuple[str, ...]:
-    needed, optional = passes.INPUTS.get(name, ((), ()))
-    keys = [", ".join(f"`{key}`" for key in each) for each in (needed, optional)]
+    spec = LOSSES.get(name, LossSpec(()))
+    keys = [", ".join(f"`{key}`" for key in each) for each in (spec.required, spec.optional)]
     return f"`{name}`", *keys, WORDS["losses"].get(name, "")
 
 

@@ -221,12 +221,12 @@ def test_any_loss_can_be_regularized(loss: Any) -> None:
         (
             "ppo",
             {"target_tokens": np.ones((3, 2), int), "logprobs": [-1.0] * 3, "advantages": [1.0] * 3},
-            "ppo takes one target a position",
+            r"\[3, 2\]; ppo takes \[3\] for a model_input of 3 positions",
         ),
         (
             "kl_divergence",
             {"target_tokens": np.ones((3, 2), int), "logprobs": [-1.0] * 3},
-            r"\['logprobs'\] has shape \[3\], target_tokens has \[3, 2\]",
+            r"\['logprobs'\] has shape \[3\], but target_tokens has \[3, 2\]",
         ),
         (
             traced(lambda logprobs, old: ((logprobs - old).sum(), {}), {"logprobs": 1, "old": 1}),
@@ -299,7 +299,7 @@ def test_no_torch_is_needed() -> None:
         ),
         (lambda: reg.regularized("dro", []), r"dro needs loss_fn_config\['beta'\]"),
         (lambda: reg.regularized("ppo", [], {"beta": 1.0}), "ppo takes: clip_low_threshold, clip_high"),
-        (lambda: reg.regularized("dro", [], {"beta": -1.0}), "a number from 0 on, got -1.0"),
+        (lambda: reg.regularized("dro", [], {"beta": -1.0}), "at least 0, got -1.0"),
         (lambda: reg.regularized(None, [], {"beta": 1.0}), "given by its name, not for None"),
         (lambda: reg.regularized(3, []), "a loss's name, a function.* got 3"),
         (lambda: reg.regularized(None, [reg.l2(), 2 * reg.l2()]), "different names.*Term.named"),

@@ -19,10 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from tinkex import autograd
+from tinkex.client import passes
 from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossChecks, LossHandle, torch_gradients
-from tinkex.client.named_losses import NamedLoss
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum
+from tinkex.types.losses import filled_inputs, loss_settings
 from tinkex.types.params import LossFnType
 
 Batch = Sequence[Datum]
@@ -57,6 +58,41 @@ class Term:
         return replace(self, name=name)
 
 
+class _NamedLoss:
+    """One of the server's losses by its name, computed here."""
+
+    def __init__(self, name: str, config: Mapping[str, float]) -> None:
+        from tinkex.engine.fake.losses import FORMULAS  # the losses in numpy
+
+        if name not in FORMULAS:
+            raise InvalidInputError(
+                f"the loss {name!r} cannot be computed here; those that can: {', '.join(FORMULAS)}. For "
+                "another of the server's, call forward_backward with it, then forward_backward_custom with "
+                "regularized(None, terms): the gradients add up"
+            )
+        self._name, self._formula, self._settings = name, FORMULAS[name], loss_settings(name, config)
+
+    def check(self, data: Batch) -> None:
+        """Refuse datums that it cannot be computed on."""
+        passes.check_pass(data, self._name, self._settings)
+
+    def value_and_gradients(
+        self, data: Batch, logprobs: Arrays
+    ) -> tuple[float, list[np.ndarray], dict[str, float]]:
+        """The loss, its derivative by each datum's logprobs, and no metrics."""
+        self.check(data)
+        total = 0.0
+        gradients: list[np.ndarray] = []
+        for datum, given in zip(data, logprobs, strict=True):
+            filled = filled_inputs(self._name, datum.loss_fn_inputs, self._settings)
+            inputs = {key: value.astype(np.float64) for key, value in filled.items()}
+            with np.errstate(over="ignore"):  # a ratio may be infinite, and clipped
+                terms, slopes = self._formula(given.astype(np.float64), inputs, self._settings)
+            total += float(terms.sum())
+            gradients.append(slopes)
+        return total, gradients, {}
+
+
 class Regularized:
     """A loss and its terms: what `regularized` makes and `forward_backward_custom` takes."""
 
@@ -64,7 +100,7 @@ class Regularized:
         self, loss: Any, terms: Sequence[Term], loss_fn_config: Mapping[str, float] | None = None
     ) -> None:
         if isinstance(loss, str):
-            loss = NamedLoss(loss, loss_fn_config or {})
+            loss = _NamedLoss(loss, loss_fn_config or {})
         elif loss_fn_config is not None:
             raise InvalidInputError(
                 f"loss_fn_config is for a loss that is given by its name, not for {loss!r}"

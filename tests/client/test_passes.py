@@ -41,11 +41,23 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
         ),
         (
             [datum(), datum(weights=np.ones(3, np.float32))],
-            "cross_entropy", None, r"data\[1\].*\['weights'\] has shape \[3\], but model_input has 4",
+            "cross_entropy", None, r"data\[1\].*\['weights'\] has shape \[3\], but target_tokens has \[4\]",
         ),
         (
             [datum(weights=np.array([0, 1, math.nan, 1], np.float32))],
             "cross_entropy", None, r"data\[0\].*\['weights'\]\[2\] is nan; every value must be finite",
+        ),
+        (
+            [datum(2, target_tokens=np.array([7, -100]))],
+            "cross_entropy", None, r"\['target_tokens'\]\[1\] is -100; token ids .* set their 'weights' to 0",
+        ),
+        (
+            [datum(3, target_tokens=np.arange(2))],
+            "cross_entropy", None, r"has shape \[2\]; cross_entropy takes \[3\] or \[3, K\]",
+        ),
+        (
+            [datum(4, mask=np.ones(4, np.float32))],
+            "cross_entropy", None, "does not read 'mask'; to leave positions out, set their 'weights' to 0",
         ),
         (
             [datum(1, target_tokens=np.array([-3]))],

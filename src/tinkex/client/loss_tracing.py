@@ -25,7 +25,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.losses import CustomLossGraph, CustomLossInput, CustomLossNode
+from tinkex.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
 
 if TYPE_CHECKING:
     _Plain = str | float | tuple[Any, ...] | list[Any] | Mapping[Any, Any] | slice[Any, Any, Any] | None

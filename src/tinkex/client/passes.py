@@ -9,28 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-
-import numpy as np
 
 from tinkex.errors import InvalidInputError
 from tinkex.strict import did_you_mean
-from tinkex.types.data import MAX_TOKEN, Datum, EncodedTextChunk, ImageAssetPointerChunk
+from tinkex.types.data import Datum, EncodedTextChunk, ImageAssetPointerChunk
+from tinkex.types.losses import check_inputs
 from tinkex.types.outputs import ForwardBackwardOutput
-from tinkex.types.params import LOSSES
-
-# What each loss reads: needed, then optional. Other keys pass through: a server may know them.
-_RATIO_LOSS = (("target_tokens", "logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold"))
-INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "cross_entropy": (("target_tokens",), ("weights",)),
-    "importance_sampling": _RATIO_LOSS,
-    "ppo": _RATIO_LOSS,
-    "cispo": _RATIO_LOSS,
-    "dro": _RATIO_LOSS,
-    "gspo": (_RATIO_LOSS[0], (*_RATIO_LOSS[1], "sequence_ratio_mask")),
-    "kl_divergence": (("target_tokens", "logprobs"), ("weights",)),
-}
-
+from tinkex.types.params import LOSS_NAMES
 
 # -- checking ------------------------------------------------------------------------------------------
 
@@ -44,9 +29,9 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
         raise InvalidInputError("data is empty: a pass needs at least one Datum")
     if callable(loss_fn):
         raise InvalidInputError("loss_fn is a function: call forward_backward_custom, or name a loss here")
-    if loss_fn not in LOSSES:
-        hint = did_you_mean(str(loss_fn), LOSSES)
-        raise InvalidInputError(f"no loss_fn is called {loss_fn!r}{hint} There are: {', '.join(LOSSES)}")
+    if loss_fn not in LOSS_NAMES:
+        hint = did_you_mean(str(loss_fn), LOSS_NAMES)
+        raise InvalidInputError(f"no loss_fn is called {loss_fn!r}{hint} There are: {', '.join(LOSS_NAMES)}")
     if config is not None and not isinstance(config, Mapping):
         raise InvalidInputError(f"loss_fn_config must be a dict, got {type(config).__name__}")
     for key, value in (config or {}).items():
@@ -62,57 +47,14 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
         try:
             _check_datum(datum, loss_fn)
         except InvalidInputError as error:
-            raise InvalidInputError(f"data[{index}]{error}") from None
-
-
-@lru_cache(256)
-def _per_token_keys(loss_fn: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Which keys have a value for each position; raises if `given` lacks one that the loss needs.
-
-    Cached: the datums of a pass are mostly alike, and looking for what was meant is slow.
-    """
-    needed, optional = INPUTS.get(loss_fn, ((), ()))
-    for key in needed:
-        if key not in given:
-            raise InvalidInputError(
-                f".loss_fn_inputs: {loss_fn} needs {key!r}; given: {', '.join(given) or 'nothing'}"
-            )
-    missing = [key for key in optional if key not in given]
-    for key in given:
-        strange = needed and key not in needed and key not in optional
-        if strange and (hint := did_you_mean(key, missing, cutoff=0.75)) != ".":
-            raise InvalidInputError(f".loss_fn_inputs: {loss_fn} does not read {key!r}{hint}")
-    return (*needed, *optional)
+            raise InvalidInputError(f"data[{index}].{error}") from None
 
 
 def _check_datum(datum: Datum, loss_fn: str) -> None:
-    length, inputs = _length(datum), datum.loss_fn_inputs
-    per_token = _per_token_keys(loss_fn, tuple(inputs))
+    length = _length(datum)
+    check_inputs(loss_fn, datum.loss_fn_inputs, length, strict=False)
     if length == 0:
-        raise InvalidInputError(".model_input is empty: a model needs at least one token to read")
-    for key, tensor in inputs.items():
-        shape = tensor.dense_shape
-        if length is not None and (not shape or shape[0] != length) and key in per_token:
-            raise _wrong(key, f" has shape {list(shape)}, but model_input has {length} positions")
-        if tensor.dtype == "float32":
-            if key == "target_tokens":
-                raise _wrong(key, " must be int64 token ids, got float32")
-            if not tensor.sound:
-                at = int(np.argmin(np.isfinite(tensor.values_np)))
-                raise _wrong(key, f"[{at}] is {tensor.values_np[at]}; every value must be finite")
-        elif key == "target_tokens":
-            if not tensor.sound:
-                at = int(np.argmax((tensor.values_np < 0) | (tensor.values_np > MAX_TOKEN)))
-                raise _wrong(key, f"[{at}] is {tensor.values_np[at]}; token ids are 0..{MAX_TOKEN}")
-        elif key in per_token:
-            raise _wrong(key, " must be float32, got int64")
-        if key == "weights" and "target_tokens" in inputs and shape != inputs["target_tokens"].dense_shape:
-            wanted = list(inputs["target_tokens"].dense_shape)
-            raise _wrong(key, f" has shape {list(shape)}, target_tokens has {wanted}")
-
-
-def _wrong(key: str, what: str) -> InvalidInputError:
-    return InvalidInputError(f".loss_fn_inputs[{key!r}]{what}")
+        raise InvalidInputError("model_input is empty: a model needs at least one token to read")
 
 
 def _length(datum: Datum) -> int | None:
@@ -123,7 +65,7 @@ def _length(datum: Datum) -> int | None:
             total += chunk.tokens_np.size
         elif isinstance(chunk, ImageAssetPointerChunk):
             raise InvalidInputError(
-                ".model_input: an ImageAssetPointerChunk can be sampled from, not trained on; "
+                "model_input: an ImageAssetPointerChunk can be sampled from, not trained on; "
                 "send an ImageChunk"
             )
         elif getattr(chunk, "expected_tokens", 0) is None:

@@ -35,10 +35,9 @@ from tinkex.types.checkpoints import (
     WeightsInfoResponse,
 )
 from tinkex.types.config import EmptyRequest, GetServerCapabilitiesResponse
-from tinkex.types.losses import CreateCustomLossRequest, CustomLossInputRank
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 from tinkex.types.params import LoraConfig
-from tinkex.types.training import CreateModelRequest
+from tinkex.types.training import CreateCustomLossRequest, CreateModelRequest, CustomLossInputRank
 from tinkex.wire import ops
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from tinkex.types.base import AnyJson
-from tinkex.types.losses import CreateCustomLossRequest
+from tinkex.types.training import CreateCustomLossRequest
 
 MAX_NODES = 2000
 MAX_DEPTH = 32

@@ -31,10 +31,11 @@ from tinkex.service.rows import CustomLossRow, RunRow
 from tinkex.service.scheduler import Verdict, Work
 from tinkex.service.worker import Worker
 from tinkex.types import checkpoints as saves
-from tinkex.types import losses, training
+from tinkex.types import training
 from tinkex.types.checkpoints import Cursor
 from tinkex.types.data import EncodedTextChunk, ForwardBackwardInput
 from tinkex.types.futures import UntypedAPIFuture
+from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 
 BIG = 64 * 1024  # tokens from which a request is read and journaled off the loop
@@ -102,8 +103,8 @@ class Runs:
 
     def _not_offered(self, work: ForwardBackwardInput) -> str:
         """Why no engine of ours would execute this pass; "" if one might."""
-        if work.loss_fn == "stable_reinforce":
-            return "this server has no loss stable_reinforce: its rule is not public"
+        if work.loss_fn not in LOSSES:
+            return unknown_loss(work.loss_fn)
         if len(work.data) > (most := self._core.config.max_datums):
             return f"{len(work.data)} datums; at most {most} a request"
         return ""
@@ -145,7 +146,7 @@ class Runs:
         return UntypedAPIFuture(done.request_id, row.run_id)
 
     async def create_custom_loss(
-        self, request: losses.CreateCustomLossRequest, caller: Caller
+        self, request: training.CreateCustomLossRequest, caller: Caller
     ) -> UntypedAPIFuture:
         """Keep a loss under an id."""
         self._core.active_session(request.session_id, caller)
@@ -182,7 +183,7 @@ class Runs:
 
     def _loss_future(self, loss_id: str, owner: str) -> Future:
         future = self._core.futures.create(owner, request_id=loss_id)
-        future.resolve(losses.CreateCustomLossResponse(loss_id=loss_id))
+        future.resolve(training.CreateCustomLossResponse(loss_id=loss_id))
         return future
 
     # -- looking -----------------------------------------------------------------------------------------

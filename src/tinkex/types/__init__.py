@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tinkex.types.config import *  # noqa: F403
     from tinkex.types.data import *  # noqa: F403
     from tinkex.types.futures import *  # noqa: F403
-    from tinkex.types.losses import *  # noqa: F403
     from tinkex.types.optimizers import *  # noqa: F403
     from tinkex.types.outputs import *  # noqa: F403
     from tinkex.types.params import *  # noqa: F403
@@ -45,7 +44,9 @@ _NAMES = {
         OtherOptimizerConfig OtherOptimParams
     """,
     "tinkex.types.training": """
-        CreateModelRequest CreateModelResponse ForwardBackwardRequest ForwardRequest GetInfoRequest
+        CreateCustomLossRequest CreateCustomLossResponse CreateModelRequest CreateModelResponse
+        CustomLossGraph CustomLossInput CustomLossInputRank CustomLossNode CustomLossNodeOp
+        ForwardBackwardRequest ForwardRequest GetInfoRequest
         GetInfoResponse GetTrainingRunRequest ListTrainingRunsRequest ModelData OptimStepRequest
         OptimStepResponse TrainingRun TrainingRunsResponse UnloadModelRequest UnloadModelResponse
     """,
@@ -82,10 +83,6 @@ _NAMES = {
         ApiKeyDetails ApiKeyResponse AuthTokenResponse ClientConfigRequest ClientConfigResponse
         ClientDynamicConfigResponse EmptyRequest GetServerCapabilitiesResponse HealthResponse NamedDetails
         SupportedModel UserDetails WhoamiResponse
-    """,
-    "tinkex.types.losses": """
-        CreateCustomLossRequest CreateCustomLossResponse CustomLossGraph CustomLossInput CustomLossInputRank
-        CustomLossNode CustomLossNodeOp
     """,
     "tinkex.types.billing": """
         AuditEventType AuditLogEntry AuditLogRequest AuditLogResponse BillingEventInfo BillingUsageEvent

@@ -363,6 +363,8 @@ def as_tensor(key: str, value: TensorData | np.ndarray | Mapping[str, Any] | Seq
         return TensorData(**value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidInputError(f"must be a list, array or TensorData, got {type(value).__name__}")
+    if key == "mask":
+        raise InvalidInputError("no loss reads it; to leave positions out, set their 'weights' to 0")
     if key not in LIST_DTYPES:
         raise InvalidInputError(
             f"is a plain list, and only these keys may be: {', '.join(LIST_DTYPES)}; "

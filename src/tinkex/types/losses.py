@@ -1,57 +1,221 @@
-"""Custom losses: a graph of tensor operations that a client traces and a server evaluates.
+"""The table of losses: what each one reads, its settings, and the checks of a datum against it.
 
-Knows the graph's shape on the wire only; what may be called in it is the engine's to decide.
+The client, the service and every engine use this table: a loss is described once, and a bad datum is refused
+with the same message everywhere. The formulas are in engine/torch/losses.py and, in numpy, in
+engine/fake/losses.py. Needs numpy alone. Knows nothing of models, requests or the wire.
+
+Shapes: N positions of a datum, K candidate targets of a position.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from pydantic import Field
+import numpy as np
 
-from tinkex.types.base import Count, ReplyModel, RequestModel
+from tinkex.errors import InvalidInputError
+from tinkex.strict import did_you_mean
+from tinkex.types.data import LIST_DTYPES
+from tinkex.types.tensor import MAX_TOKEN, TensorData
 
-CustomLossInputRank = Literal[0, 1, 2]  # a number, one per token, or several per token
-CustomLossNodeOp = Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
-
-
-class CustomLossInput(RequestModel):
-    """A parameter of the loss: "logprobs" first, then keys of loss_fn_inputs."""
-
-    name: str
-    rank: CustomLossInputRank
-
-
-class CustomLossNode(RequestModel):
-    """One operation, in order of execution; arguments name earlier nodes as {"ref": name}."""
-
-    op: CustomLossNodeOp
-    name: str
-    target: str
-    args: list[Any] = Field(default_factory=list)
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+_LARGEST = float(np.finfo(np.float32).max)  # an engine computes with settings in float32
+_IGNORED = -100  # the target that other libraries leave out of the loss
 
 
-class CustomLossGraph(RequestModel):
-    """The whole loss of one datum."""
+@dataclass(frozen=True)
+class LossSpec:
+    """One loss: its inputs and its settings."""
 
-    format: Literal[1] = 1
-    nodes: list[CustomLossNode]
+    required: tuple[str, ...]
+    # Defaults; a setting of the same name replaces one. None: 1 where the advantage is not 0, else 0.
+    optional: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    config: Mapping[str, float | None] = field(default_factory=dict[str, float | None])  # None: required
+    candidates: bool = False  # target_tokens may be [N, K]
+    open: bool = False  # it reads further inputs, by names of its own
 
-
-class CreateCustomLossRequest(RequestModel):
-    """Upload a loss, to be used by its id."""
-
-    session_id: str
-    custom_loss_seq_id: Count
-    name: str
-    inputs: list[CustomLossInput] = Field(max_length=16)
-    graph: CustomLossGraph
-    type: Literal["create_custom_loss"] = "create_custom_loss"
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional)
 
 
-class CreateCustomLossResponse(ReplyModel):
-    """The loss's id, for `loss_fn_config`."""
+_RATIO = ("target_tokens", "logprobs", "advantages")
+_PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_CISPO_CLIP = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 
-    loss_id: str
-    type: Literal["create_custom_loss"] = "create_custom_loss"
+LOSSES: Mapping[str, LossSpec] = {
+    "cross_entropy": LossSpec(("target_tokens",), {"weights": 1.0}, candidates=True),
+    "importance_sampling": LossSpec(_RATIO),
+    "ppo": LossSpec(_RATIO, _PPO_CLIP, _PPO_CLIP),
+    "cispo": LossSpec(_RATIO, _CISPO_CLIP, _CISPO_CLIP),
+    "dro": LossSpec(_RATIO, config={"beta": None}),
+    "gspo": LossSpec(_RATIO, {**_PPO_CLIP, "sequence_ratio_mask": None}, _PPO_CLIP),
+    "kl_divergence": LossSpec(("target_tokens", "logprobs"), {"weights": 1.0}, candidates=True),
+    "custom": LossSpec(("target_tokens",), candidates=True, open=True),
+}
+
+
+def unknown_loss(name: str, known: Iterable[str] = LOSSES) -> str:
+    """The message for a loss that a server or an engine does not have."""
+    why = " (its rule is not public)" if name == "stable_reinforce" else ""
+    return f"there is no loss {name}{why}; allowed: {', '.join(known)}"
+
+
+def loss_settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+    """`loss_fn_config` checked, with the loss's defaults.
+
+    >>> loss_settings("ppo", {"clip_low_threshold": 0.5})
+    {'clip_low_threshold': 0.5, 'clip_high_threshold': 1.2}
+    """
+    settings = dict(LOSSES[name].config)
+    for key, value in given.items():
+        if key not in settings:
+            takes = ", ".join(settings) or "nothing"
+            raise InvalidInputError(f"loss_fn_config has {key!r}; {name} takes: {takes}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+            raise InvalidInputError(f"loss_fn_config[{key!r}] must be a finite number, got {value!r}")
+        if value < 0:
+            raise InvalidInputError(f"loss_fn_config[{key!r}] must be at least 0, got {value!r}")
+        settings[key] = float(value)
+    for key, value in settings.items():
+        if value is None:
+            raise InvalidInputError(f"{name} needs loss_fn_config[{key!r}], and it was not given")
+    complete = {key: value for key, value in settings.items() if value is not None}
+    low, high = complete.get("clip_low_threshold", 0.0), complete.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise InvalidInputError(
+            f"loss_fn_config: clip_low_threshold {low:g} is above clip_high_threshold {high:g}"
+        )
+    return complete
+
+
+def check_inputs(
+    name: str,
+    given: Mapping[str, TensorData],
+    length: int | None,
+    vocab_size: int = MAX_TOKEN + 1,
+    *,
+    strict: bool,
+) -> None:
+    """Raise InvalidInputError if a datum's `loss_fn_inputs` do not fit the loss and its `length` positions.
+
+    An engine is `strict`: it refuses a name that no loss reads. A client only refuses what is probably a
+    misspelling, since a server may know more; for the same reason it checks what it can of a loss that is not
+    in the table. `length` is None where an image does not say how many positions it takes.
+    """
+    reads = _reads(name, tuple(given), strict)
+    shape = None
+    if (targets := given.get("target_tokens")) is not None:
+        _check_targets(name, targets, length, vocab_size)
+        shape = targets.dense_shape
+    for key, tensor in given.items():
+        if key in reads and key != "target_tokens":
+            if tensor.dtype != "float32":
+                raise InvalidInputError(f"loss_fn_inputs[{key!r}] must be float32, got {tensor.dtype}")
+            if tensor.dense_shape != shape:
+                raise InvalidInputError(
+                    f"loss_fn_inputs[{key!r}] has shape {list(tensor.dense_shape)}, but target_tokens has "
+                    f"{list(shape or ())}: they must be the same"
+                )
+        elif strict or key == "target_tokens":
+            continue
+        check_finite(key, tensor)
+
+
+@lru_cache(256)
+def _reads(name: str, given: tuple[str, ...], strict: bool) -> tuple[str, ...]:
+    """The inputs that the loss reads; raises if `given` lacks one or has one that no loss reads.
+
+    Cached: the datums of a pass mostly have the same keys, and the search for a close match is slow.
+    """
+    if (spec := LOSSES.get(name)) is None:
+        return ()
+    for key in spec.required:
+        if key not in given:
+            raise InvalidInputError(
+                f"loss_fn_inputs: {name} needs {key!r}; given: {', '.join(given) or 'nothing'}"
+            )
+    missing = [key for key in spec.optional if key not in given]
+    for key in () if spec.open else given:
+        if key in LIST_DTYPES:
+            continue  # one datum may serve several losses
+        hint = mask_hint(name) if key == "mask" else did_you_mean(key, missing, cutoff=0.75)
+        if strict or hint != ".":
+            takes = ", ".join(spec.inputs)
+            raise InvalidInputError(f"loss_fn_inputs: {name} does not read {key!r}{hint} It takes: {takes}")
+    return spec.inputs
+
+
+def mask_hint(name: str) -> str:
+    """How to leave positions out of a loss, as the end of a sentence."""
+    key = "advantages" if "advantages" in LOSSES[name].required else "weights"
+    return f"; to leave positions out, set their {key!r} to 0."
+
+
+def _check_targets(name: str, targets: TensorData, length: int | None, vocab_size: int) -> None:
+    spec, shape = LOSSES.get(name), targets.dense_shape
+    if targets.dtype != "int64":
+        raise InvalidInputError("loss_fn_inputs['target_tokens'] must be int64 token ids, got float32")
+    if spec is not None and not (
+        (len(shape) == 1 or (spec.candidates and len(shape) == 2 and shape[1]))
+        and (length is None or shape[0] == length)
+    ):
+        size = "N" if length is None else length
+        allowed = f"[{size}] or [{size}, K]" if spec.candidates else f"[{size}]"
+        raise InvalidInputError(
+            f"loss_fn_inputs['target_tokens'] has shape {list(shape)}; {name} takes {allowed} for a "
+            f"model_input of {size} positions"
+        )
+    ids = targets.values_np
+    # Read as unsigned numbers, negative ones are the largest, so one comparison finds both.
+    within = targets.sound if vocab_size > MAX_TOKEN else ids.view(np.uint64).max(initial=0) < vocab_size
+    if not within:
+        place, value = _first(targets, (ids < 0) | (ids >= vocab_size))
+        hint = mask_hint(name) if value == _IGNORED and name in LOSSES else ""
+        raise InvalidInputError(
+            f"loss_fn_inputs['target_tokens']{place} is {value}; token ids are 0..{vocab_size - 1}{hint}"
+        )
+
+
+def check_finite(key: str, tensor: TensorData) -> None:
+    """Raise InvalidInputError if an input of floats holds a NaN or an infinity."""
+    if tensor.dtype == "float32" and not tensor.sound:
+        place, value = _first(tensor, ~np.isfinite(tensor.values_np))
+        raise InvalidInputError(f"loss_fn_inputs[{key!r}]{place} is {value}; every value must be finite")
+
+
+def _first(tensor: TensorData, wrong: np.ndarray) -> tuple[list[int], float]:
+    """The index and the value of the first listed cell that is wrong."""
+    at = int(np.argmax(wrong))
+    dense = not tensor.is_sparse and len(tensor.dense_shape) > 1
+    place = [int(n) for n in np.unravel_index(at, tensor.dense_shape)] if dense else [at]
+    return place, tensor.values_np[at].item()
+
+
+def filled_inputs(
+    name: str, given: Mapping[str, TensorData], settings: Mapping[str, float]
+) -> dict[str, np.ndarray]:
+    """Every input that the loss reads beside its targets, as arrays of their shape, defaults filled in.
+
+    `given` has passed `check_inputs`.
+    """
+    spec, shape = LOSSES[name], given["target_tokens"].dense_shape
+    inputs = {key: given[key].to_numpy() for key in spec.inputs[1:] if key in given}
+    for key, default in spec.optional.items():
+        if key not in inputs and default is None:
+            inputs[key] = (inputs["advantages"] != 0).astype(np.float32)
+        elif key not in inputs:
+            inputs[key] = np.full(shape, settings.get(key, default), np.float32)
+    low, high = inputs.get("clip_low_threshold"), inputs.get("clip_high_threshold")
+    if low is not None and high is not None and (low > high).any():
+        raise InvalidInputError("clip_low_threshold is above clip_high_threshold at some position")
+    if (mask := inputs.get("sequence_ratio_mask")) is not None:
+        if not np.isin(mask, (0.0, 1.0)).all():
+            raise InvalidInputError("loss_fn_inputs['sequence_ratio_mask'] must hold zeros and ones alone")
+        if inputs["advantages"].any() and not mask.any():
+            raise InvalidInputError(
+                "loss_fn_inputs['sequence_ratio_mask'] is zero everywhere, but there are advantages"
+            )
+    return inputs

@@ -144,4 +144,4 @@ LossFnType = Literal[
     "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom",
     "kl_divergence",
 ]  # fmt: skip
-LOSSES: tuple[str, ...] = LossFnType.__args__  # type: ignore[attr-defined]
+LOSS_NAMES: tuple[str, ...] = LossFnType.__args__  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from tinkex.types import (
     checkpoints,
     config,
     futures,
-    losses,
     sampling,
     sessions,
     telemetry,
@@ -174,7 +173,10 @@ FORWARD = _promise(  # asked for by clients up to 0.24.1; newer ones say forward
 )
 OPTIM_STEP = _promise("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
 CREATE_CUSTOM_LOSS = _promise(
-    "create_custom_loss", losses.CreateCustomLossRequest, losses.CreateCustomLossResponse, "CreateCustomLoss"
+    "create_custom_loss",
+    training.CreateCustomLossRequest,
+    training.CreateCustomLossResponse,
+    "CreateCustomLoss",
 )
 LIST_TRAINING_RUNS = Op(
     "list_training_runs", "GET", f"{_V1}/training_runs",

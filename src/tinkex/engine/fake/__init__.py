@@ -7,7 +7,7 @@ What it says is nonsense, and it has only the losses that need no graph.
 
 from __future__ import annotations
 
-from tinkex.engine.fake.losses import LOSSES
+from tinkex.engine.fake.losses import FORMULAS
 from tinkex.engine.fake.model import BASE, CONTEXT, EOS, VOCAB
 from tinkex.engine.fake.sampler import FakeSampler
 from tinkex.engine.fake.trainer import FakeTrainer
@@ -24,7 +24,7 @@ class FakeEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         context = config.max_context or CONTEXT
-        self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(LOSSES), config.model)
+        self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(FORMULAS), config.model)
         self.trainer = FakeTrainer(config.name or config.model, context)
         self.sampler = FakeSampler(self.trainer)
 

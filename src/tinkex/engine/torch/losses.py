@@ -28,7 +28,7 @@ Shapes: M target cells.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from torch import Tensor
 Inputs = Mapping[str, Tensor]  # float32 [M] each, and "datum": int64 [M], the cell's datum
 Settings = Mapping[str, float]
 Metrics = dict[str, float]
-
-_CLIP = ("clip_low_threshold", "clip_high_threshold")
 
 
 def cross_entropy(lp: Tensor, x: Inputs, settings: Settings) -> Tensor:
@@ -165,36 +163,21 @@ def _mean(values: Tensor, of_nothing: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss: its terms and metrics, and what it reads."""
+    """One loss: its terms and its metrics. Its inputs and settings are in tinkex.types.losses."""
 
     terms: Callable[[Tensor, Inputs, Settings], Tensor]
     metrics: Callable[[Tensor, Inputs], Metrics]
-    needs: tuple[str, ...] = ()  # inputs besides target_tokens
-    may: tuple[str, ...] = ()  # inputs that have a default
-    settings: Mapping[str, float | None] = field(default_factory=dict)  # defaults; None: required
-    wide: bool = False  # takes [N, K] targets
     local: bool = True  # a cell's gradient depends on that cell alone
 
 
-_RL = ("logprobs", "advantages")
-_PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_CISPO_CLIP = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-
 LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, _weight_metrics, may=("weights",), wide=True),
-    "importance_sampling": Loss(importance_sampling, _ratio_metrics, needs=_RL),
-    "ppo": Loss(ppo, _ppo_metrics, needs=_RL, may=_CLIP, settings=_PPO_CLIP),
-    "cispo": Loss(cispo, _cispo_metrics, needs=_RL, may=_CLIP, settings=_CISPO_CLIP),
-    "dro": Loss(dro, _ratio_metrics, needs=_RL, settings={"beta": None}),
-    "gspo": Loss(
-        gspo,
-        _gspo_metrics,
-        needs=_RL,
-        may=("sequence_ratio_mask", *_CLIP),
-        settings=_PPO_CLIP,
-        local=False,
-    ),
-    "kl_divergence": Loss(kl_divergence, _weight_metrics, needs=("logprobs",), may=("weights",), wide=True),
+    "cross_entropy": Loss(cross_entropy, _weight_metrics),
+    "importance_sampling": Loss(importance_sampling, _ratio_metrics),
+    "ppo": Loss(ppo, _ppo_metrics),
+    "cispo": Loss(cispo, _cispo_metrics),
+    "dro": Loss(dro, _ratio_metrics),
+    "gspo": Loss(gspo, _gspo_metrics, local=False),
+    "kl_divergence": Loss(kl_divergence, _weight_metrics),
 }
 
 
