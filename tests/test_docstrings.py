@@ -13,7 +13,7 @@ import pytest
 
 import tinkex
 from tests.client.conftest import PROMPT, close, datum
-from tests.client.test_streaming import DONE, TOKENS, events
+from tests.client.events import DONE, TOKENS, events
 from tests.stub import Stub, status
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_gguf import write_gguf
+from tests.engine.gguf_files import write_gguf
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.processes import interruptible
 from tinkex import local

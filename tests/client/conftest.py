@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -76,3 +77,9 @@ def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came to be"
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually, fast_retries
-from tests.client.test_transport import free_port
+from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually, fast_retries, free_port
 from tests.stub import Stub, drop, hang, status
 from tinkex import APIConnectionError, ClientClosedError, RetryConfig, ServiceClient, Timeouts
 from tinkex.client.limits import Host, shared_host

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.client.test_http1 import FRAMED, Handler, answering, serving
+from tests.client.raw_server import FRAMED, Handler, answering, serving
 from tinkex.client.http_stream import PlainStream, open_plain
 
 pytestmark = pytest.mark.anyio

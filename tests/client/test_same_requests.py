@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.wire.test_golden import GOLDEN, Recorded, recorded
+from tests.golden.recorded import GOLDEN, Recorded, recorded
 
 DRIVER = f"""
 import json, os, sys, time, warnings

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import PARAMS, PROMPT, close, eventually, fast_retries
+from tests.client.events import DONE, TOKENS, events
 from tests.engine.tiny import tiny_model
 from tests.server.conftest import Running
 from tests.stub import Stub, drop, hang, status
@@ -295,19 +296,6 @@ def test_closing_the_client_ends_its_streams(place: Place) -> None:
 
 
 # -- servers that misbehave --------------------------------------------------------------------------------
-
-
-def events(*pairs: tuple[str, Any], raw: bytes = b"", code: int = 200) -> Any:
-    body = b"".join(f"event: {name}\r\ndata: {json.dumps(data)}\r\n\r\n".encode() for name, data in pairs)
-    return status(code, {"content-type": "text/event-stream", "content-length": None}, body + raw)
-
-
-TOKENS = ("tokens", {"sequence": 0, "tokens": [7, 8], "logprobs": [-0.5, -1.0]})
-DONE = (
-    "done",
-    {"sequences": [{"stop_reason": "length", "tokens": [7, 8], "logprobs": [-0.5, -1.0]}],
-     "sample_sequence_ids": ["s-0"]},
-)  # fmt: skip
 
 
 def test_a_server_without_streams_is_a_typed_error_that_names_sample(stub: Stub, sampler: Any) -> None:

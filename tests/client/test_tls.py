@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, eventually, fast_retries
-from tests.client.test_interleavings import Chaos
-from tests.client.test_transport import free_port
+from tests.client.chaos import Chaos
+from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, eventually, fast_retries, free_port
 from tests.stub import Stub, drop, hang, status
 from tests.stub.http2 import LOSSES
 from tests.stub.server import certificate

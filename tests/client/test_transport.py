@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, eventually, fast_retries
+from tests.client.conftest import PARAMS, PROMPT, QUICK, close, datum, eventually, fast_retries, free_port
 from tests.stub import Stub, delay, drop, garbage, hang, status
 from tinkex import (
     APIConnectionError,
@@ -31,13 +31,6 @@ from tinkex import (
     UnprocessableEntityError,
 )
 from tinkex.wire import codec
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
 
 # -- away --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from tests.compat import reference
 from tests.compat.clients.report import MODEL, PROMPT, SEQUENCES
 from tests.compat.conftest import AT_ONCE, Served
-from tests.compat.test_losses import ADVANTAGES, FORMULAS, OLD
+from tests.compat.formulas import ADVANTAGES, FORMULAS, OLD
 
 close = pytest.approx
 KNOWN = 259  # ids that the tokenizer knows

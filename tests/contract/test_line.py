@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import tarfile
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.contract.loop import SECONDS, on_loop
 from tests.server.conftest import Running
 from tests.service.harness import MODEL, config, datum
 from tinkex import (
@@ -32,7 +32,6 @@ from tinkex import (
     TrainingClient,
     UnprocessableEntityError,
 )
-from tinkex.client import loop as background
 from tinkex.client import service as client_module
 from tinkex.client.connection import Connection
 from tinkex.engine.fake import FakeEngine
@@ -44,7 +43,6 @@ from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 Connect = Callable[[str], ServiceClient]
-SECONDS = 20.0
 ADAM = AdamParams(learning_rate=0.05)
 
 
@@ -69,7 +67,7 @@ def connect(
         stop = running.stop
     else:
         service = Service(settings, FakeEngine)
-        stop = lambda: _on_loop(service.stop) if service.ready else None  # noqa: E731
+        stop = lambda: on_loop(service.stop) if service.ready else None  # noqa: E731
 
         def local(user: str) -> ServiceClient:
             transport = LocalTransport(service, Caller(user, same_machine=True))
@@ -80,10 +78,6 @@ def connect(
     for client in clients:
         client.close().result(SECONDS)
     stop()
-
-
-def _on_loop(function: Callable) -> None:
-    asyncio.run_coroutine_threadsafe(function(), background.get_loop()).result(SECONDS)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.compat.clients.traced_losses import LOSSES
-from tests.contract.test_line import _on_loop
+from tests.contract.loop import on_loop
 from tests.engine.tiny import tiny_model
 from tests.server.conftest import Running
 from tinkex import (
@@ -55,7 +55,7 @@ def service(
             inside = Service(config, build_engine)
             patch.setattr(client_module, "embedded", lambda s: Connection(LocalTransport(inside), s))
             client = ServiceClient()
-            stop: Callable[[], object] = lambda: _on_loop(inside.stop)  # noqa: E731
+            stop: Callable[[], object] = lambda: on_loop(inside.stop)  # noqa: E731
         else:
             running = Running(ServerConfig(config, port=0, drain_seconds=0.1))
             client, stop = ServiceClient(base_url=running.url, api_key="tml-ann"), running.stop

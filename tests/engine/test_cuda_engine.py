@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,23 @@ from torch import Tensor
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine import cuda as kernels
-from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass, SampleWork
-from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece, paged_attend
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sampler import Batch, Limits
+from tinkex.engine.torch.sampler import Limits
 from tinkex.engine.torch.sequences import Published
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
-from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
-from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import AdamParams, LoraConfig
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tinkex.engine.cuda.decode import Graphs, Pipeline
+from tests.engine.cuda_batch import new_batch, new_cache, published, submit
+from tinkex.engine.cuda.decode import Graphs
 from tinkex.engine.cuda.prefill import Prefill
 
 FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm2"]
@@ -55,37 +54,8 @@ def exact(path: Path) -> Decoder:
     return decoder
 
 
-def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
-    c, weight = decoder.config, decoder.unembed_weight
-    return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype)
-
-
-def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> Batch:
-    cache = new_cache(decoder, pages)
-    given = Limits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
-    graphs = Graphs(decoder, cache, given.sequences, given.context)
-    return Batch(decoder, cache, given, Pipeline(graphs), prefill=Prefill(decoder, cache, given, graphs))
-
-
-def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> Published:
-    lora = LoraConfig(rank=rank, seed=seed, **flags)
-    adapter = Adapter.fresh(lora, decoder.sites(), decoder.unembed_weight.device)
-    noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(seed))
-    adapter.flat.copy_((0.05 * noise).bfloat16())
-    return Published(f"p{seed}", adapter, f"root{seed}".encode())
-
-
 def prompt(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
-
-
-def submit(
-    batch: Batch, ids: np.ndarray, adapter: Published | None = None, work: dict | None = None, **params: Any
-):
-    asked = SamplingParams(**{"max_tokens": 24, "stop": [], "seed": 1, **params})
-    future: Future[SampleResponse] = Future()
-    request = SampleWork(ids, asked, **(work or {}))
-    return future, batch.submit(request, batch.check_work(request), adapter, future)
 
 
 def trained_logprobs(

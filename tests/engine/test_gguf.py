@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.engine.test_model import hidden, sequences
-from tests.engine.tiny import reference_logits, reference_model, tiny_model
+from tests.engine.forward import hidden, sequences
+from tests.engine.gguf_files import byte_bpe_metadata, write_gguf
+from tests.engine.tiny import reference_logits, tiny_model
 from tinkex.engine.torch.gguf import GgufModel, convert_gguf
 from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
 from tinkex.engine.torch.load import load_decoder
@@ -92,105 +91,6 @@ def test_smollm2_answers(converted: Path) -> None:
 
 
 # -- tiny files of every architecture ------------------------------------------------------------------
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-
-
-def write_gguf(file: Path, arch: str, model: Path | None, **metadata: Any) -> Path:
-    """A GGUF of a tiny Hugging Face model (or of no model at all), laid out as llama.cpp's converter does."""
-    writer = gguf.GGUFWriter(file, arch)
-    if model is not None:
-        fields = json.loads((model / "config.json").read_text())
-        for key, value in shape_metadata(fields, arch).items():
-            add(writer, f"{arch}.{key}", value)
-        for name, tensor in gguf_tensors(model, arch, fields).items():
-            writer.add_tensor(name, tensor)
-        count = fields["vocab_size"]
-        defaults = {"tokens": [f"t{i}" for i in range(count)], "token_type": [1] * count, "eos_token_id": 2}
-        metadata = {f"tokenizer.ggml.{key}": value for key, value in defaults.items()} | metadata
-    for key, value in metadata.items():
-        add(writer, key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
-def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case np.ndarray():
-            writer.add_tensor(key, value)
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
-
-
-def shape_metadata(fields: dict[str, Any], arch: str) -> dict[str, Any]:
-    values = {
-        "block_count": fields["num_hidden_layers"],
-        "context_length": fields["max_position_embeddings"],
-        "embedding_length": fields["hidden_size"],
-        "feed_forward_length": fields["intermediate_size"],
-        "attention.head_count": fields["num_attention_heads"],
-        "attention.head_count_kv": fields["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
-        "rope.freq_base": fields["rope_parameters"]["rope_theta"],
-        "vocab_size": fields["vocab_size"],
-    }
-    if arch.startswith("qwen3"):
-        values |= {"attention.key_length": fields["head_dim"], "attention.value_length": fields["head_dim"]}
-    if arch == "qwen3moe":
-        values["expert_count"] = fields["num_local_experts"]
-        values["expert_used_count"] = fields["num_experts_per_tok"]
-        values["expert_feed_forward_length"] = fields["moe_intermediate_size"]
-    return values
-
-
-def gguf_tensors(model: Path, arch: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
-    tensors: dict[str, np.ndarray] = {}
-    state = reference_model(model).state_dict()
-    if fields["tie_word_embeddings"]:
-        del state["lm_head.weight"]
-    for name, tensor in state.items():
-        array = tensor.numpy()
-        layer, part = name.removeprefix("model.layers.").split(".", 1) if ".layers." in name else ("", name)
-        if part == "mlp.experts.gate_up_proj":
-            gate, up = np.split(array, 2, axis=1)
-            tensors[f"blk.{layer}.ffn_gate_exps.weight"] = gate
-            tensors[f"blk.{layer}.ffn_up_exps.weight"] = up
-        elif part == "mlp.experts.down_proj":
-            tensors[f"blk.{layer}.ffn_down_exps.weight"] = array
-        else:
-            stem, _, kind = part.rpartition(".")
-            if arch == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
-                heads = fields["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
-                array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-            tensors[f"{f'blk.{layer}.' if layer else ''}{NAMES[stem]}.{kind}"] = array
-    return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
 
 
 ARCHITECTURES = {"llama": "smollm2", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -327,25 +227,6 @@ def test_sentencepiece_tokenizer_equals_transformers(tmp_path: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids)
     # a blank is put before every text, also before one that begins with blanks, as Llama 2 was trained
     assert ours.convert_ids_to_tokens(ours("  the").input_ids) == ["<s>", "▁▁", "▁the"]
-
-
-def byte_bpe_metadata(pre: str, arch: str) -> dict[str, Any]:
-    """Bytes in GPT-2's printable form, a few merges, two marks."""
-    from tokenizers import pre_tokenizers
-
-    merges = ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ġ Ġ", "i n", "Ċ Ċ", "' s", "l l"]
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
-    marks = ["<|begin|>", "<|im_end|>"]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [*tokens, *marks],
-        "tokenizer.ggml.token_type": [1] * len(tokens) + [3] * 2,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": len(tokens),
-        "tokenizer.ggml.eos_token_id": len(tokens) + 1,
-        f"{arch}.context_length": 128,
-    }
 
 
 def tokens_of(tmp_path: Path, pre: str, text: str) -> list[str]:

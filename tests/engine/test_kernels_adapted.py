@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.engine.adapter_rows import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, assert_near, given
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
-from tests.engine.test_kernels_step import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, assert_near, given
 from tinkex.engine.cuda import adapted as kernel
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda import lora_kernels as lora

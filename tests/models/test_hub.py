@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny import tiny_model
-from tests.models.conftest import NAME
+from tests.models.conftest import CHILD, NAME
 from tests.models.index import Index
-from tests.models.test_obtain import CHILD
 from tinkex.models.catalogue import CATALOGUE, DEFAULT, Entry
 
 HUB_ID, COMMIT = "tinkex-tests/tiny-test", "a" * 40

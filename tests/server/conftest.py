@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.tiny import tiny_tokenizer
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server.serve import Server, ServerConfig
 from tinkex.service.config import ServiceConfig
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinkex.wire import proto_codec
 
 MODEL = "m/base"
 KEY = {"x-api-key": "tml-alice"}
@@ -152,3 +156,15 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Ite
     assert running.failed is None, running.failed
     yield running
     running.stop()
+
+
+PROTO = {"content-type": "application/x-protobuf"}
+
+
+def pass_body(run: str, seq_id: int, tokens: int = 4, datums: int = 1) -> bytes:
+    ids = list(range(1, tokens + 1))
+    datum = Datum(
+        ModelInput.from_ints(ids), {"target_tokens": np.array(ids), "weights": np.ones(tokens, np.float32)}
+    )
+    work = ForwardBackwardInput([datum] * datums, "cross_entropy", None)
+    return b"".join(proto_codec.write_pass(ForwardBackwardRequest(work, run, seq_id)))

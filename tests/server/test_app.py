@@ -14,20 +14,16 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from backports import zstd
 
 from tests.engine.tiny import tiny_model
-from tests.server.conftest import KEY, MODEL, OTHER_KEY, Running, server_config
+from tests.server.conftest import KEY, MODEL, OTHER_KEY, PROTO, Running, pass_body, server_config
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server import bodies
 from tinkex.service import archive
-from tinkex.types.data import Datum, ModelInput
-from tinkex.types.training import ForwardBackwardInput, ForwardBackwardRequest
-from tinkex.wire import codec, ops, proto_codec
+from tinkex.wire import codec, ops
 
-PROTO = {"content-type": "application/x-protobuf"}
 WANTS_PROTO = {"accept": "application/x-protobuf"}
 
 
@@ -39,15 +35,6 @@ def sample_body(sampler: str, seq_id: int, **params: object) -> dict[str, object
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
         "sampling_params": {"max_tokens": 4, "seed": 1, "stop": [], **params},
     }
-
-
-def pass_body(run: str, seq_id: int, tokens: int = 4, datums: int = 1) -> bytes:
-    ids = list(range(1, tokens + 1))
-    datum = Datum(
-        ModelInput.from_ints(ids), {"target_tokens": np.array(ids), "weights": np.ones(tokens, np.float32)}
-    )
-    work = ForwardBackwardInput([datum] * datums, "cross_entropy", None)
-    return b"".join(proto_codec.write_pass(ForwardBackwardRequest(work, run, seq_id)))
 
 
 # -- operations ------------------------------------------------------------------------------------------

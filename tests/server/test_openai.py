@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.server.conftest import MODEL, Running
-from tests.server.test_app import PROTO, pass_body
+from tests.server.conftest import MODEL, PROTO, Running, pass_body
 from tinkex.engine.fake import EOS
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server.openai_text import TextStream

@@ -202,3 +202,22 @@ async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         await asyncio.sleep(0.005)
+
+
+def name_of(path: str) -> dict[str, str]:
+    run, _, rest = path.removeprefix("tinker://").partition("/")
+    return {"training_run_id": run, "checkpoint_id": rest}
+
+
+class Slow(FakeEngine):
+    """Takes its time."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        run = self.trainer.run
+
+        def slowly(command, progress=None):
+            time.sleep(0.05)
+            return run(command, progress)
+
+        self.trainer.run = slowly  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from tests.service.harness import MODEL, Failed, User, found, killed_copy, serving
+from tests.service.harness import MODEL, Failed, User, found, killed_copy, name_of, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import CreateAdapter, EngineConfig, SaveAdapter
 from tinkex.service import accounts as accounts_module
@@ -32,11 +32,6 @@ from tinkex.types.params import LoraConfig
 from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
-
-
-def name_of(path: str) -> dict[str, str]:
-    run, _, rest = path.removeprefix("tinker://").partition("/")
-    return {"training_run_id": run, "checkpoint_id": rest}
 
 
 def held_up(

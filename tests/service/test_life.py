@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.harness import MODEL, Failed, User, datum, found, serving, until
+from tests.service.harness import MODEL, Failed, Slow, User, datum, found, serving, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.errors import TinkerError
 from tinkex.service.refusal import Refusal
@@ -234,20 +234,6 @@ async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
         left = [row.sampler_id for row in service.core.ledger.samplers_of_session(run.split(":")[0])]
         assert left == [samplers[0], samplers[2]]  # used just now; the newest
         assert len(found(home, "ephemeral/*")) == 2
-
-
-class Slow(FakeEngine):
-    """Takes its time."""
-
-    def __init__(self, config) -> None:
-        super().__init__(config)
-        run = self.trainer.run
-
-        def slowly(command, progress=None):
-            time.sleep(0.05)
-            return run(command, progress)
-
-        self.trainer.run = slowly  # type: ignore[method-assign]
 
 
 class Small(FakeEngine):

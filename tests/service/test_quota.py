@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.harness import Failed, User, datum, found, killed_copy, serving
-from tests.service.test_checkpoints import name_of
+from tests.service.harness import Failed, User, datum, found, killed_copy, name_of, serving
 from tinkex.service.service import Service
 from tinkex.types import checkpoints, losses
 from tinkex.types.data import Datum

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, serving, until
-from tests.service.test_life import Slow
+from tests.service.harness import MODEL, Failed, Slow, User, datum, found, killed_copy, serving, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
 from tinkex.service import journal as journal_module

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.test_gguf import byte_bpe_metadata, write_gguf
+from tests.engine.gguf_files import byte_bpe_metadata, write_gguf
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.service.harness import MODEL, Failed, User, killed_copy, serving, until
 from tinkex.engine.fake import FakeEngine

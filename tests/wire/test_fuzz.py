@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.golden import values
-from tests.wire.test_golden import VERSIONS, recorded, stored_replies
+from tests.golden.recorded import VERSIONS, recorded, stored_replies
 from tinkex.errors import InvalidInputError
 from tinkex.wire import codec, ops
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.wire.test_golden import route
+from tests.golden.recorded import route
 from tinkex.types import UntypedAPIFuture
 from tinkex.types.base import Model
 from tinkex.wire import ops

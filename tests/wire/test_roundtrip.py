@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from tests.wire.test_golden import route, view
+from tests.golden.recorded import route, view
 from tinkex import types as t
 from tinkex.types.base import Model
 from tinkex.wire import codec, ops

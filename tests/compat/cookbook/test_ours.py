@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
-from tests.compat.cookbook.kitchen import EMBEDDED, Kitchen, Run
-from tests.compat.cookbook.test_preference import check_distillation
-from tests.compat.cookbook.test_reinforcement import (
+from tests.compat.cookbook.checks import (
+    ARCHIVES,
+    PRINTS,
+    check_distillation,
     check_guess_number,
     check_math_rl,
     check_rl_loop,
     check_shorter,
+    follow,
 )
-from tests.compat.cookbook.test_tutorials import ARCHIVES, PRINTS, follow
+from tests.compat.cookbook.kitchen import EMBEDDED, Kitchen, Run
 
 PROGRAMS = Path(__file__).parent / "programs"
 

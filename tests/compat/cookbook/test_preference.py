@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from statistics import mean
 
 import pytest
 
+from tests.compat.cookbook.checks import check_distillation, check_on_policy
 from tests.compat.cookbook.kitchen import PACKAGE, Kitchen, Run
-from tests.compat.cookbook.test_reinforcement import check_on_policy
 
 
 @pytest.mark.ci
@@ -49,16 +48,3 @@ def test_rlhf_in_three_stages(kitchen: Kitchen) -> None:
     assert judge.checkpoints[-1]["sampler_path"] in json.dumps(config)
     check_on_policy(tuned, steps=3)
     assert all(0 <= rate <= 1 for rate in tuned.series("test/win_rate"))
-
-
-def check_distillation(kitchen: Kitchen) -> None:
-    options = {
-        "model_name": "Qwen/Qwen3.5-4B", "teacher_model": "Qwen/Qwen3-8B", "renderer_name": "role_colon",
-        "dataset": "deepmath", "groups_per_batch": 32, "group_size": 4, "max_tokens": 4, "lora_rank": 8,
-        "learning_rate": 5e-3, "max_steps": 12, "eval_every": 0, "save_every": 0,
-    }  # fmt: skip
-    run = kitchen.cook("recipes.distillation.on_policy_distillation", **options)
-    distance = run.series("teacher_kl")
-    assert len(distance) == 12
-    assert mean(distance[-2:]) < 0.8 * distance[0]
-    check_on_policy(run, steps=12)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.cookbook.kitchen import SOURCE, Kitchen, Run
+from tests.compat.cookbook.checks import ARCHIVES, PRINTS, follow
+from tests.compat.cookbook.kitchen import Kitchen
 
 TUTORIALS = [
     "101_hello_tinker", "102_first_sft", "103_async_patterns", "104_first_rl", "201_rendering",
@@ -16,23 +17,6 @@ TUTORIALS = [
     "402_rl_hyperparams", "403_dpo_preferences", "404_sequence_extension", "405_multi_agent",
     "406_prompt_distillation", "407_rlhf_pipeline", "503_publish_hub",
 ]  # fmt: skip
-# What each prints when it has done what it is about.
-PRINTS = {
-    "101_hello_tinker": "Qwen/Qwen3.5-9B-Base",
-    "103_async_patterns": "Total: 32 completions",
-    "202_loss_functions": "PPO (wide clip)",
-    "303_sft_with_config": "Log path",
-    "407_rlhf_pipeline": "Stage 3 (RL) complete.",
-    "204_weights": "Downloaded adapter to",
-    "501_export_hf": "Merged model saved to",
-    "502_lora_adapter": "PEFT adapter saved to",
-}
-# These take a sampler's weights out as an archive, which the official SDK can no longer ask for.
-ARCHIVES = ["204_weights", "501_export_hf", "502_lora_adapter"]
-
-
-def follow(kitchen: Kitchen, directory: Path, name: str, fails: bool = False) -> Run:
-    return kitchen.run(directory, str(SOURCE / "tutorials" / f"{name}.py"), fails=fails)
 
 
 @pytest.mark.parametrize("name", TUTORIALS)

@@ -1,0 +1,49 @@
+"""A sampler's batch on a GPU, with captured graphs, and random adapters for it. Needs a GPU to run."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinkex.engine.cuda.decode import Graphs, Pipeline
+from tinkex.engine.cuda.prefill import Prefill
+from tinkex.engine.protocol import SampleWork
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.kv import KVCache
+from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.sampler import Batch, Limits
+from tinkex.engine.torch.sequences import Published
+from tinkex.types.outputs import SampleResponse
+from tinkex.types.params import LoraConfig, SamplingParams
+
+
+def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
+    c, weight = decoder.config, decoder.unembed_weight
+    return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype)
+
+
+def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> Batch:
+    cache = new_cache(decoder, pages)
+    given = Limits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
+    graphs = Graphs(decoder, cache, given.sequences, given.context)
+    return Batch(decoder, cache, given, Pipeline(graphs), prefill=Prefill(decoder, cache, given, graphs))
+
+
+def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> Published:
+    lora = LoraConfig(rank=rank, seed=seed, **flags)
+    adapter = Adapter.fresh(lora, decoder.sites(), decoder.unembed_weight.device)
+    noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(seed))
+    adapter.flat.copy_((0.05 * noise).bfloat16())
+    return Published(f"p{seed}", adapter, f"root{seed}".encode())
+
+
+def submit(
+    batch: Batch, ids: np.ndarray, adapter: Published | None = None, work: dict | None = None, **params: Any
+):
+    asked = SamplingParams(**{"max_tokens": 24, "stop": [], "seed": 1, **params})
+    future: Future[SampleResponse] = Future()
+    request = SampleWork(ids, asked, **(work or {}))
+    return future, batch.submit(request, batch.check_work(request), adapter, future)

@@ -1,0 +1,25 @@
+"""Run a decoder on packed sequences: the input of tests that compare logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch.attention import PackedAttend
+from tinkex.engine.torch.model import Decoder, LoraHook
+
+LENGTHS = (5, 1, 40, 40, 17, 90)
+
+
+def sequences(lengths: Sequence[int] = LENGTHS, vocab: int = 320) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def hidden(decoder: Decoder, data: list[list[int]], lora: LoraHook | None = None, **options: bool) -> Tensor:
+    lengths = [len(ids) for ids in data]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    attend = PackedAttend(lengths, decoder.config.windows)
+    return decoder(torch.tensor([token for ids in data for token in ids]), positions, attend, lora, **options)
