@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import TINKER, Place
 from tests.server.conftest import Running
 from tests.service.harness import config
-from tinkex.server.auth import hash_key
+from tinkex.server.api_keys import hash_key
 from tinkex.server.serve import ServerConfig
 from tinkex.service.ledger import Ledger
 

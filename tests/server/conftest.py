@@ -56,7 +56,7 @@ class Running:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             running = asyncio.create_task(self.server.run())
-            while self.server.door.auth is None and not running.done():
+            while not self.server.service.ready and not running.done():
                 await asyncio.sleep(0.005)
             if not running.done():
                 self.up.set()

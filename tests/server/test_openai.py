@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.server.conftest import MODEL, PROTO, Running, pass_body
 from tinkex.engine.fake import EOS
 from tinkex.engine.protocol import EngineConfig
-from tinkex.server.openai_text import TextStream
+from tinkex.server.openai.detokenizer import Detokenizer
 
 BEARER = {"authorization": "Bearer tml-alice"}
 
@@ -340,7 +340,7 @@ class Bytes:
     st.text(max_size=40), st.lists(st.integers(1, 9)), st.lists(st.text(min_size=1, max_size=3), max_size=2)
 )
 def test_pieces_joined_are_the_text_up_to_the_stop(text: str, cuts: list[int], stop: list[str]) -> None:
-    tokens, stream, said = list(text.encode()), TextStream(Bytes(), stop), []
+    tokens, stream, said = list(text.encode()), Detokenizer(Bytes(), stop), []
     rest = tokens
     for cut in cuts:
         said.append(stream.add(rest[:cut]))

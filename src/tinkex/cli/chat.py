@@ -121,13 +121,13 @@ class Conversation:
 
     def say(self, line: str, tell: Callable[[str], None]) -> None:
         """Tell the model's answer to `line`, piece by piece; Ctrl-C ends it where it is."""
-        from tinkex.server.openai_text import TextStream
+        from tinkex.server.openai.detokenizer import Detokenizer
         from tinkex.tokenizers import render_chat
         from tinkex.types.data import ModelInput
 
         asked = [*self.messages, {"role": "user", "content": line}]
         prompt = ModelInput.from_ints(render_chat(self._tokenizer, asked))
-        text = TextStream(self._tokenizer)
+        text = Detokenizer(self._tokenizer)
         try:
             for tokens in self._tokens(prompt):
                 tell(text.add(tokens))

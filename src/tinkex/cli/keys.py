@@ -63,7 +63,7 @@ def _ledger(home: Path | None) -> Generator[Ledger]:
 @_home
 def add(name: str, owner: str | None, project: str | None, note: str, home: Path | None) -> None:
     """Make a key called NAME, and print it: this is the only time it can be seen."""
-    from tinkex.server.auth import hash_key, new_key
+    from tinkex.server.api_keys import hash_key, new_key
 
     key = new_key()
     with _ledger(home) as ledger:

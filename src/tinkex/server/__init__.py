@@ -1,1 +1,1 @@
-"""The door: HTTP in front of a service."""
+"""The HTTP server in front of a service."""

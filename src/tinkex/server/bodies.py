@@ -1,8 +1,8 @@
-"""What goes in and out as bytes: bounded reading, decoding and encoding, off the event loop when it is big.
+"""Request and response bodies: bounded reading, decoding, encoding and compression.
 
-Promises: a body is refused as soon as it is known to be too large, and never unpacked past the limit; a big
-result is encoded once for all who fetch it the same way; refusals are never compressed. Threads of its own:
-work on bytes never waits for the engine's threads, nor they for it. Knows of operations only their row.
+A body over the limit is refused as soon as its size is known, and is never decompressed past the limit.
+Large bodies are decoded and encoded on threads of their own, so that neither the event loop nor the engine's
+threads wait. A large result is encoded once for all clients that fetch it in the same form.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-BIG = 64 * 1024  # bytes from which work leaves the loop, and an answer is worth compressing
+BIG = 64 * 1024  # bytes from which work moves to a thread, and a response is worth compressing
 MAX_BODY = 256 * 1024 * 1024
-KEPT_BYTES = 64 * 1024 * 1024  # of big results, encoded, for those who fetch them again
-_THREADS = 2  # most of this work holds the interpreter: more would not be faster, only in the loop's way
+KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
+_THREADS = 2  # most of this work holds the GIL: more threads would only delay the event loop
 
 T = TypeVar("T")
 Encoded = tuple[str, bytes]  # content type, body
 
 
-class Disconnected(Exception):
-    """The client has gone; nobody waits for an answer."""
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response."""
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body; one that is too large is refused by what it says, or as soon as it shows."""
+    """The whole body; 413 if its content-length, or what has arrived of it, is over the limit."""
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
         raise Refusal(400, f"content-length must be a number, got {length!r}")
@@ -50,39 +50,39 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):
         return message.get("body", b"")
-    body = bytearray()  # joining 50 MB in the end would stop the event loop for 30 ms
+    body = bytearray()  # joining 50 MB at the end would block the event loop for 30 ms
     while True:
         if message["type"] == "http.disconnect":
-            raise Disconnected
+            raise ClientDisconnected
         body += message.get("body", b"")
         if len(body) > limit:
             raise Refusal(413, f"the body has more than {limit} bytes, which is the most that is accepted")
         if not message.get("more_body"):
-            return body  # type: ignore[return-value]  # whoever reads bytes reads this
+            return body  # type: ignore[return-value]  # decoders take any buffer
         message = await receive()
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What is done for a client whose body was read; if it leaves first, that is cancelled."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.create_task(_gone(receive))
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Await `work` for a client whose body was read; cancel it if the client disconnects first."""
+    working, disconnect = asyncio.ensure_future(work), asyncio.create_task(_disconnect(receive))
     try:
-        await asyncio.wait([doing, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise Disconnected
-        return doing.result()
+        await asyncio.wait([working, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
     finally:
-        doing.cancel()
-        leaving.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        working.cancel()
+        disconnect.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def result_size(value: Any) -> int:
-    """About how many bytes a result takes: enough to know whether it is big."""
+    """About how many bytes a result takes when encoded."""
     if isinstance(value, SampleResponse):
         return _sample_size(value)
     if isinstance(value, ForwardBackwardOutput):
@@ -105,13 +105,13 @@ def _sample_size(value: SampleResponse) -> int:
 
 
 def _encodings(accept: str) -> set[str]:
-    """The content encodings that an Accept-Encoding header allows, but for those with a weight of nothing."""
+    """The content encodings that an Accept-Encoding header allows: those with q=0 are not."""
     parts = [part.replace(" ", "").partition(";q=") for part in accept.lower().split(",")]
     return {name for name, _, weight in parts if not weight or weight.strip("0.")}
 
 
-class Bodies:
-    """The threads that work on bytes, and the results that they have encoded."""
+class BodyCodec:
+    """The encoding threads, and a cache of encoded results."""
 
     def __init__(self, *, limit: int = MAX_BODY, compress: bool = True) -> None:
         self.limit = limit
@@ -135,7 +135,7 @@ class Bodies:
         body: bytes,
     ) -> Any:
         parts = op, path_params, query, headers, body
-        if len(body) < BIG and "content-encoding" not in headers:  # a small one may unpack to a big one
+        if len(body) < BIG and "content-encoding" not in headers:  # a small compressed body may be large
             return codec.decode_request(*parts)
         return await self._off_loop(lambda: codec.decode_request(*parts, self.limit))
 
@@ -146,10 +146,10 @@ class Bodies:
         encoding = self._results.get(key)
         if encoding is None:
             encoding = self._results[key] = self._off_loop(lambda: codec.encode_result(value, accept))
-            encoding.add_done_callback(lambda done: self._keep(key, done))
-        return await asyncio.shield(encoding)  # others may wait for it too
+            encoding.add_done_callback(lambda done: self._cache(key, done))
+        return await asyncio.shield(encoding)  # shared with other clients
 
-    def _keep(self, key: tuple[str, bool], encoded: asyncio.Future[Encoded]) -> None:
+    def _cache(self, key: tuple[str, bool], encoded: asyncio.Future[Encoded]) -> None:
         if encoded.cancelled() or encoded.exception() is not None:
             self._results.pop(key, None)
             return
@@ -160,8 +160,8 @@ class Bodies:
                 return
             self._kept -= len(self._results.pop(oldest).result()[1])
 
-    async def packed(self, body: bytes, accept_encoding: str) -> tuple[str, bytes]:
-        """A big body's content encoding, and the body in it; ("", body) if it stays as it is."""
+    async def compressed(self, body: bytes, accept_encoding: str) -> tuple[str, bytes]:
+        """The content encoding chosen for a large body, and the encoded body; ("", body) if there is none."""
         offered: set[str] = _encodings(accept_encoding) if self.compress else set()
         if "zstd" in offered:
             return "zstd", await self._off_loop(lambda: zstd.compress(body, level=1))

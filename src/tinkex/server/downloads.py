@@ -1,7 +1,6 @@
-"""Files to fetch by signed links.
+"""Downloads by signed link; a directory is sent as a tar.
 
-Promises: nothing outside the home, or that nobody signed, can be reached; a directory comes as a tar. Knows
-no checkpoints: a path that was signed is all there is.
+Only signed paths below the home directory can be read. This module knows no checkpoints.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from urllib.parse import quote
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinkex.server.app import Door, Endpoint, Http
-from tinkex.server.signing import DOWNLOADS, Signer
+from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
+from tinkex.server.signing import DOWNLOADS, DownloadSigner
 from tinkex.service.archive import Archive
 from tinkex.service.refusal import Caller, Refusal
 
 _NO_LINK = "this link is wrong or has expired: ask for a new one"
 
 
-def link_maker(signer: Signer, home: Path) -> Callable[[Caller, Path, float], str]:
-    """For the service: how it makes a path below the home downloadable until a time (unix seconds)."""
+def link_maker(signer: DownloadSigner, home: Path) -> Callable[[Caller, Path, float], str]:
+    """The function with which the service makes a link to a path below the home, valid until a unix time."""
 
     def link(caller: Caller, path: Path, expires: float) -> str:
         return caller.public_url + signer.sign(path.relative_to(home).as_posix(), expires)
@@ -32,10 +31,10 @@ def link_maker(signer: Signer, home: Path) -> Callable[[Caller, Path, float], st
     return link
 
 
-def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
-    async def download(http: Http) -> Response:
+def download_routes(gateway: Gateway, home: Path, signer: DownloadSigner) -> list[Route]:
+    async def download(http: IncomingRequest) -> Response:
         path, query = http.path_params["path"], http.query
-        if not signer.allows(path, query.get("expires", ""), query.get("signature", ""), time.time()):
+        if not signer.verify(path, query.get("expires", ""), query.get("signature", ""), time.time()):
             raise Refusal(403, _NO_LINK)
         place = _below(home, path)
         if place.is_dir():
@@ -44,7 +43,7 @@ def download_routes(door: Door, home: Path, signer: Signer) -> list[Route]:
             raise Refusal(404, "this file was deleted, or has expired")
         return FileResponse(place, media_type="application/octet-stream", filename=place.name)
 
-    return [Route(f"{DOWNLOADS}/{{path:path}}", Endpoint(door, "download", download), methods=["GET"])]
+    return [Route(f"{DOWNLOADS}/{{path:path}}", Endpoint(gateway, "download", download), methods=["GET"])]
 
 
 def _tar(directory: Path, only_head: bool) -> Response:
@@ -60,7 +59,7 @@ def _tar(directory: Path, only_head: bool) -> Response:
 
 
 def _below(home: Path, path: str) -> Path:
-    """The place of a signed path. That it stays below the home was signed too; this is the second lock."""
+    """The place of a signed path. Paths out of the home are never signed; this is a second check."""
     parts = PurePosixPath(path).parts
     place = home.joinpath(*parts)
     if not parts or ".." in parts or parts[0] == "/" or not place.resolve().is_relative_to(home.resolve()):

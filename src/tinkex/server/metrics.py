@@ -1,17 +1,15 @@
-"""What is counted: requests, waits, work, tokens, failures. How Prometheus reads it is in prometheus.py.
+"""Counters and histograms of one server: requests, queue waits, work, tokens, failures.
 
-Promises: counting costs a dictionary look-up. Nothing here says whose work it was. Knows what the service's
-observers tell; asks the service nothing on the path of a request.
+Counting is a dictionary look-up. No number names a user. The service calls `worked` and `sampled` as its
+observers; prometheus.py renders the numbers.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter as Tally
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections import Counter, defaultdict
+from typing import Any
 
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
@@ -19,22 +17,8 @@ from tinkex.types.outputs import SampleResponse
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
-class Watched(Protocol):
-    """What the gauges are read from."""
-
-    def queue_depths(self) -> Iterable[tuple[str, int]]:
-        """Work accepted and not begun, by base model."""
-        ...
-
-    def engine_stats(self) -> Iterable[tuple[str, dict[str, float]]]:
-        """Each loaded engine's gauges, by base model."""
-        ...
-
-    def futures_kept(self) -> int: ...
-
-
-class Durations:
-    """How often something took how long."""
+class DurationHistogram:
+    """Counts by upper bound (SECONDS, and infinity), and the sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -49,21 +33,18 @@ class Metrics:
     """All numbers of one server."""
 
     def __init__(self) -> None:
-        self.requests: Tally[tuple[str, int]] = Tally()
-        self.tokens: Tally[str] = Tally()
-        self.failures: Tally[str] = Tally()
-        self.work: defaultdict[str, Durations] = defaultdict(Durations)
-        self.waits: defaultdict[str, Durations] = defaultdict(Durations)
-        self.samples = Durations()
-        self.watched: Watched | None = None
-
-    # -- told by others ----------------------------------------------------------------------------------
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.work: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
+        self.waits: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
+        self.samples = DurationHistogram()
 
     def count_request(self, op: str, status: int) -> None:
         self.requests[op, status] += 1
 
     def worked(self, work: Any, op: str, seconds: float) -> None:
-        """A worker's observer: `work` (service.scheduler.Work) was executed in `seconds`."""
+        """The service executed `work` (service.scheduler.Work) in `seconds`."""
         future = work.what.future
         self.work[op].add(seconds)
         self.waits[op].add(max(0.0, time.monotonic() - seconds - future.created))
@@ -73,7 +54,7 @@ class Metrics:
             self.failures[str(future.outcome.category)] += 1
 
     def sampled(self, sampler: Any, seconds: float, outcome: SampleResponse | RequestFailedResponse) -> None:
-        """The samplers' observer."""
+        """A sample request ended, `seconds` after it was accepted."""
         self.samples.add(seconds)
         if isinstance(outcome, RequestFailedResponse):
             self.failures[str(outcome.category)] += 1
@@ -81,6 +62,3 @@ class Metrics:
         for sequence in outcome.sequences:
             self.tokens["sampled"] += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         self.tokens["prompt_cached"] += outcome.prompt_cache_hit_tokens
-
-    def watch(self, watched: Watched) -> None:
-        self.watched = watched

@@ -1,31 +1,32 @@
-"""What was counted, as Prometheus reads it; the gauges are read when somebody asks.
+"""The page that Prometheus scrapes: the server's counters, and gauges read from the service at that moment.
 
-Imported when first asked for: the library takes a tenth of a second, and many servers are never asked.
+Imported on the first scrape: prometheus_client takes a tenth of a second, and many servers are never scraped.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
-from tinkex.server.metrics import SECONDS, Durations, Metrics, Watched
+from tinkex.server.metrics import SECONDS, DurationHistogram, Metrics
+from tinkex.service.service import Service
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+__all__ = ["CONTENT_TYPE", "MetricsPage"]
 
 
-class Page:
-    """All numbers of one server."""
+class MetricsPage:
+    """A collector in prometheus_client's sense."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, service: Service) -> None:
+        self._metrics, self._service = metrics, service
 
     def text(self) -> bytes:
-        return generate_latest(self)  # type: ignore[arg-type]  # of a registry it asks for `collect` alone
+        return generate_latest(self)  # type: ignore[arg-type]  # it only calls `collect`
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -39,18 +40,18 @@ class Page:
         yield _histogram("wait_seconds", "From acceptance to execution, by operation.", "op", metrics.waits)
         samples = {"": metrics.samples}
         yield _histogram("sample_seconds", "Sample requests, from acceptance to the end.", "", samples)
-        if metrics.watched is not None:
-            yield from _gauges(metrics.watched)
+        if self._service.ready:
+            yield from _gauges(self._service)
 
 
-def _counter(name: str, help: str, label: str, tally: Tally[str]) -> Metric:
+def _counter(name: str, help: str, label: str, counts: Counter[str]) -> Metric:
     family = CounterMetricFamily(f"tinkex_{name}", help, labels=[label])
-    for key, count in tally.items():
+    for key, count in counts.items():
         family.add_metric([key], count)
     return family
 
 
-def _histogram(name: str, help: str, label: str, durations: dict[str, Durations]) -> Metric:
+def _histogram(name: str, help: str, label: str, durations: dict[str, DurationHistogram]) -> Metric:
     family = HistogramMetricFamily(f"tinkex_{name}", help, labels=[label] if label else [])
     bounds = [*map(str, SECONDS), "+Inf"]
     for key, each in durations.items():
@@ -59,18 +60,17 @@ def _histogram(name: str, help: str, label: str, durations: dict[str, Durations]
     return family
 
 
-def _gauges(watched: Watched) -> Iterator[Metric]:
+def _gauges(service: Service) -> Iterator[Metric]:
     depth = GaugeMetricFamily("tinkex_queue_depth", "Training work accepted, not begun.", labels=["model"])
-    for model, waiting in watched.queue_depths():
-        depth.add_metric([model], waiting)
+    for worker in service.runs.workers:
+        depth.add_metric([worker.model.name], worker.scheduler.waiting())
     yield depth
-    yield GaugeMetricFamily("tinkex_futures", "Promises kept.", watched.futures_kept())
+    yield GaugeMetricFamily("tinkex_futures", "Futures in memory.", len(service.core.futures))
     gauges: dict[str, GaugeMetricFamily] = {}
-    for model, stats in watched.engine_stats():
-        for name, value in stats.items():
+    for model in service.core.engines:
+        for name, value in model.engine.stats().items() if model.engine is not None else ():
             if name not in gauges:
-                gauges[name] = GaugeMetricFamily(
-                    f"tinkex_engine_{name}", "See Engine.stats.", labels=["model"]
-                )
-            gauges[name].add_metric([model], value)
+                about = "A gauge of the engine."
+                gauges[name] = GaugeMetricFamily(f"tinkex_engine_{name}", about, labels=["model"])
+            gauges[name].add_metric([model.name], value)
     yield from gauges.values()

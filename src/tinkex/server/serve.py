@@ -1,8 +1,8 @@
-"""A server's life: take the port, open the door, start the service behind it; and all of it backwards.
+"""The life of a server process: bind the port, start the service, serve, drain, stop.
 
-Promises: whatever keeps a server from starting is one StartError, in one line; the port answers from the
-beginning, and says "not yet" until models are there; a signal lets work under way end, and a second one does
-not. Without any key only this machine may connect. Knows uvicorn; knows no operation.
+The port answers from the beginning, with 503 until the models are loaded. Whatever prevents a start is a
+StartError of one line. The first signal drains open requests; the second stops at once. Without any API key
+only loopback connections are allowed. This module knows uvicorn and no operation.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from starlette.routing import Route
 from tinkex._version import __version__
 from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
-from tinkex.server.app import Door, Endpoint, Http, build_app
-from tinkex.server.auth import Auth
-from tinkex.server.bodies import MAX_BODY, Bodies
-from tinkex.server.connection import Connection
-from tinkex.server.console import console_routes
+from tinkex.server.api_keys import Authenticator
+from tinkex.server.app import build_app
+from tinkex.server.bodies import MAX_BODY, BodyCodec
+from tinkex.server.console.pages import console_routes
 from tinkex.server.downloads import download_routes, link_maker
-from tinkex.server.openai import openai_routes
-from tinkex.server.signing import Signer, WeightsTokens, home_secret
-from tinkex.server.streams import STREAM_SAMPLE, stream_endpoint
+from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
+from tinkex.server.metrics import Metrics
+from tinkex.server.openai.routes import openai_routes
+from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
+from tinkex.server.stream_sample import stream_sample_endpoint
+from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
+from tinkex.wire import ops
 
-KEEP_ALIVE = 75  # seconds: longer than clients and proxies keep theirs, so that it is they who hang up
+KEEP_ALIVE = 75  # seconds: longer than clients and proxies keep theirs, so that they close connections first
 LEDGER = "ledger.sqlite"
 
 
 class StartError(TinkerError):
-    """The server cannot start; the message says what is in the way and what to do."""
+    """The server cannot start; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where a server listens, and what is behind it."""
+    """Where a server listens, and which service it serves."""
 
     service: ServiceConfig
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    public_url: str = ""  # how clients reach it, where that is not what they say in their Host header
-    drain_seconds: float = (
-        5.0  # how long polls under way may still find their results when it is told to stop
-    )
+    public_url: str = ""  # how clients reach it, if not by the Host header that they send
+    drain_seconds: float = 5.0  # for open polls and streams, when the server is told to stop
     max_body: int = MAX_BODY
 
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> None:
-    """Serve until a signal says stop. `say` gets what a person at the terminal should read."""
+    """Serve until SIGINT or SIGTERM. `say` prints a line for the person at the terminal."""
     _tune_process()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(Server(config, say).run(signals=(signal.SIGINT, signal.SIGTERM)))
 
 
 def _tune_process() -> None:
-    """For a process that is a server and nothing else."""
-    # A thread that reads a big body lets the event loop have the interpreter after 1 ms instead of 5.
+    # A thread that decodes a large body yields the GIL to the event loop after 1 ms instead of 5.
     sys.setswitchinterval(0.001)
-    # Each request makes a few hundred objects, next to none of them in cycles: look for those less often.
+    # A request creates a few hundred objects, almost none of them in cycles: collect less often.
     gc.set_threshold(50_000, 20, 100)
     if sys.platform != "win32":
         import resource
@@ -97,41 +97,43 @@ class Server:
 
     def __init__(self, config: ServerConfig, say: Callable[[str], None] = lambda _: None) -> None:
         self.config = config
-        self.service = Service(config.service)
         self._say = say
-        self._secret = _prepare_home(config.service.home)
-        self._must_be_allowed()
+        home = config.service.home
+        self._secret = _prepare_home(home)
+        if not _is_loopback(config.host) and not _has_keys(home):
+            raise StartError(
+                f"no API key is configured, so only this machine may connect, not --host {config.host}. "
+                f"Make a key first: tinkex server keys add NAME --home {home}"
+            )
+        self.service = Service(config.service)
+        self._metrics = Metrics()
         self._socket = _listen(config.host, config.port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.url = config.public_url or _url(config.host, self.address[1])
         on_this_machine = _is_loopback(config.host) and not config.public_url
-        # Between processes of one machine, sending bytes is cheaper than packing them.
-        bodies = Bodies(limit=config.max_body, compress=not on_this_machine)
-        self.door = Door(self.service, bodies=bodies, public_url=config.public_url)
-        self._uvicorn = _Uvicorn(self._uvicorn_config(), self.door, config.drain_seconds)
-
-    def _must_be_allowed(self) -> None:
-        if _is_loopback(self.config.host) or _has_keys(self.config.service.home):
-            return
-        raise StartError(
-            f"no API key is configured, so only this machine may connect, not --host {self.config.host}. "
-            f"Make a key first: tinkex server keys add NAME --home {self.config.service.home}"
+        self.gateway = Gateway(
+            self.service,
+            Authenticator(lambda: self.service.core.ledger, self._secret),
+            # Between processes of one machine, sending bytes is cheaper than compressing them.
+            BodyCodec(limit=config.max_body, compress=not on_this_machine),
+            self._metrics,
+            config.public_url,
         )
+        self._uvicorn = _UvicornServer(self._uvicorn_config(), self.gateway, config.drain_seconds)
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        signer = Signer(self._secret)
-        home = self.config.service.home
+        gateway = self.gateway
         routes = [
-            Route(STREAM_SAMPLE, stream_endpoint(self.door), methods=["POST"]),
-            Route("/metrics", Endpoint(self.door, "metrics", self._metrics), methods=["GET"]),
-            *console_routes(self.door),
-            *download_routes(self.door, home, signer),
-            *openai_routes(self.door),
+            Route(ops.STREAM_SAMPLE.path, stream_sample_endpoint(gateway), methods=["POST"]),
+            Route("/metrics", Endpoint(gateway, "metrics", self._metrics_page), methods=["GET"]),
+            *console_routes(gateway),
+            *download_routes(gateway, self.config.service.home, DownloadSigner(self._secret)),
+            *openai_routes(gateway),
         ]
         return uvicorn.Config(
-            build_app(self.door, routes),
+            build_app(gateway, routes),
             interface="asgi3",
-            http=Connection,
+            http=SingleWriteProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -143,14 +145,14 @@ class Server:
             backlog=4096,
         )
 
-    async def _metrics(self, http: Http) -> Response:
-        if self.door.auth is not None and not self.door.auth.is_open:
-            self.door.admit(http)
-        from tinkex.server.prometheus import CONTENT_TYPE, Page
+    async def _metrics_page(self, http: IncomingRequest) -> Response:
+        if self.service.ready and not self.gateway.authenticator.is_open:
+            self.gateway.admit(http)
+        from tinkex.server.prometheus import CONTENT_TYPE, MetricsPage
 
-        return Response(Page(self.door.metrics).text(), 200, {"content-type": CONTENT_TYPE})
+        return Response(MetricsPage(self._metrics, self.service).text(), 200, {"content-type": CONTENT_TYPE})
 
-    # -- life --------------------------------------------------------------------------------------------
+    # -- start and stop ----------------------------------------------------------------------------------
 
     async def run(self, signals: Iterable[signal.Signals] = ()) -> None:
         """Serve until `stop`, or one of `signals`."""
@@ -168,7 +170,7 @@ class Server:
             await self._end(listening, starting)
 
     def stop(self) -> None:
-        """End, letting work under way finish; asked a second time, at once."""
+        """Stop after open requests have finished; called a second time, stop at once."""
         self._uvicorn.force_exit = self._uvicorn.should_exit
         self._uvicorn.should_exit = True
 
@@ -178,13 +180,11 @@ class Server:
         except (TinkerError, Refusal, OSError, ValueError) as error:
             raise StartError(_first_line(error)) from error
         core = self.service.core
-        core.link = link_maker(Signer(self._secret), self.config.service.home)
-        core.opened_by = WeightsTokens(self._secret).opened
+        core.link = link_maker(DownloadSigner(self._secret), self.config.service.home)
+        core.opened_by = WeightsTokens(self._secret).run_of
         core.issues_tokens = True
-        self.service.samplers.observers.append(self.door.metrics.sampled)
-        self.service.runs.observe = self.door.metrics.worked
-        self.door.metrics.watch(_Watched(self.service))
-        self.door.auth = Auth(core.ledger, self._secret)
+        self.service.samplers.observers.append(self._metrics.sampled)
+        self.service.runs.observe = self._metrics.worked
         for line in self._greeting():
             self._say(line)
 
@@ -194,22 +194,19 @@ class Server:
         await asyncio.gather(listening, starting, return_exceptions=True)
         if self.service.ready:
             await self.service.stop()
-        self.door.bodies.close()
+        self.gateway.bodies.close()
         self._socket.close()
 
-    # -- what a person reads -----------------------------------------------------------------------------
-
     def _greeting(self) -> Iterator[str]:
-        assert self.door.auth is not None
         home = self.config.service.home
         yield f"tinkex {__version__} serves {self.url} (state in {home})"
         for model in self.service.core.engines:
             yield f"  {model.name}: {model.place}{_about_engine(model.engine)}"
         yield ""
-        if self.door.auth.is_open:
+        if self.gateway.authenticator.is_open:
             key = "tml-local"
-            yield "No API key is configured: only this machine can connect, any key that begins with tml-"
-            yield "will do, and each is a tenant of its own. `tinkex server keys add NAME` makes a real one."
+            yield "No API key is configured: only this machine can connect. Any key that begins with tml- is"
+            yield "accepted, and each is its own tenant. `tinkex server keys add NAME` makes a real key."
         else:
             key = "tml-…"
             yield "Clients need a key: `tinkex server keys add NAME` makes one."
@@ -219,42 +216,25 @@ class Server:
         yield f"  export TINKER_API_KEY={key}"
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn, with signals left to us and an end that long polls do not delay."""
+class _UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handlers; at shutdown it drains long polls first."""
 
-    def __init__(self, config: uvicorn.Config, door: Door, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
         super().__init__(config)
-        self._door, self._drain_seconds = door, drain_seconds
+        self._gateway, self._drain_seconds = gateway, drain_seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # The ports close at once and connections after their answer; polls get a while to find theirs.
-        draining = asyncio.create_task(self._door.drain(self._drain_seconds))
+        # The port closes at once, and a connection after its response. Open polls get a while to finish.
+        draining = asyncio.create_task(self._gateway.drain(self._drain_seconds))
         await super().shutdown(sockets)
         draining.cancel()
 
 
-class _Watched:
-    """A service's gauges."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def queue_depths(self) -> Iterable[tuple[str, int]]:
-        return [(worker.model.name, worker.scheduler.waiting()) for worker in self._service.runs.workers]
-
-    def engine_stats(self) -> Iterable[tuple[str, dict[str, float]]]:
-        models = self._service.core.engines
-        return [(model.name, model.engine.stats()) for model in models if model.engine is not None]
-
-    def futures_kept(self) -> int:
-        return len(self._service.core.futures)
-
-
-# -- pieces ----------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------
 
 
 def _prepare_home(home: Path) -> bytes:
@@ -278,7 +258,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # Said in full: asyncio turns Nagle's algorithm off only for sockets that say they are TCP.
+        # IPPROTO_TCP must be explicit: asyncio sets TCP_NODELAY only on sockets that have it.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise StartError(f"--host {host!r} is no address of this machine: {error}") from None

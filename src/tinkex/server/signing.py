@@ -1,8 +1,8 @@
-"""What is its own credential: links to files below the home, and tokens that open a run's weights.
+"""Signed download links, and tokens that grant read access to a run's weights.
 
-Promises: what was not signed here is refused, and so is what has expired; each says what it is for and until
-when, and nothing else. Also keeps the home's one secret, of which each use has a key of its own. Knows no
-HTTP, and not whether what it signs for exists.
+A signature covers what is granted and until when. Nothing unsigned or expired is accepted. The home directory
+holds one secret, from which each purpose derives its own key. This module knows no HTTP, and does not check
+whether the path or the run exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECRET_BYTES = 32
 
 
 def home_secret(home: Path) -> bytes:
-    """The home's secret, made when first asked for; whoever can read it can sign."""
+    """The home's secret, created on first use. Who can read it can sign."""
     place = home / SECRET_FILE
     try:
         file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -37,14 +37,14 @@ def home_secret(home: Path) -> bytes:
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """A key for one purpose: what it signs means nothing for another."""
+    """A key for one purpose; its signatures are not valid for another."""
     return hmac.digest(secret, purpose.encode(), "sha256")
 
 
-class Signer:
-    """Signs download links and checks them.
+class DownloadSigner:
+    """Signs download links and verifies them.
 
-    >>> signer = Signer(b"secret")
+    >>> signer = DownloadSigner(b"secret")
     >>> signer.sign("runs/a/weights/w", 1700000000.0).split("&")[0]
     '/api/v1/download/runs/a/weights/w?expires=1700000000'
     """
@@ -53,25 +53,19 @@ class Signer:
         self._key = derive(secret, "downloads")
 
     def sign(self, path: str, expires: float) -> str:
-        """The link to `path` (relative to the home), good until `expires` (unix seconds), without a host."""
-        query = urlencode({"expires": int(expires), "signature": self._signature(path, int(expires))})
+        """The link to `path` (relative to the home), valid until `expires` (unix seconds), without a host."""
+        query = urlencode({"expires": int(expires), "signature": _signature(self._key, path, int(expires))})
         return f"{DOWNLOADS}/{quote(path)}?{query}"
 
-    def allows(self, path: str, expires: str, signature: str, now: float) -> bool:
-        if not (expires.isascii() and expires.isdigit() and len(expires) < 16) or int(expires) <= now:
-            return False
-        expected = self._signature(path, int(expires))
-        return hmac.compare_digest(expected.encode(), signature.encode())
-
-    def _signature(self, path: str, expires: int) -> str:
-        return hmac.new(self._key, f"{expires}\n{path}".encode(), hashlib.sha256).hexdigest()
+    def verify(self, path: str, expires: str, signature: str, now: float) -> bool:
+        return _verify(self._key, path, expires, signature, now)
 
 
 class WeightsTokens:
-    """Tokens with which anybody who has a key of this server may read one run's checkpoints.
+    """Tokens with which any user of this server may read one run's checkpoints.
 
     >>> tokens = WeightsTokens(b"secret")
-    >>> tokens.opened(tokens.issue("a:train:0", time.time() + 60))
+    >>> tokens.run_of(tokens.issue("a:train:0", time.time() + 60))
     'a:train:0'
     """
 
@@ -79,17 +73,21 @@ class WeightsTokens:
         self._key = derive(secret, "weights")
 
     def issue(self, run_id: str, expires: float) -> str:
-        """A token for the run, good until `expires` (unix seconds)."""
-        return f"{int(expires)}.{self._signature(run_id, int(expires))}.{run_id}"
+        """A token for the run, valid until `expires` (unix seconds)."""
+        return f"{int(expires)}.{_signature(self._key, run_id, int(expires))}.{run_id}"
 
-    def opened(self, token: str) -> str | None:
-        """The run that `token` opens; None if it was not issued here, or is too old."""
+    def run_of(self, token: str) -> str | None:
+        """The run that `token` grants access to; None if it was not issued here, or has expired."""
         expires, _, rest = token.partition(".")
         signature, _, run_id = rest.partition(".")
-        if not (expires.isascii() and expires.isdigit() and len(expires) < 16) or int(expires) <= time.time():
-            return None
-        expected = self._signature(run_id, int(expires))
-        return run_id if hmac.compare_digest(expected.encode(), signature.encode()) else None
+        return run_id if _verify(self._key, run_id, expires, signature, time.time()) else None
 
-    def _signature(self, run_id: str, expires: int) -> str:
-        return hmac.new(self._key, f"{expires}\n{run_id}".encode(), hashlib.sha256).hexdigest()
+
+def _signature(key: bytes, what: str, expires: int) -> str:
+    return hmac.new(key, f"{expires}\n{what}".encode(), hashlib.sha256).hexdigest()
+
+
+def _verify(key: bytes, what: str, expires: str, signature: str, now: float) -> bool:
+    if not (expires.isascii() and expires.isdigit() and len(expires) < 16) or int(expires) <= now:
+        return False
+    return hmac.compare_digest(_signature(key, what, int(expires)).encode(), signature.encode())

@@ -11,8 +11,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from tinkex.server.app import Answer
-from tinkex.server.connection import LARGE, WHOLE, Connection
+from tinkex.server.gateway import BufferedResponse
+from tinkex.server.uvicorn_protocol import LARGE, SEND_WHOLE, SingleWriteProtocol
 
 pytestmark = pytest.mark.anyio
 
@@ -69,21 +69,23 @@ class Clock:
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     """Says the path that was asked for; of /large, more than is worth copying."""
     body = b"x" * (LARGE + 1) if scope["path"] == "/large" else scope["path"].encode()
-    await Answer(body, "text/plain", 408 if scope["path"] == "/later" else 200)(scope, receive, send)
+    await BufferedResponse(body, "text/plain", 408 if scope["path"] == "/later" else 200)(
+        scope, receive, send
+    )
 
 
 @pytest.fixture
-def connect() -> Callable[..., tuple[Connection, Wire]]:
+def connect() -> Callable[..., tuple[SingleWriteProtocol, Wire]]:
     config = uvicorn.Config(
-        answer, interface="asgi3", http=Connection, ws="none", log_config=None, timeout_keep_alive=75
+        answer, interface="asgi3", http=SingleWriteProtocol, ws="none", log_config=None, timeout_keep_alive=75
     )
     config.load()
 
-    def make(loop: Any = None) -> tuple[Connection, Wire]:
+    def make(loop: Any = None) -> tuple[SingleWriteProtocol, Wire]:
         wire = Wire()
         state = ServerState()
         state.default_headers = [(b"date", b"today")]
-        connection = Connection(config, state, {}, loop or asyncio.get_running_loop())
+        connection = SingleWriteProtocol(config, state, {}, loop or asyncio.get_running_loop())
         connection.connection_made(wire)
         return connection, wire
 
@@ -177,7 +179,9 @@ async def test_a_request_leaves_no_circle_behind(connect):
     kept = connection.scope
     connection.data_received(GET % b"y")
     await turns()
-    assert kept[WHOLE].__self__ is connection  # and the connection holds the scope of its last request alone
+    assert (
+        kept[SEND_WHOLE].__self__ is connection
+    )  # and the connection holds the scope of its last request alone
     assert connection.scope is not kept
     assert connection.cycle.scope is not kept
 

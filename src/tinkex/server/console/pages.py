@@ -1,8 +1,8 @@
-"""The pages that `get_console_url` names, for a browser: one's runs, and a run with its curves.
+"""The pages that `get_console_url` names: a list of runs, and a run with its curves.
 
-Promises: they show and change nothing, and show only what the key may see. A browser has no API key to send,
-so HTTP's own prompt asks for it: any name, and the key as the password. The API itself takes no such login:
-no other site can use it. Nothing is loaded from elsewhere. Knows operations, and nothing behind them.
+Read-only; they show what the caller's key may see. A browser logs in by HTTP Basic authentication: any name,
+and the API key as the password. The API itself does not accept that login, so that no other site can use it.
+A page loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.charts import number
-from tinkex.server.app import Door, Endpoint, Http
+from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
 from tinkex.service.refusal import Caller
 from tinkex.svg import html_page, html_table, svg_chart
 from tinkex.types.checkpoints import Checkpoint, ListCheckpointsRequest
@@ -28,41 +28,41 @@ from tinkex.types.training import GetTrainingRunRequest, ListTrainingRunsRequest
 from tinkex.wire import ops
 
 CURVES = ("loss", "grad_norm", "learning_rate")
-MOST = 100  # runs on a page
+RUNS_PER_PAGE = 100
 _NOT_SHOWN = ("step", "time")
 _HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
 }
-_ASK = {"www-authenticate": 'Basic realm="Tinkex: any name, and your API key as the password"'}
+_LOGIN = {"www-authenticate": 'Basic realm="Tinkex: any name, and your API key as the password"'}
 _WHICH_KEY = "\nThe password is the key that your script uses: TINKER_API_KEY, or tml-local if none is set."
 
 
-def console_routes(door: Door) -> list[Route]:
-    async def runs(http: Http) -> Response:
-        request = ListTrainingRunsRequest(limit=MOST)
-        listed = await door.service.call(ops.LIST_TRAINING_RUNS, request, _admit(door, http))
+def console_routes(gateway: Gateway) -> list[Route]:
+    async def runs(http: IncomingRequest) -> Response:
+        request = ListTrainingRunsRequest(limit=RUNS_PER_PAGE)
+        listed = await gateway.service.call(ops.LIST_TRAINING_RUNS, request, _admit(gateway, http))
         return _page("Runs", _list(listed.training_runs, listed.cursor.total_count))
 
-    async def run(http: Http) -> Response:
-        caller, run_id = _admit(door, http), http.path_params["run_id"]
+    async def run(http: IncomingRequest) -> Response:
+        caller, run_id = _admit(gateway, http), http.path_params["run_id"]
         one = GetTrainingRunRequest(training_run_id=run_id)
-        found = await door.service.call(ops.GET_TRAINING_RUN, one, caller)
-        lines = await door.service.call(ops.GET_RUN_METRICS, one, caller)
-        saved = await door.service.call(
+        found = await gateway.service.call(ops.GET_TRAINING_RUN, one, caller)
+        lines = await gateway.service.call(ops.GET_RUN_METRICS, one, caller)
+        saved = await gateway.service.call(
             ops.LIST_CHECKPOINTS, ListCheckpointsRequest(training_run_id=run_id), caller
         )
-        # A long history is megabytes: the event loop has other things to do.
+        # A long history is megabytes: format it off the event loop.
         body = await asyncio.to_thread(lambda: _describe(found, _steps(lines), saved.checkpoints))
         return _page(f"Run {run_id}", body)
 
     return [
-        Route("/sessions", Endpoint(door, "console", runs, _refused), methods=["GET"]),
-        Route("/training_runs/{run_id}", Endpoint(door, "console", run, _refused), methods=["GET"]),
+        Route("/sessions", Endpoint(gateway, "console", runs, _page_error), methods=["GET"]),
+        Route("/training_runs/{run_id}", Endpoint(gateway, "console", run, _page_error), methods=["GET"]),
     ]
 
 
-def _admit(door: Door, http: Http) -> Caller:
+def _admit(gateway: Gateway, http: IncomingRequest) -> Caller:
     scheme, _, given = http.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -70,12 +70,12 @@ def _admit(door: Door, http: Http) -> Caller:
         except ValueError:  # neither base64 nor text
             name = password = ""
         http.headers["x-api-key"] = password or name
-    return door.admit(http)
+    return gateway.admit(http)
 
 
-def _refused(status: int, message: str, headers: dict[str, str] | None) -> Response:
+def _page_error(status: int, message: str, headers: dict[str, str] | None) -> Response:
     if status == 401:
-        message, headers = message + _WHICH_KEY, {**(headers or {}), **_ASK}
+        message, headers = message + _WHICH_KEY, {**(headers or {}), **_LOGIN}
     return Response(message, status, {**_HEADERS, **(headers or {})}, "text/plain")
 
 

@@ -1,11 +1,9 @@
-"""A connection's end of the server's: uvicorn's, but an answer that is small and whole leaves in one piece.
+"""uvicorn's HTTP protocol, with small complete responses sent in one write.
 
-uvicorn takes an answer apart as ASGI has it, checks each header and sends head and body one after the other:
-two calls of the kernel, two packets and two wake-ups of the client for each small answer. Promises: what is
-given to `scope[WHOLE]` is sent in one call at the end of this turn of the event loop, so that clients are
-woken when the server is about to rest; it says no where only the long way will do. A client that has been
-silent for too long is hung up on, as there, but by one timer instead of a new one for each answer. Does not
-check headers: they must be the server's own. Knows nothing of what is sent.
+uvicorn writes head and body separately: two system calls, two packets and two client wake-ups for each small
+response. `scope[SEND_WHOLE]` joins them, and writes at the end of the event loop's current iteration. It
+returns False where only the ASGI messages will do. One keep-alive timer per connection replaces one timer
+per response. Headers are not validated: they must be the server's own.
 """
 
 from __future__ import annotations
@@ -15,28 +13,28 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-WHOLE = "tinkex.whole"  # a key of the scope, where an application finds SendWhole
-LARGE = 64 * 1024  # bytes that are not worth copying
+SEND_WHOLE = "tinkex.send_whole"  # the scope's key for a SendWhole
+LARGE = 64 * 1024  # bytes; a larger body is not worth copying
 
-# The scope, status, headers and body; False if they were not taken, and have to be sent as ASGI has it.
+# (scope, status, headers, body) -> False if the caller has to send ASGI messages instead.
 SendWhole = Callable[[Any, int, Iterable[tuple[bytes, bytes]], bytes], bool]
 
 
-class Connection(HttpToolsProtocol):
-    """One client's connection."""
+class SingleWriteProtocol(HttpToolsProtocol):
+    """The protocol of one client connection."""
 
-    _idle_since: float | None = None  # None while a request is under way
+    _idle_since: float | None = None  # None while a request is being answered
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        # Of the connection, not of the cycle: that holds the scope, and each request would leave a circle.
-        self.scope[WHOLE] = self.send_whole  # type: ignore[literal-required]
+        # Bound to the connection, not to uvicorn's request cycle: that holds the scope, a reference cycle.
+        self.scope[SEND_WHOLE] = self.send_whole  # type: ignore[literal-required]
 
     def send_whole(
         self, scope: Any, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> bool:
         cycle = self.cycle
-        is_latest = cycle.scope is scope  # a client may have sent the next request without waiting
+        is_latest = cycle.scope is scope  # a client may pipeline the next request
         if not is_latest or cycle.response_started or scope["method"] == "HEAD":
             return False
         if self.flow.write_paused or not cycle.keep_alive or len(body) > LARGE:
@@ -57,25 +55,25 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
-            self._look_again(self.timeout_keep_alive)
+            self._start_timer(self.timeout_keep_alive)
 
-    def _look_again(self, seconds: float) -> None:
+    def _start_timer(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def _unset_keepalive_if_required(self) -> None:
-        self._idle_since = None  # the timer goes on, and finds this
+        self._idle_since = None  # the timer keeps running and reads this
         if self.transport.is_closing():
             super()._unset_keepalive_if_required()
 
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None
         if self._idle_since is None:
-            return  # the answer that is being made starts it anew
+            return  # the response under way starts the timer again
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
-            self._look_again(left)
+            self._start_timer(left)
         else:
             super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
-        self.loop.call_soon(super().shutdown)  # after what is about to be sent
+        self.loop.call_soon(super().shutdown)  # after the pending write

@@ -1,11 +1,11 @@
-"""Who is asking: API keys, and the short-lived tokens that they are exchanged for.
+"""Authentication: API keys, and the short-lived tokens that clients exchange them for.
 
     tml-…     an API key; the ledger holds its hash, `tinkex server keys` makes and revokes it
-    eyJ…      a JWT that this server gave for a key; it dies with the key
-    no keys   nobody ever made one: every well-formed key is a tenant of its own (this machine only)
+    eyJ…      a JWT issued here for a key; it is refused once the key is revoked
+    no keys   no key was ever made: every well-formed key is its own tenant (loopback only)
 
-Promises: a key is never stored, logged or shown again; a revoked one is refused within REFRESH seconds.
-Knows headers and the ledger's table of keys; knows nothing of operations.
+A key is never stored or logged. A revoked key is refused within REFRESH seconds. This module knows headers
+and the ledger's table of keys, and no operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,12 +32,12 @@ from tinkex.types.config import (
     UserDetails,
 )
 
-REFRESH = 2.0  # seconds that a look-up is believed, as another process may revoke a key
+REFRESH = 2.0  # seconds for which a look-up is cached; another process may revoke a key
 TOKEN_LIFE = 3600.0
 ORGANIZATION = "tinkex"
 WEIGHTS_TOKEN = "x-tinker-weights-access-token"
 _WELL_FORMED = re.compile(r"tml-[\x21-\x7e]{1,252}")
-_REMEMBERED = 4096
+_CACHE_SIZE = 4096
 
 NO_KEY = "no API key: send one that begins with 'tml-' in X-API-Key (for /v1: Authorization: Bearer …)"
 BAD_KEY = "this API key is unknown, revoked or expired"
@@ -47,9 +47,6 @@ MALFORMED = "an API key must begin with 'tml-' and have no spaces"
 class KeyTable(Protocol):
     """The part of the ledger that is about keys."""
 
-    def add_key(
-        self, *, name: str, note: str, hash: str, owner: str, project_id: str | None, created_at: float
-    ) -> KeyRow: ...
     def find_key(self, hash: str) -> KeyRow | None: ...
     def keys(self) -> list[KeyRow]: ...
     def revoke_key(self, key_id: int, at: float) -> bool: ...
@@ -57,7 +54,7 @@ class KeyTable(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Whom a credential speaks for. `key` is None where no keys are configured."""
+    """The user that a credential belongs to. `key` is None where no keys are configured."""
 
     user: str
     project: str | None
@@ -74,7 +71,7 @@ def new_key() -> str:
 
 
 def hash_key(key: str) -> str:
-    """Keys are random and long: a plain hash cannot be turned back."""
+    """A plain hash: keys are long and random, so that nobody can search for one."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -87,21 +84,21 @@ def credential(headers: Mapping[str, str]) -> str:
     return key.strip()
 
 
-class Auth:
-    """Tells callers apart, by the keys in a ledger."""
+class Authenticator:
+    """Identifies callers by the ledger's keys. `table` is a function: the service opens its ledger later."""
 
-    def __init__(self, table: KeyTable, secret: bytes) -> None:
+    def __init__(self, table: Callable[[], KeyTable], secret: bytes) -> None:
         self._table = table
         self._jwt_key = derive(secret, "tokens")
-        self._known: dict[bytes, tuple[Identity, float]] = {}  # by the credential's hash, until when
+        self._cache: dict[bytes, tuple[Identity, float]] = {}  # by the credential's hash; with its expiry
 
     @property
     def is_open(self) -> bool:
-        """True if no key was ever made. One that was revoked counts: revoking the last opens nothing."""
-        return not self._table.keys()
+        """True if no key was ever made. Revoking the last key does not make the server open."""
+        return not self._table().keys()
 
     def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
-        """On whose behalf a request with these headers is made; Refusal 401 if that is nobody."""
+        """The caller of a request with these headers; Refusal 401 if its credential is not accepted."""
         identity = self.identify(credential(headers))
         return Caller(
             identity.user, identity.project, public_url, same_machine,
@@ -111,15 +108,15 @@ class Auth:
     def identify(self, key: str) -> Identity:
         if not key:
             raise Refusal(401, NO_KEY)
-        # Not sha256, for which OpenSSL asks the kernel each time whether this is still the same process.
+        # blake2b: OpenSSL's sha256 makes a system call each time, to detect a fork.
         digest, now = hashlib.blake2b(key.encode()).digest(), time.monotonic()
-        known = self._known.get(digest)
+        known = self._cache.get(digest)
         if known is not None and now < known[1]:
             return known[0]
         identity = self._from_token(key) if key.startswith("eyJ") else self._from_key(key)
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        self._known[digest] = (identity, now + REFRESH)
+        if len(self._cache) >= _CACHE_SIZE:
+            self._cache.clear()
+        self._cache[digest] = (identity, now + REFRESH)
         return identity
 
     def _from_key(self, key: str) -> Identity:
@@ -128,7 +125,7 @@ class Auth:
         return self._from_hash(hash_key(key))
 
     def _from_hash(self, key_hash: str) -> Identity:
-        row = self._table.find_key(key_hash)
+        row = self._table().find_key(key_hash)
         if row is not None and hmac.compare_digest(row.hash, key_hash):
             return Identity(row.owner, row.project_id, key_hash, row)
         if self.is_open:
@@ -137,7 +134,7 @@ class Auth:
 
     # -- tokens ------------------------------------------------------------------------------------------
 
-    def issue(self, identity: Identity) -> AuthTokenResponse:
+    def issue_token(self, identity: Identity) -> AuthTokenResponse:
         now = int(time.time())
         claims = {
             "sub": identity.user,
@@ -158,8 +155,6 @@ class Auth:
             raise Refusal(401, BAD_KEY) from None
         return self._from_hash(claims["key"])
 
-    # -- a key about itself ------------------------------------------------------------------------------
-
     def describe(self, identity: Identity) -> ApiKeyResponse:
         key = identity.key
         return ApiKeyResponse(
@@ -173,7 +168,7 @@ class Auth:
         )
 
     def revoke(self, identity: Identity) -> None:
-        """A key gives itself up."""
+        """Revoke the key that the caller itself used."""
         if identity.key is not None:
-            self._table.revoke_key(identity.key.key_id, time.time())
-        self._known.clear()
+            self._table().revoke_key(identity.key.key_id, time.time())
+        self._cache.clear()

@@ -1,7 +1,7 @@
-"""Tokens into text, piece by piece: what of it is certain, without what stopped it.
+"""Incremental detokenization: the text that is certain so far, cut before a stop string.
 
-Promises: the pieces joined are the text, however the tokens were cut; half a character, or the beginning of
-what may become a stop string, is held back until it is known. Knows a tokenizer's `decode`, nothing else.
+The pieces join to the same text however the tokens are split. An incomplete character, and the beginning of a
+possible stop string, are held back until they are certain. Needs the tokenizer's `decode` alone.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-class TextStream:
-    """One sequence's text.
+class Detokenizer:
+    """The text of one sequence.
 
-    >>> text = TextStream(tokenizer, stop=["END"])              # doctest: +SKIP
+    >>> text = Detokenizer(tokenizer, stop=["END"])             # doctest: +SKIP
     >>> text.add([72, 105]) + text.finish()                     # doctest: +SKIP
     'Hi'
     """
@@ -24,29 +24,29 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
-        self._context = 0  # from here tokens are decoded together with the new ones: some join with a space
-        self._decoded = 0  # up to here tokens have become text
+        self._context = 0  # new tokens are decoded together with those from here: some join with a space
+        self._decoded = 0  # tokens before this index are in the text
         self._text = ""
-        self._said = 0
+        self._emitted = 0
         self._stopped = False
 
     @property
     def text(self) -> str:
-        """All that is certain so far."""
-        return self._text[: self._said]
+        """The text emitted so far."""
+        return self._text[: self._emitted]
 
     def add(self, tokens: Iterable[int]) -> str:
-        """The text that has become certain with these tokens."""
+        """The text that these tokens make certain."""
         self._tokens.extend(tokens)
-        self._take()
-        return self._say(self._held_back())
+        self._decode_new()
+        return self._emit(self._held_back())
 
     def finish(self) -> str:
-        """What is left, now that no more tokens come."""
-        self._take(unfinished=True)
-        return self._say(0)
+        """The rest, when no more tokens come."""
+        self._decode_new(unfinished=True)
+        return self._emit(0)
 
-    def _take(self, unfinished: bool = False) -> None:
+    def _decode_new(self, unfinished: bool = False) -> None:
         if self._stopped:
             return
         known = self._decode(self._tokens[self._context : self._decoded])
@@ -67,12 +67,12 @@ class TextStream:
     def _held_back(self) -> int:
         """How many characters at the end could be the beginning of a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for size in range(min(longest, len(self._text) - self._said), 0, -1):
+        for size in range(min(longest, len(self._text) - self._emitted), 0, -1):
             if any(stop.startswith(self._text[-size:]) for stop in self._stop):
                 return size
         return 0
 
-    def _say(self, held_back: int) -> str:
-        end = max(self._said, len(self._text) - held_back)
-        piece, self._said = self._text[self._said : end], end
+    def _emit(self, held_back: int) -> str:
+        end = max(self._emitted, len(self._text) - held_back)
+        piece, self._emitted = self._text[self._emitted : end], end
         return piece

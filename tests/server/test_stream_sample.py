@@ -15,7 +15,7 @@ import pytest
 from tests.server.conftest import KEY, Running
 from tests.service.harness import User, serving
 from tinkex.engine.protocol import EngineConfig
-from tinkex.server import streams
+from tinkex.server import stream_sample
 from tinkex.service.streams import SampleEvents
 from tinkex.types.data import ModelInput
 from tinkex.types.params import SamplingParams
@@ -156,7 +156,7 @@ def test_a_sample_that_is_asked_for_when_streams_have_been_ended_is_refused(
         while all(c.cycle is None or c.cycle.response_complete for c in connections):
             await asyncio.sleep(0.01)  # until the request has begun
         server.server.stop()
-        while not server.server.door.draining:
+        while not server.server.gateway.draining:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # nothing else was under way
 
@@ -177,7 +177,7 @@ async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -
         params = SamplingParams(max_tokens=50, stop=[])
         request = SampleRequest(ModelInput.from_ints([1]), params, 1, sampler)
         events = await SampleEvents.open(service, request, user.caller)
-        response = streams._Streamed(events)
+        response = stream_sample.SampleStreamResponse(events)
 
         async def broken(*_: Any) -> Any:
             raise OSError("nobody is there")
@@ -200,7 +200,7 @@ async def test_silence_is_filled_with_comments() -> None:
         await asyncio.sleep(0.15)
         yield b"last"
 
-    chunks = [chunk async for chunk in streams.kept_alive(slow(), every=0.04)]
+    chunks = [chunk async for chunk in stream_sample.with_pings(slow(), every=0.04)]
     assert (chunks[0], chunks[-1]) == (b"first", b"last")
     assert chunks.count(b": still here\n\n") >= 2
 

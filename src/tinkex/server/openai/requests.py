@@ -1,8 +1,8 @@
-"""What an OpenAI client asks for, read into what a sampler understands.
+"""OpenAI's request bodies, read into sampling parameters and prompts of tokens.
 
-Promises: what would change the answer and is not offered is refused by name; what changes nothing is ignored;
-every value is checked here, with a message that names the field. Knows OpenAI's fields and the tokenizer's
-chat template; knows nothing of HTTP.
+A field that would change the answer and is not supported is refused by name; one that changes nothing is
+ignored. Every value is checked here, with a message that names the field. This module knows OpenAI's fields
+and the tokenizer's chat template, and no HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkex.types.params import SamplingParams
 MOST_CHOICES = 128
 MOST_PROMPTS = 256
 MOST_ALTERNATIVES = 20
-COMPLETION_TOKENS = 16  # what OpenAI draws when a completion does not say
+COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of a completion
 
 _SHARED = {
     "model", "n", "stream", "stream_options", "temperature", "top_p", "top_k", "stop", "seed", "max_tokens",
@@ -29,7 +29,7 @@ _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls",
 }  # fmt: skip
-# Known, and harmless as long as they say nothing else than this.
+# Accepted with these values only, which mean that the feature is off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _COMPLETION = _SHARED | {"prompt", "echo", "best_of"}
 _CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-# Of chat_template_kwargs: what is not for the template, but says what becomes of the text that it gives.
+# Not allowed in chat_template_kwargs: arguments of `apply_chat_template` itself, not of the template.
 _RESERVED = {
     "self", "tokenizer", "conversation", "messages", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens", "padding",
@@ -54,16 +54,16 @@ _RESERVED = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """One request: prompts as tokens, and how to continue each of them."""
 
     prompts: list[list[int]]
     params: SamplingParams
     choices: int
-    alternatives: int | None  # logprobs of this many likely tokens beside the drawn one; None: no logprobs
+    alternatives: int | None  # top-k logprobs beside the sampled token's; None: no logprobs at all
     stop: list[str]
     echo: bool = False
-    score_only: bool = False  # max_tokens 0: nothing is drawn, only the prompt is looked at
+    score_only: bool = False  # max_tokens 0 with echo: only the prompt is scored
     stream: bool = False
     stream_usage: bool = False
 
@@ -72,7 +72,7 @@ def model_of(fields: Mapping[str, Any]) -> str:
     return _typed(fields, "model", str, None)
 
 
-def read_completion(fields: Mapping[str, Any], tokenizer: Any) -> Asked:
+def read_completion(fields: Mapping[str, Any], tokenizer: Any) -> CompletionRequest:
     _check_names(fields, _COMPLETION)
     alternatives, echo = _whole(fields, "logprobs", None, 0, MOST_ALTERNATIVES), _flag(fields, "echo")
     most = _whole(fields, "max_tokens", COMPLETION_TOKENS, 0)
@@ -83,13 +83,13 @@ def read_completion(fields: Mapping[str, Any], tokenizer: Any) -> Asked:
         raise InvalidInputError(
             f"best_of is not offered here (unless it equals n), got {fields['best_of']!r}"
         )
-    return Asked(
+    return CompletionRequest(
         _prompts(fields.get("prompt"), tokenizer), _params(fields, most or 1), choices, alternatives,
         _stops(fields), echo, most == 0, *_streaming(fields),
     )  # fmt: skip
 
 
-def read_chat(fields: Mapping[str, Any], tokenizer: Any) -> Asked:
+def read_chat(fields: Mapping[str, Any], tokenizer: Any) -> CompletionRequest:
     _check_names(fields, _CHAT)
     most = _whole(fields, "max_completion_tokens", _whole(fields, "max_tokens", None, 1), 1)
     alternatives = _whole(fields, "top_logprobs", None, 0, MOST_ALTERNATIVES)
@@ -103,7 +103,7 @@ def read_chat(fields: Mapping[str, Any], tokenizer: Any) -> Asked:
         raise InvalidInputError(f"chat_template_kwargs must not have {', '.join(sorted(reserved))}")
     prompt = render_chat(tokenizer, _messages(fields.get("messages")), **more)
     choices = _whole(fields, "n", 1, 1, MOST_CHOICES) or 1
-    return Asked(
+    return CompletionRequest(
         [prompt], _params(fields, most), choices, alternatives, _stops(fields), False, False,
         *_streaming(fields),
     )  # fmt: skip
@@ -218,11 +218,8 @@ def _message(message: AnyJson, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         parts: list[AnyJson] = content
         for part in parts:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
+            kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("", None)
+            if kind != "text" or not isinstance(text, str):
                 raise InvalidInputError(
                     f"{where}.content: this model reads text parts alone, got {str(part)[:80]}"
                 )

@@ -12,10 +12,10 @@ import jwt
 import pytest
 
 from tests.server.conftest import KEY, OTHER_KEY, Running
-from tinkex.server import auth as module
-from tinkex.server.auth import Auth, hash_key, new_key
+from tinkex.server import api_keys as module
+from tinkex.server.api_keys import Authenticator, hash_key, new_key
 from tinkex.server.serve import Server, StartError
-from tinkex.server.signing import Signer, WeightsTokens, derive, home_secret
+from tinkex.server.signing import DownloadSigner, WeightsTokens, derive, home_secret
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
 
@@ -37,7 +37,7 @@ def add(ledger: Ledger, name: str, *, owner: str = "alice", project: str | None 
     return key
 
 
-def status_of(auth: Auth, key: str) -> int:
+def status_of(auth: Authenticator, key: str) -> int:
     try:
         auth.identify(key)
     except Refusal as refusal:
@@ -49,7 +49,7 @@ def status_of(auth: Auth, key: str) -> int:
 
 
 def test_without_keys_every_well_formed_key_is_a_tenant(ledger: Ledger) -> None:
-    auth = Auth(ledger, SECRET)
+    auth = Authenticator(lambda: ledger, SECRET)
     assert auth.is_open
     assert auth.identify("tml-a").user == auth.identify("tml-a").user
     assert auth.identify("tml-a").user != auth.identify("tml-b").user
@@ -60,7 +60,7 @@ def test_without_keys_every_well_formed_key_is_a_tenant(ledger: Ledger) -> None:
 
 def test_with_keys_only_those_are_taken(ledger: Ledger) -> None:
     key = add(ledger, "laptop", project="p1")
-    auth = Auth(ledger, SECRET)
+    auth = Authenticator(lambda: ledger, SECRET)
     caller = auth.caller({"x-api-key": key}, "http://here", same_machine=True)
     assert (caller.user, caller.project, caller.public_url, caller.same_machine) == (
         "alice",
@@ -74,7 +74,7 @@ def test_with_keys_only_those_are_taken(ledger: Ledger) -> None:
 
 def test_a_bearer_token_is_a_key_too(ledger: Ledger) -> None:
     key = add(ledger, "laptop")
-    auth = Auth(ledger, SECRET)
+    auth = Authenticator(lambda: ledger, SECRET)
     assert auth.caller({"authorization": f"Bearer {key}"}).user == "alice"
     with pytest.raises(Refusal):
         auth.caller({"authorization": f"Basic {key}"})
@@ -83,8 +83,8 @@ def test_a_bearer_token_is_a_key_too(ledger: Ledger) -> None:
 def test_revoking_the_last_key_opens_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH", 0.0)
     key = add(ledger, "laptop")
-    auth = Auth(ledger, SECRET)
-    token = auth.issue(auth.identify(key)).jwt
+    auth = Authenticator(lambda: ledger, SECRET)
+    token = auth.issue_token(auth.identify(key)).jwt
     assert status_of(auth, token) == 200
     ledger.revoke_key(1, time.time())
     assert not auth.is_open
@@ -93,7 +93,7 @@ def test_revoking_the_last_key_opens_nothing(ledger: Ledger, monkeypatch: pytest
 
 def test_look_ups_are_believed_for_a_moment(ledger: Ledger) -> None:
     key = add(ledger, "laptop")
-    auth = Auth(ledger, SECRET)
+    auth = Authenticator(lambda: ledger, SECRET)
     auth.identify(key)
     ledger.revoke_key(1, time.time())
     assert status_of(auth, key) == 200
@@ -101,7 +101,7 @@ def test_look_ups_are_believed_for_a_moment(ledger: Ledger) -> None:
 
 def test_only_a_hash_is_kept(ledger: Ledger, tmp_path: Path) -> None:
     key = add(ledger, "laptop")
-    Auth(ledger, SECRET).identify(key)
+    Authenticator(lambda: ledger, SECRET).identify(key)
     kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert key.encode() not in kept
     assert key[4:].encode() not in kept
@@ -111,9 +111,9 @@ def test_only_a_hash_is_kept(ledger: Ledger, tmp_path: Path) -> None:
 
 
 def test_a_token_says_who_and_until_when(ledger: Ledger) -> None:
-    auth = Auth(ledger, SECRET)
+    auth = Authenticator(lambda: ledger, SECRET)
     identity = auth.identify(add(ledger, "laptop"))
-    claims = jwt.decode(auth.issue(identity).jwt, options={"verify_signature": False})
+    claims = jwt.decode(auth.issue_token(identity).jwt, options={"verify_signature": False})
     assert (claims["sub"], claims["org_id"], claims["email"]) == ("alice", "tinkex", "alice@localhost")
     assert 3000 < claims["exp"] - time.time() <= 3600
 
@@ -121,17 +121,21 @@ def test_a_token_says_who_and_until_when(ledger: Ledger) -> None:
 @pytest.mark.parametrize("change", [{"exp": 1}, {"key": "0" * 64}, {"sub": None}])
 def test_tokens_that_are_not_ours(ledger: Ledger, change: dict[str, object]) -> None:
     key = add(ledger, "laptop")
-    auth = Auth(ledger, SECRET)
-    claims = jwt.decode(auth.issue(auth.identify(key)).jwt, options={"verify_signature": False}) | change
+    auth = Authenticator(lambda: ledger, SECRET)
+    claims = (
+        jwt.decode(auth.issue_token(auth.identify(key)).jwt, options={"verify_signature": False}) | change
+    )
     claims = {k: v for k, v in claims.items() if v is not None}
     assert status_of(auth, jwt.encode(claims, derive(SECRET, "tokens"), "HS256")) == 401
 
 
 def test_a_token_of_another_server_or_of_no_algorithm_is_refused(ledger: Ledger) -> None:
     key = add(ledger, "laptop")
-    auth = Auth(ledger, SECRET)
-    claims = jwt.decode(auth.issue(auth.identify(key)).jwt, options={"verify_signature": False})
-    assert status_of(auth, Auth(ledger, bytes(32)).issue(auth.identify(key)).jwt) == 401
+    auth = Authenticator(lambda: ledger, SECRET)
+    claims = jwt.decode(auth.issue_token(auth.identify(key)).jwt, options={"verify_signature": False})
+    assert (
+        status_of(auth, Authenticator(lambda: ledger, bytes(32)).issue_token(auth.identify(key)).jwt) == 401
+    )
     assert status_of(auth, jwt.encode(claims, None, "none")) == 401
     assert status_of(auth, "eyJhbGciOi.broken") == 401
 
@@ -183,15 +187,15 @@ def test_keys_are_never_logged(start: Callable[..., Running], caplog: pytest.Log
 
 
 def test_a_link_is_good_for_its_path_until_its_end() -> None:
-    signer = Signer(SECRET)
+    signer = DownloadSigner(SECRET)
     query = dict(part.split("=") for part in signer.sign("a/b c", 1000.9).split("?")[1].split("&"))
-    assert signer.allows("a/b c", query["expires"], query["signature"], now=999)
-    assert not signer.allows("a/b c", query["expires"], query["signature"], now=1000)
-    assert not signer.allows("a/b", query["expires"], query["signature"], now=999)
-    assert not signer.allows("a/b c", "2000", query["signature"], now=999)
-    assert not signer.allows("a/b c", "²000", query["signature"], now=999)
-    assert not signer.allows("a/b c", "", "", now=999)
-    assert not Signer(bytes(32)).allows("a/b c", query["expires"], query["signature"], now=999)
+    assert signer.verify("a/b c", query["expires"], query["signature"], now=999)
+    assert not signer.verify("a/b c", query["expires"], query["signature"], now=1000)
+    assert not signer.verify("a/b", query["expires"], query["signature"], now=999)
+    assert not signer.verify("a/b c", "2000", query["signature"], now=999)
+    assert not signer.verify("a/b c", "²000", query["signature"], now=999)
+    assert not signer.verify("a/b c", "", "", now=999)
+    assert not DownloadSigner(bytes(32)).verify("a/b c", query["expires"], query["signature"], now=999)
 
 
 def test_the_secret_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_the_secret_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
 
 def test_links_lead_nowhere_else(server: Running) -> None:
     home = server.server.config.service.home
-    signer = Signer(home_secret(home))
+    signer = DownloadSigner(home_secret(home))
     (home / "file").write_bytes(b"content")
     (home / "out").symlink_to("/etc")
     soon = time.time() + 60
@@ -234,15 +238,15 @@ def test_tokenizer_files(server: Running, tokenizer_dir: Path) -> None:
 def test_a_weights_token_opens_one_run_for_a_while() -> None:
     tokens, later = WeightsTokens(SECRET), time.time() + 60
     token = tokens.issue("a:train:0", later)
-    assert tokens.opened(token) == "a:train:0"
-    assert tokens.opened(tokens.issue("a:train:0", time.time() - 1)) is None
+    assert tokens.run_of(token) == "a:train:0"
+    assert tokens.run_of(tokens.issue("a:train:0", time.time() - 1)) is None
     expires, signature, run = token.split(".")
     for bad in (
         "", "..", f"{expires}.{signature}.b:train:0", f"{int(expires) + 1}.{signature}.{run}",
         f"{expires}..{run}", f"{expires}.\u00fc.{run}", f"{'9' * 40}.{signature}.{run}",
         WeightsTokens(b"another").issue(run, later),
     ):  # fmt: skip
-        assert tokens.opened(bad) is None, bad
+        assert tokens.run_of(bad) is None, bad
 
 
 def test_weights_are_read_with_a_token_in_the_header(start: Callable[..., Running], tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Web pages that show runs to a person."""

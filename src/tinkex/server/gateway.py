@@ -1,0 +1,223 @@
+"""What every endpoint shares: authentication, request ids, error responses, long polls and draining.
+
+An error response is JSON with a length. It is never compressed and never a 409, which official clients retry
+for five minutes. An internal error is a 500 that names the request id and nothing else. This module knows
+HTTP and the service's calls; app.py knows which operation has which route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any
+
+import orjson
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinkex import tracing
+from tinkex.config import is_loopback
+from tinkex.engine.protocol import EngineError
+from tinkex.errors import InvalidInputError
+from tinkex.server.api_keys import Authenticator
+from tinkex.server.bodies import BodyCodec, ClientDisconnected
+from tinkex.server.metrics import Metrics
+from tinkex.server.uvicorn_protocol import SEND_WHOLE, SendWhole
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.service import Service
+from tinkex.types.futures import Pending
+from tinkex.wire import codec, ops
+from tinkex.wire.ops import Op
+
+log = logging.getLogger("tinkex.server")
+
+JSON = {"content-type": codec.JSON}
+NOT_READY = "the server is starting, or stopping: ask again in a moment"
+_CLIENT_GONE = 499  # for the log and the metrics; no response is sent
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class IncomingRequest:
+    """An HTTP request as handlers read it. Starlette's own class costs more per request."""
+
+    __slots__ = ("headers", "receive", "scope")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.scope, self.receive = scope, receive
+        # uvicorn gives header names in lower case.
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+    @property
+    def path_params(self) -> dict[str, Any]:
+        return self.scope.get("path_params", {})
+
+    @property
+    def query(self) -> dict[str, str]:
+        text = self.scope["query_string"]
+        return dict(QueryParams(text)) if text else {}
+
+
+Handler = Callable[[IncomingRequest], Awaitable[Response]]
+
+
+class BufferedResponse(Response):
+    """A response with a complete body. Cheaper than Starlette's: a sample takes two of them."""
+
+    def __init__(self, body: bytes, content_type: str, status: int = 200, encoding: str = "") -> None:
+        self.status_code, self.body, self.background = status, body, None
+        self.raw_headers = [
+            (b"content-type", content_type.encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        if encoding:
+            self.raw_headers += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_whole: SendWhole | None = scope.get(SEND_WHOLE)
+        if send_whole is None or not send_whole(scope, self.status_code, self.raw_headers, self.body):
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            await send({"type": "http.response.body", "body": self.body})
+
+
+def tinker_error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error response as Tinker clients read it."""
+    status = 422 if status == 409 else status
+    return Response(orjson.dumps({"detail": message}), status, {**JSON, **(headers or {})})
+
+
+class Gateway:
+    """The service, and what stands between it and HTTP."""
+
+    def __init__(
+        self,
+        service: Service,
+        authenticator: Authenticator,
+        bodies: BodyCodec,
+        metrics: Metrics,
+        public_url: str = "",
+    ) -> None:
+        self.service = service
+        self.authenticator = authenticator
+        self.bodies = bodies
+        self.metrics = metrics
+        self.draining = False
+        self._public_url = public_url
+        self._polls: set[asyncio.Task[Any]] = set()
+        self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
+
+    def admit(self, http: IncomingRequest) -> Caller:
+        """The caller; Refusal if the key is not accepted, or the service is not ready."""
+        if not self.service.ready:
+            raise Refusal(503, NOT_READY)
+        headers = http.headers
+        url = self._public_url or f"{http.scope['scheme']}://{headers.get('host', '')}"
+        return self.authenticator.caller(headers, url, self._is_same_machine(http))
+
+    def _is_same_machine(self, http: IncomingRequest) -> bool:
+        # A proxy on this machine connects from loopback too, on behalf of a client elsewhere.
+        proxied = "x-forwarded-for" in http.headers or "forwarded" in http.headers
+        peer = http.scope.get("client")
+        return not proxied and not self._public_url and peer is not None and _is_loopback_host(peer[0])
+
+    def request_id(self, http: IncomingRequest) -> str:
+        given = http.headers.get("x-request-id")
+        if given and _REQUEST_ID.fullmatch(given):
+            return given
+        return f"{self._process}-{next(self._count)}"
+
+    async def long_poll(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
+        """Wait for a result. A server that drains answers "pending", and clients poll its successor."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._polls.add(task)
+        try:
+            return await self.service.call(op, request, caller)
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+            task.uncancel()
+            if op is ops.RETRIEVE_FUTURES:
+                raise Refusal(503, NOT_READY) from None
+            return Pending(request.request_id)
+        finally:
+            self._polls.discard(task)
+
+    async def drain(self, seconds: float) -> None:
+        """Give open polls and streams `seconds` to finish, then end them."""
+        self.draining = True
+        if not self.service.ready:
+            return
+        if open_requests := {*self._polls, *self.service.samplers.running}:
+            await asyncio.wait(open_requests, timeout=seconds)
+        for task in self._polls:
+            task.cancel()
+        await self.service.samplers.stop()  # each open stream ends with a failure event
+
+
+@lru_cache(maxsize=1024)
+def _is_loopback_host(host: str) -> bool:
+    return is_loopback(f"//[{host}]" if ":" in host else f"//{host}")
+
+
+class Endpoint:
+    """A handler as an ASGI application, with tracing, metrics and error responses around it."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        name: str,
+        handler: Handler,
+        error_response: Callable[[int, str, dict[str, str] | None], Response] = tinker_error,
+    ) -> None:
+        self._gateway, self._name, self._handler, self._error_response = (
+            gateway,
+            name,
+            handler,
+            error_response,
+        )
+        self._span = f"server {name}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, http = time.perf_counter(), IncomingRequest(scope, receive)
+        request_id = self._gateway.request_id(http)
+        if tracing.is_on():
+            with tracing.span(self._span, kind="server", parent=tracing.extract(http.headers)):
+                response = await self._handle(http, request_id)
+        else:
+            response = await self._handle(http, request_id)
+        response.raw_headers.append((b"x-request-id", request_id.encode()))
+        self._gateway.metrics.count_request(self._name, response.status_code)
+        if log.isEnabledFor(logging.DEBUG):
+            took = (time.perf_counter() - began) * 1000
+            log.debug("%s %s %d %.1f ms", request_id, self._name, response.status_code, took)
+        if response.status_code != _CLIENT_GONE:
+            await response(scope, receive, send)
+
+    async def _handle(self, http: IncomingRequest, request_id: str) -> Response:
+        try:
+            return await self._handler(http)
+        except Exception as error:
+            return self._failure(error, request_id)
+
+    def _failure(self, error: Exception, request_id: str) -> Response:
+        respond = self._error_response
+        match error:
+            case Refusal(status=status, message=message):
+                return respond(status, message, {"retry-after": "1"} if status in (429, 503) else None)
+            case InvalidInputError():
+                return respond(422, str(error), None)
+            case EngineError(category=category, message=message):
+                return respond(422 if category == "user" else 500, message, None)
+            case ClientDisconnected():
+                return Response(status_code=_CLIENT_GONE)
+            case _:
+                log.error("%s failed (request %s)", self._name, request_id, exc_info=error)
+                return respond(500, f"the server failed; its log says why at request {request_id}", None)

@@ -1,0 +1,331 @@
+"""/v1/models, /v1/completions and /v1/chat/completions, streaming included, as OpenAI's client expects them.
+
+The model is a base model's name or the tinker:// path of a published adapter. Requests go through the
+service's operations, with one session and one sampling session for each user and model. This module knows no
+engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from tinkex._version import __version__
+from tinkex.errors import InvalidInputError, RequestErrorCategory, TokenizerError
+from tinkex.server.bodies import read_body, unless_disconnected
+from tinkex.server.gateway import JSON, Endpoint, Gateway, IncomingRequest
+from tinkex.server.openai.replies import CompletionReply, ReplyFormat, chat_format, completion_format, usage
+from tinkex.server.openai.requests import CompletionRequest, model_of, read_chat, read_completion
+from tinkex.server.stream_sample import SSE_HEADERS, server_sent, with_pings
+from tinkex.service.engines import BaseModel
+from tinkex.service.published import name_of
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.service import Service
+from tinkex.service.streams import SampleEvents
+from tinkex.tokenizers import load_tokenizer_async
+from tinkex.types.base import AnyJson
+from tinkex.types.config import EmptyRequest
+from tinkex.types.data import ModelInput
+from tinkex.types.futures import Pending, RequestFailedResponse
+from tinkex.types.outputs import NewTokens, SampleResponse
+from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleEvent, SampleRequest
+from tinkex.types.sessions import CreateSessionRequest
+from tinkex.wire import ops
+
+CACHED_SAMPLERS = 1024
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+
+
+def openai_error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error response as OpenAI's client reads it."""
+    status = 400 if status == 422 else status
+    body = orjson.dumps({"error": _error_fields(status, message)})
+    return Response(body, status, {**JSON, **(headers or {})})
+
+
+def _error_fields(status: int, message: str) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = "context_length_exceeded" if message.startswith("Prompt length plus") else _CODES.get(status)
+    return {"message": message, "type": kind, "param": None, "code": code}
+
+
+def _failure(outcome: RequestFailedResponse) -> Refusal:
+    return Refusal(400 if outcome.category is RequestErrorCategory.User else 500, outcome.error)
+
+
+# -- samplers --------------------------------------------------------------------------------------------
+
+SamplerKey = tuple[str, str | None, str]  # user, project, weights
+
+
+@dataclass
+class CachedSampler:
+    """A sampling session shared by one user's requests for one model."""
+
+    key: SamplerKey
+    id: str
+    base_model: str
+    seq_ids: itertools.count[int] = field(default_factory=itertools.count)
+
+
+class SamplerCache:
+    """Sampling sessions, opened on first use, one for each user and set of weights."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._samplers: OrderedDict[SamplerKey, CachedSampler] = OrderedDict()
+        self._opening = asyncio.Lock()
+
+    async def get(self, model: str, caller: Caller) -> CachedSampler:
+        key = (caller.user, caller.project, self._weights(model, caller))
+        async with self._opening:
+            sampler = self._samplers.get(key)
+            if sampler is None:
+                sampler = self._samplers[key] = await self._open(model, key, caller)
+                if len(self._samplers) > CACHED_SAMPLERS:
+                    self._samplers.popitem(last=False)
+            self._samplers.move_to_end(key)
+            return sampler
+
+    def _weights(self, model: str, caller: Caller) -> str:
+        """What `model` names now: a checkpoint may have been replaced, deleted or made private."""
+        if not model.startswith("tinker://"):
+            return model
+        return name_of(model, self._service.core.checkpoint(model, caller).created_at)
+
+    def drop(self, sampler: CachedSampler) -> None:
+        self._samplers.pop(sampler.key, None)
+
+    async def _open(self, model: str, key: SamplerKey, caller: Caller) -> CachedSampler:
+        call, is_path = self._service.call, model.startswith("tinker://")
+        session = await call(
+            ops.CREATE_SESSION,
+            CreateSessionRequest(tags=["openai"], user_metadata={}, sdk_version=__version__),
+            caller,
+        )
+        request = CreateSamplingSessionRequest(
+            session_id=session.session_id,
+            sampling_session_seq_id=0,
+            base_model=None if is_path else model,
+            model_path=model if is_path else None,
+        )
+        opened = await call(ops.CREATE_SAMPLING_SESSION, request, caller)
+        about = await call(ops.GET_SAMPLER, GetSamplerRequest(sampler_id=opened.sampling_session_id), caller)
+        return CachedSampler(key, opened.sampling_session_id, about.base_model)
+
+
+# -- endpoints -------------------------------------------------------------------------------------------
+
+
+def openai_routes(gateway: Gateway) -> list[Route]:
+    """The routes under /v1."""
+    samplers = SamplerCache(gateway.service)
+
+    async def models(http: IncomingRequest) -> Response:
+        listed = await _models(gateway.service, gateway.admit(http))
+        return Response(orjson.dumps({"object": "list", "data": listed}), 200, JSON)
+
+    async def model(http: IncomingRequest) -> Response:
+        caller, name = gateway.admit(http), http.path_params["model"]
+        about = next((m for m in await _models(gateway.service, caller) if m["id"] == name), None)
+        if about is None:
+            # A published adapter, or another spelling of a base model's name; refused if it is neither.
+            await samplers.get(name, caller)
+            about = _model(name)
+        return Response(orjson.dumps(about), 200, JSON)
+
+    async def completions(http: IncomingRequest) -> Response:
+        return await _complete(gateway, samplers, http, chat=False)
+
+    async def chat(http: IncomingRequest) -> Response:
+        return await _complete(gateway, samplers, http, chat=True)
+
+    table = [
+        ("/v1/models", "GET", "openai_models", models),
+        ("/v1/models/{model:path}", "GET", "openai_model", model),
+        ("/v1/completions", "POST", "openai_completions", completions),
+        ("/v1/chat/completions", "POST", "openai_chat", chat),
+    ]
+    return [
+        Route(path, Endpoint(gateway, name, handler, openai_error), methods=[method])
+        for path, method, name, handler in table
+    ]
+
+
+async def _models(service: Service, caller: Caller) -> list[dict[str, Any]]:
+    known = await service.call(ops.GET_SERVER_CAPABILITIES, EmptyRequest(), caller)
+    return [_model(model.model_name) for model in known.supported_models]
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tinkex"}
+
+
+async def _complete(
+    gateway: Gateway, samplers: SamplerCache, http: IncomingRequest, *, chat: bool
+) -> Response:
+    caller, service = gateway.admit(http), gateway.service
+    fields = await _fields(gateway, http)
+    name = model_of(fields)
+    sampler = await samplers.get(name, caller)
+    base = service.core.engines.find(sampler.base_model)
+    tokenizer = await _tokenizer(base)
+    request = await asyncio.to_thread(read_chat if chat else read_completion, fields, tokenizer)
+    token_bytes = (await base.stop_bytes([])).token_bytes if request.alternatives is not None else ()
+    frame = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": name,
+    }
+    reply_format = (chat_format if chat else completion_format)(frame)
+    opening = [
+        _open_stream(service, _sample_request(request, prompt, sampler), caller) for prompt in request.prompts
+    ]
+    try:
+        streams = await unless_disconnected(http.receive, asyncio.gather(*opening))
+    except Refusal as refusal:
+        if refusal.status in (404, 410):
+            samplers.drop(sampler)  # its session was closed; the next request opens another
+        raise
+    reply = CompletionReply(request, tokenizer, token_bytes, base.eos_ids())
+    if request.stream:
+        return StreamingResponse(with_pings(_sse_chunks(streams, reply, reply_format)), headers=SSE_HEADERS)
+    await unless_disconnected(http.receive, _collect_all(streams, reply))
+    return Response(orjson.dumps(reply_format.whole(reply)), 200, JSON)
+
+
+async def _fields(gateway: Gateway, http: IncomingRequest) -> dict[str, Any]:
+    body = await read_body(http.receive, http.headers, gateway.bodies.limit)
+    try:
+        fields: AnyJson = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInputError(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidInputError("the body must be a JSON object")
+    return fields
+
+
+async def _tokenizer(base: BaseModel) -> Any:
+    directory = await asyncio.to_thread(base.tokenizer_dir)
+    if directory is None:
+        raise Refusal(422, f"{base.name} has no tokenizer on this server: it samples tokens, not text")
+    try:
+        return await load_tokenizer_async(base.name, directory=directory)
+    except TokenizerError as error:
+        raise Refusal(503, str(error)) from None
+
+
+def _sample_request(
+    request: CompletionRequest, prompt: Sequence[int], sampler: CachedSampler
+) -> SampleRequest:
+    wants_prompt = request.echo and request.alternatives is not None
+    return SampleRequest(
+        prompt=ModelInput.from_ints(list(prompt)),
+        sampling_params=request.params,
+        num_samples=request.choices,
+        sampling_session_id=sampler.id,
+        seq_id=next(sampler.seq_ids),
+        prompt_logprobs=wants_prompt,
+        topk_prompt_logprobs=(request.alternatives or 0) if wants_prompt else 0,
+        topk_sample_logprobs=request.alternatives or 0,
+    )
+
+
+# -- samples ---------------------------------------------------------------------------------------------
+
+
+async def _open_stream(
+    service: Service, request: SampleRequest, caller: Caller
+) -> AsyncIterator[SampleEvent]:
+    """Sample, and wait for the first event: what fails before that is an HTTP error, not a streamed one."""
+    events = _events(await SampleEvents.open(service, request, caller))
+    first = await anext(events)
+    if isinstance(first, RequestFailedResponse):
+        raise _failure(first)
+
+    async def with_first() -> AsyncIterator[SampleEvent]:
+        async with aclosing(events):  # type: ignore[type-var]
+            yield first
+            async for event in events:
+                yield event
+
+    return with_first()
+
+
+async def _events(stream: SampleEvents) -> AsyncIterator[SampleEvent]:
+    """Tokens, and the response or failure at the end. Closing it cancels the sample."""
+    async with aclosing(stream) as events:
+        async for event in events:
+            if not isinstance(event, Pending):
+                yield event
+
+
+async def _collect_all(streams: Sequence[AsyncIterator[SampleEvent]], reply: CompletionReply) -> None:
+    """The samples of all prompts; a failure cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for prompt, events in enumerate(streams):
+                group.create_task(_collect(events, prompt, reply))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _collect(events: AsyncIterator[SampleEvent], prompt: int, reply: CompletionReply) -> None:
+    async with aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            if isinstance(event, RequestFailedResponse):
+                raise _failure(event)
+            if isinstance(event, SampleResponse):
+                reply.finish(prompt, event)
+
+
+async def _sse_chunks(
+    streams: Sequence[AsyncIterator[SampleEvent]], reply: CompletionReply, reply_format: ReplyFormat
+) -> AsyncIterator[bytes]:
+    """Deltas of all choices, merged in the order in which they are sampled."""
+    merged: asyncio.Queue[tuple[int, SampleEvent]] = asyncio.Queue()
+
+    async def forward(prompt: int, events: AsyncIterator[SampleEvent]) -> None:
+        async with aclosing(events):  # type: ignore[type-var]
+            async for event in events:
+                merged.put_nowait((prompt, event))
+
+    tasks = [asyncio.create_task(forward(prompt, events)) for prompt, events in enumerate(streams)]
+    open_streams = len(tasks)
+    try:
+        for choice in range(reply.choices):
+            if (opening := reply_format.opening(choice)) is not None:
+                yield server_sent("", opening)
+        while open_streams:
+            prompt, event = await merged.get()
+            if isinstance(event, RequestFailedResponse):
+                refusal = _failure(event)
+                yield server_sent("", {"error": _error_fields(refusal.status, refusal.message)})
+                return
+            if isinstance(event, NewTokens):
+                deltas = reply.add(prompt, event)
+            else:
+                assert isinstance(event, SampleResponse)
+                open_streams -= 1
+                deltas = reply.finish(prompt, event)
+            for delta in deltas:
+                yield server_sent("", reply_format.chunk(delta, reply))
+        if reply.request.stream_usage:
+            yield server_sent("", reply_format.closing(usage(reply)))
+        yield b"data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
