@@ -23,8 +23,8 @@ from tests.service.harness import MODEL, config, datum
 from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient, tracing
 from tinkex.client import loop as background
 from tinkex.client import service as client_module
-from tinkex.client.connection import Connection
 from tinkex.client.queue_state import QueueWatch
+from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
@@ -68,7 +68,7 @@ def service(
     else:
         local = Service(settings, FakeEngine)
         transport = LocalTransport(local)
-        monkeypatch.setattr(client_module, "embedded", lambda settings: Connection(transport, settings))
+        monkeypatch.setattr(client_module, "embedded", lambda settings: ServerConnection(transport, settings))
         client = ServiceClient()
         yield client
         client.close().result(10)

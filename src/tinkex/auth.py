@@ -5,8 +5,7 @@ Promises: `get_tinker_token` and `tinker_has_credentials` look at this machine o
 
 from __future__ import annotations
 
-from tinkex.client.auth import CommandCredential, resolve
-from tinkex.client.retry import Attempt, RetryPolicy
+from tinkex.client.credentials import CommandCredential, resolve
 from tinkex.config import HOSTED_URL, Settings
 from tinkex.errors import TinkerError
 
@@ -39,26 +38,16 @@ def raise_if_tinker_not_accessible(*, timeout: float | None = 60.0) -> None:
     CredentialError if there is no key, AuthenticationError if it is refused, BillingError if the account
     cannot pay, APIConnectionError if nobody answers.
     """
-    from tinkex.client.connection import connect
     from tinkex.client.future import start
-    from tinkex.client.transport import HttpTransport
+    from tinkex.client.server_connection import connect
+    from tinkex.client.transport import CallContext
     from tinkex.types.config import EmptyRequest
     from tinkex.wire import ops
 
-    connection = connect()
-    assert isinstance(connection.transport, HttpTransport)
-    connection.transport.policy = _Once()
-    asked = connection.submit(
-        ops.GET_SERVER_CAPABILITIES, EmptyRequest(), method="raise_if_tinker_not_accessible"
-    )
+    connection = connect(retries=False)
+    context = CallContext("raise_if_tinker_not_accessible")
+    asked = connection.submit(ops.GET_SERVER_CAPABILITIES, EmptyRequest(), context)
     try:
         asked.result(timeout)
     finally:
         start(connection.close, "close").result(connection.timeouts.close)
-
-
-class _Once(RetryPolicy):
-    """Whoever wants to know how things are does not want to wait until they are better."""
-
-    def decide(self, failed: Attempt, tries: int, elapsed: float, *, patient: bool = False) -> None:
-        return None

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tinkex import tracing
+from tinkex._version import __version__
 from tinkex.client import loop as background
-from tinkex.client.connection import Connection
+from tinkex.client.retry import RetryPolicy
+from tinkex.client.server_connection import ServerConnection
+from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.config import LOCAL, Settings
 from tinkex.engine.protocol import Engine
 from tinkex.errors import Request, Response, TinkerError, status_error
@@ -29,6 +32,7 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.service.streams import SampleEvents
+from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
@@ -48,6 +52,8 @@ class LocalTransport:
     """Calls a service directly. It is started by the first call, on the client's background loop."""
 
     base_url = ""
+    credential = None
+    policy = RetryPolicy()
 
     def __init__(self, service: Service, caller: Caller | None = None, *, only_look: bool = False) -> None:
         self._service = service
@@ -55,19 +61,10 @@ class LocalTransport:
         self._caller = caller or Caller(user="local", same_machine=True)
         self._starting: asyncio.Task[None] | None = None
 
-    async def call(
-        self,
-        op: Op[Any, Any],
-        request: Any,
-        *,
-        awaiting: Op[Any, Any] | None = None,
-        ready: bool = False,
-        method: str = "",
-        retry: Any = None,
-        owner: str = "",
-        observe: Any = None,
-        place: Any = None,
-    ) -> Any:
+    async def open(self) -> ClientConfigResponse:
+        return await self.call(ops.GET_CLIENT_CONFIG, ClientConfigRequest(sdk_version=__version__))
+
+    async def call(self, op: Op[Any, Any], request: Any, context: CallContext = NO_CONTEXT) -> Any:
         if not self._service.ready:
             await self._start()
         try:
@@ -77,7 +74,7 @@ class LocalTransport:
             raise _status_error(op, refusal) from None
 
     async def stream(
-        self, request: SampleRequest, *, retry: Any = None, observe: Any = None
+        self, request: SampleRequest, context: CallContext = NO_CONTEXT
     ) -> AsyncGenerator[SampleEvent, None]:
         if not self._service.ready:
             await self._start()
@@ -158,7 +155,7 @@ def _leave() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def connection(settings: Settings) -> Connection:
+def connection(settings: Settings) -> ServerConnection:
     """The connection of a ServiceClient that was given neither a key nor a URL."""
     home = settings.home.absolute()
     if home not in _transports:
@@ -171,9 +168,9 @@ def connection(settings: Settings) -> Connection:
                 f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
                 file=sys.stderr,
             )
-    return Connection(_transports[home], settings)
+    return ServerConnection(_transports[home], settings)
 
 
-def look(settings: Settings) -> Connection:
+def look(settings: Settings) -> ServerConnection:
     """A connection to what is in the home, for commands: takes nothing up, and needs no engine installed."""
-    return Connection(LocalTransport(Service(service_config(settings)), only_look=True), settings)
+    return ServerConnection(LocalTransport(Service(service_config(settings)), only_look=True), settings)

@@ -22,7 +22,7 @@ from tinkex import (
     RetryConfig,
     ServiceClient,
 )
-from tinkex.client.limits import Gate, RateLimit, shared_rate_limit
+from tinkex.client.limits import FairLimiter, RateLimit, shared_rate_limit
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -31,16 +31,16 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def test_a_gate_is_first_come_first_served() -> None:
     async def scenario() -> list[int]:
-        gate, order = Gate(2), []
+        limiter, order = FairLimiter(2), []
 
         async def enter(n: int) -> None:
-            async with gate.hold():
+            async with limiter.permit():
                 order.append(n)
-                assert gate.used <= 2
+                assert limiter.used <= 2
                 await asyncio.sleep(0)
 
         await asyncio.gather(*map(enter, range(50)))
-        assert gate.used == 0
+        assert limiter.used == 0
         return order
 
     assert run(scenario()) == list(range(50))
@@ -48,48 +48,48 @@ def test_a_gate_is_first_come_first_served() -> None:
 
 def test_a_unit_larger_than_the_gate_passes_alone() -> None:
     async def scenario() -> None:
-        gate = Gate(10)
-        await gate.acquire(100)
-        small = asyncio.ensure_future(gate.acquire(1))
+        limiter = FairLimiter(10)
+        await limiter.acquire(100)
+        small = asyncio.ensure_future(limiter.acquire(1))
         await asyncio.sleep(0)
         assert not small.done()
-        assert len(gate) == 1
-        gate.release(100)
+        assert len(limiter) == 1
+        limiter.release(100)
         await small
-        assert gate.used == 1
+        assert limiter.used == 1
 
     run(scenario())
 
 
 def test_a_cancelled_waiter_gives_its_place_up() -> None:
     async def scenario() -> None:
-        gate = Gate(1)
-        await gate.acquire()
-        first, second = (asyncio.ensure_future(gate.acquire()) for _ in range(2))
+        limiter = FairLimiter(1)
+        await limiter.acquire()
+        first, second = (asyncio.ensure_future(limiter.acquire()) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
-        gate.release()
+        limiter.release()
         await second
-        gate.release()
-        third = asyncio.ensure_future(gate.acquire())
+        limiter.release()
+        third = asyncio.ensure_future(limiter.acquire())
         await asyncio.sleep(0)
-        gate_held = asyncio.ensure_future(gate.acquire())
+        gate_held = asyncio.ensure_future(limiter.acquire())
         await asyncio.sleep(0)
-        gate.release()  # lets the last one in, which is cancelled before it notices
+        limiter.release()  # lets the last one in, which is cancelled before it notices
         gate_held.cancel()
         await asyncio.wait([gate_held, third])
-        assert gate.used == 0
+        assert limiter.used == 0
 
     run(scenario())
 
 
 def test_a_resized_gate_admits_those_who_waited() -> None:
     async def scenario() -> None:
-        gate = Gate(1)
-        waiting = [asyncio.ensure_future(gate.acquire()) for _ in range(3)]
+        limiter = FairLimiter(1)
+        waiting = [asyncio.ensure_future(limiter.acquire()) for _ in range(3)]
         await asyncio.sleep(0)
         assert [one.done() for one in waiting] == [True, False, False]
-        gate.resize(3)
+        limiter.resize(3)
         await asyncio.gather(*waiting)
 
     run(scenario())
@@ -99,18 +99,18 @@ def test_waking_one_of_many_waiters_does_not_touch_the_others() -> None:
     """§5.4(5): a release costs the same whether ten or ten thousand wait."""
 
     async def scenario() -> int:
-        gate = Gate(1)
-        await gate.acquire()
+        limiter = FairLimiter(1)
+        await limiter.acquire()
         woken = 0
 
         async def wait() -> None:
             nonlocal woken
-            await gate.acquire()
+            await limiter.acquire()
             woken += 1
 
         tasks = [asyncio.ensure_future(wait()) for _ in range(10_000)]
         await asyncio.sleep(0)
-        gate.release()
+        limiter.release()
         for _ in range(5):
             await asyncio.sleep(0)
         for task in tasks:

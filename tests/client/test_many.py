@@ -20,31 +20,31 @@ from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.stub import Stub, delay
 from tinkex import ServiceClient
-from tinkex.client.limits import Gate
+from tinkex.client.limits import FairLimiter
 from tinkex.wire.ops import Pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "many_runs.py"
 
-# -- the gate ----------------------------------------------------------------------------------------------
+# -- the limiter -------------------------------------------------------------------------------------------
 
 
 def passed(arrivals: list[str], capacity: int) -> list[str]:
-    """In which order owners get through a gate, when all ask at once and each leaves right away."""
+    """In which order owners get through a limiter, when all ask at once and each leaves right away."""
 
     async def scenario() -> list[str]:
-        gate, order = Gate(capacity), []
-        await gate.acquire(capacity)
+        limiter, order = FairLimiter(capacity), []
+        await limiter.acquire(capacity)
 
         async def enter(owner: str) -> None:
-            async with gate.hold(owner=owner):
+            async with limiter.permit(owner=owner):
                 order.append(owner)
                 await asyncio.sleep(0)
 
         tasks = [asyncio.ensure_future(enter(owner)) for owner in arrivals]
         await asyncio.sleep(0)
-        gate.release(capacity)
+        limiter.release(capacity)
         await asyncio.gather(*tasks)
-        assert gate.used == len(gate) == 0
+        assert limiter.used == len(limiter) == 0
         return order
 
     return asyncio.run(scenario())
@@ -72,11 +72,11 @@ def test_nobody_waits_for_more_than_one_turn_of_each_other(arrivals: list[str], 
 
 def test_a_cancelled_waiter_costs_its_owner_no_turn() -> None:
     async def scenario() -> list[str]:
-        gate, order = Gate(1), []
-        await gate.acquire()
+        limiter, order = FairLimiter(1), []
+        await limiter.acquire()
 
         async def enter(name: str, owner: str) -> None:
-            async with gate.hold(owner=owner):
+            async with limiter.permit(owner=owner):
                 order.append(name)
 
         tasks = {name: asyncio.ensure_future(enter(name, name[0])) for name in ("a1", "a2", "b1", "a3", "b2")}
@@ -84,7 +84,7 @@ def test_a_cancelled_waiter_costs_its_owner_no_turn() -> None:
         tasks["a1"].cancel()
         tasks["b1"].cancel()
         await asyncio.sleep(0)
-        gate.release()
+        limiter.release()
         await asyncio.wait(tasks.values())
         return order
 
@@ -99,16 +99,16 @@ def test_one_sample_does_not_wait_for_another_samplers_thousands(stub: Stub, ser
     greedy = service.create_sampling_client(base_model="stub/base", timeout=20)
     modest = service.create_sampling_client(base_model="stub/base", timeout=20)
     transport: Any = service._connection.transport
-    slots = transport._gates[Pool.SAMPLE].capacity
+    limiter = transport._gates[Pool.SAMPLE]
     stub.script("asample", *[delay(0.02)] * 3000)
     many = [greedy.sample(PROMPT, 1, PARAMS) for _ in range(3000)]
     stub.wait_for("asample", 50)
-    eventually(lambda: len(greedy._dispatch) > 1000)
+    eventually(lambda: len(limiter) > 1000)
     sent_before = stub.count("asample")
     modest.sample(PROMPT, 1, PARAMS).result(10)
     sent = [request.json["sampling_session_id"] for request in stub.sent("asample")]
     waited_for = sent.index(modest._sampling_session_id) - sent_before
-    assert waited_for <= 4 * slots, f"{waited_for} of the other's samples went first"
+    assert waited_for <= 4 * limiter.capacity, f"{waited_for} of the other's samples went first"
     assert len(sent) < 1000, "it was done long before the other's thousands"
     for future in many:
         future.cancel()

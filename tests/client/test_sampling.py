@@ -31,6 +31,7 @@ from tinkex import (
     TensorData,
     TinkerError,
 )
+from tinkex.wire.ops import Pool
 
 
 @pytest.fixture(params=[False, True], ids=["single", "batch"])
@@ -267,7 +268,8 @@ def test_samples_that_wait_to_be_sent_can_be_cancelled_and_leave_no_gap(stub: St
         future.cancel()
     for future in futures[1::2]:
         assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
-    eventually(lambda: sampler._dispatch.used == 0 and len(sampler._dispatch) == 0)
+    limiter = sampler._connection.transport._gates[Pool.SAMPLE]
+    eventually(lambda: limiter.used == 0 and len(limiter) == 0)
 
 
 def test_exceptions_that_the_user_wants_retried(stub: Stub, service: ServiceClient) -> None:

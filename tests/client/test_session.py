@@ -219,7 +219,9 @@ def test_a_process_whose_token_has_to_be_fetched_first_finishes_its_session_too(
 ) -> None:
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-printed")
     script(
-        stub, "import tinkex.client.auth as auth; auth.COMMAND_TOKEN_LIFE = 0\n" + SCRIPT.format(ending="")
+        stub,
+        "import tinkex.client.credentials as credentials; credentials.COMMAND_TOKEN_LIFE = 0\n"
+        + SCRIPT.format(ending=""),
     )
     assert finished(stub) == ["success"]
 

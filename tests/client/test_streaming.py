@@ -42,7 +42,7 @@ from tinkex import (
 )
 from tinkex.client import loop as background
 from tinkex.client import service as client_module
-from tinkex.client.connection import Connection
+from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.protocol import EngineConfig
 from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
@@ -81,7 +81,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         else:
             service = Service(config)
             transport = LocalTransport(service)
-            patch.setattr(client_module, "embedded", lambda settings: Connection(transport, settings))
+            patch.setattr(client_module, "embedded", lambda settings: ServerConnection(transport, settings))
             yield Place(service, ServiceClient)
             asyncio.run_coroutine_threadsafe(service.stop(), background.get_loop()).result(20)
 

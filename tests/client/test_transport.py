@@ -110,7 +110,7 @@ def test_a_server_that_is_lost_for_good_is_given_up(stub: Stub) -> None:
 def test_losing_a_server_is_said(
     stub: Stub, run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.client.transport.LOST_NOTICE", 0.1)
+    monkeypatch.setattr("tinkex.client.http_transport.LOST_NOTICE", 0.1)
     stub.stop()
     step = run.optim_step()
     with caplog.at_level(logging.WARNING, "tinkex"):

@@ -33,7 +33,7 @@ from tinkex import (
     UnprocessableEntityError,
 )
 from tinkex.client import service as client_module
-from tinkex.client.connection import Connection
+from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
@@ -71,7 +71,9 @@ def connect(
 
         def local(user: str) -> ServiceClient:
             transport = LocalTransport(service, Caller(user, same_machine=True))
-            monkeypatch.setattr(client_module, "embedded", lambda settings: Connection(transport, settings))
+            monkeypatch.setattr(
+                client_module, "embedded", lambda settings: ServerConnection(transport, settings)
+            )
             return remember(ServiceClient())
 
         yield local
@@ -111,11 +113,11 @@ def test_requests_that_never_arrived_hold_up_nothing(run: TrainingClient, monkey
     transport = run._session.connection.transport
     call, lost = transport.call, [ops.OPTIM_STEP, ops.SAVE_WEIGHTS]
 
-    async def losing(op: Op, request: Any, **context: Any) -> Any:
+    async def losing(op: Op, request: Any, *context: Any) -> Any:
         if op in lost:
             lost.remove(op)
             raise APIConnectionError(message="lost on the way")
-        return await call(op, request, **context)
+        return await call(op, request, *context)
 
     before = loss(run)
     monkeypatch.setattr(transport, "call", losing)

@@ -24,7 +24,7 @@ from tinkex import (
     TrainingClient,
 )
 from tinkex.client import service as client_module
-from tinkex.client.connection import Connection
+from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.protocol import EngineConfig, build_engine
 from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
@@ -53,7 +53,7 @@ def service(
             patch.delenv(name, raising=False)
         if request.param == "embedded":
             inside = Service(config, build_engine)
-            patch.setattr(client_module, "embedded", lambda s: Connection(LocalTransport(inside), s))
+            patch.setattr(client_module, "embedded", lambda s: ServerConnection(LocalTransport(inside), s))
             client = ServiceClient()
             stop: Callable[[], object] = lambda: on_loop(inside.stop)  # noqa: E731
         else:

@@ -17,11 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tinkex.client.retry import RetryPolicy
+from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.engine.protocol import Engine, EngineConfig, build_engine
 from tinkex.errors import Response, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
+from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
+from tinkex.wire import ops
 from tinkex.wire.ops import OPS, Op
 
 MODEL = "m/base"
@@ -88,6 +92,8 @@ class SocketTransport:
     """The client's transport to a child that may be killed and come back at any time."""
 
     base_url = ""
+    credential = None
+    policy = RetryPolicy()
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -97,7 +103,10 @@ class SocketTransport:
         self._number = 0
         self._connecting = asyncio.Lock()
 
-    async def call(self, op: Op[Any, Any], request: Any, **_: Any) -> Any:
+    async def open(self) -> ClientConfigResponse:
+        return await self.call(ops.GET_CLIENT_CONFIG, ClientConfigRequest(sdk_version="test"))
+
+    async def call(self, op: Op[Any, Any], request: Any, context: CallContext = NO_CONTEXT) -> Any:
         while True:
             try:
                 value = await self._once(op, request)

@@ -19,7 +19,7 @@ from tests.service.child import MODEL, SocketTransport
 from tests.service.harness import datum
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
 from tinkex.client import service as client_module
-from tinkex.client.connection import Connection
+from tinkex.client.server_connection import ServerConnection
 
 ROOT = Path(__file__).parents[2]
 KILLS = 10
@@ -57,7 +57,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def loop(socket: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[float]]:
     """Passes and steps sent ahead, saves among them; yields what came of each step."""
     monkeypatch.setattr(
-        client_module, "embedded", lambda settings: Connection(SocketTransport(socket), settings)
+        client_module, "embedded", lambda settings: ServerConnection(SocketTransport(socket), settings)
     )
     service = ServiceClient()
     run = service.create_lora_training_client(MODEL, rank=4, seed=5)

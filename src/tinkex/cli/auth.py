@@ -13,7 +13,7 @@ from tinkex.cli.place import base_url, connected, is_local, rest
 from tinkex.config import HOSTED_URL, Settings, console_url
 
 if TYPE_CHECKING:
-    from tinkex.client.auth import CredentialStore
+    from tinkex.client.credentials import CredentialStore
     from tinkex.types.config import ApiKeyResponse
 
 
@@ -23,7 +23,7 @@ def auth() -> None:
 
 
 def _store() -> CredentialStore:
-    from tinkex.client.auth import CredentialStore
+    from tinkex.client.credentials import CredentialStore
 
     return CredentialStore(Settings.read().credentials_file)
 
@@ -32,7 +32,7 @@ def _store() -> CredentialStore:
 @format_option
 def login() -> None:
     """Check an API key, and store it on this machine. Commands and scripts find it there."""
-    from tinkex.client.auth import StoredKey, check_key
+    from tinkex.client.credentials import StoredKey, check_key
     from tinkex.wire import ops
 
     store = _store()
@@ -113,7 +113,7 @@ def status() -> None:
     """Is there a key, and does the server take it? Exits with 1 if not."""
     from tinkex.auth import raise_if_tinker_not_accessible
     from tinkex.cli.advice import explain
-    from tinkex.client.auth import resolve
+    from tinkex.client.credentials import resolve
     from tinkex.errors import TinkerError
 
     source, reason = "none", _NOTHING_SET if is_local() else ""

@@ -15,8 +15,8 @@ from tinkex.config import HOSTED_URL, LOCAL, Settings, normalize_url
 
 if TYPE_CHECKING:
     from tinkex.client.admin import AdminClient
-    from tinkex.client.connection import Connection
     from tinkex.client.rest import RestClient
+    from tinkex.client.server_connection import ServerConnection
 
 
 def is_local() -> bool:
@@ -35,10 +35,10 @@ def where() -> str:
 
 
 @contextmanager
-def connected(api_key: str | None = None) -> Generator[Connection]:
+def connected(api_key: str | None = None) -> Generator[ServerConnection]:
     """The way there; with a key that is not the one in use, if it is given."""
-    from tinkex.client.connection import connect
     from tinkex.client.future import start
+    from tinkex.client.server_connection import connect
 
     settings = Settings.read()
     if settings.embedded and api_key is None:

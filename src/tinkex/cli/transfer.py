@@ -29,7 +29,7 @@ from tinkex.errors import (
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
-    from tinkex.client.connection import Connection
+    from tinkex.client.server_connection import ServerConnection
 
 _EXPORT_LIFE = 3600  # seconds after which a server deletes a forgotten export by itself
 _NOT_FOR_THE_HUB = ["optimizer.safetensors", "tinkex.json"]
@@ -44,7 +44,7 @@ def fetch_checkpoint(parsed: ParsedCheckpointTinkerPath, target: Path, *, overwr
 
 
 def _fetch(
-    connection: Connection, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    connection: ServerConnection, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
 ) -> None:
     rest = RestClient(connection)
     if parsed.checkpoint_type == "external":

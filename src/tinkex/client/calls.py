@@ -15,9 +15,10 @@ import warnings
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tinkex.client.connection import Connection, connect
 from tinkex.client.future import APIFuture, check_timeout, completed, start
+from tinkex.client.server_connection import ServerConnection, connect
 from tinkex.client.telemetry import Telemetry
+from tinkex.client.transport import CallContext
 from tinkex.config import LOCAL
 from tinkex.errors import InvalidInputError
 from tinkex.wire.ops import Op
@@ -66,7 +67,11 @@ class Calls:
     """A client that makes single calls, each a future."""
 
     def __init__(
-        self, connection: Connection | None = None, *, base_url: str | None = None, api_key: str | None = None
+        self,
+        connection: ServerConnection | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
     ) -> None:
         if connection is not None and (base_url is not None or api_key is not None):
             raise InvalidInputError(
@@ -76,7 +81,7 @@ class Calls:
         self._connection = connection or connect(base_url, api_key)
 
     def _submit(self, op: Op[Req, Reply], request: Req, method: str) -> APIFuture[Reply]:
-        return self._connection.submit(op, request, method=method)
+        return self._connection.submit(op, request, CallContext(method))
 
     def get_telemetry(self) -> Telemetry | None:
         """What tells the server of failures; None unless that was asked for."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tinkex.client.calls import Calls, check_id, check_ttl, checks_timeouts
 from tinkex.client.future import APIFuture, start
 from tinkex.client.pages import Listing, check_page_size
+from tinkex.client.transport import CallContext
 from tinkex.errors import InvalidInputError
 from tinkex.types.checkpoints import (
     Checkpoint,
@@ -210,7 +211,7 @@ class CheckpointCalls(Calls):
         )
 
         async def copy() -> str:
-            reply = await self._connection.call(ops.COPY_WEIGHTS, request, method="copy_weights")
+            reply = await self._connection.call(ops.COPY_WEIGHTS, request, CallContext("copy_weights"))
             return reply.tinker_path
 
         self._connection.check_open()

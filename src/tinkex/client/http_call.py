@@ -16,14 +16,12 @@ from typing import Any
 from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client.http_pools import Answer
-from tinkex.client.limits import Hold
 from tinkex.client.loop import off_loop
-from tinkex.client.queue_state import Listener
-from tinkex.client.retry import RetryConfig
+from tinkex.client.transport import AnyOp, CallContext
 from tinkex.errors import APIError, APIResponseValidationError, InvalidInputError, Request, Response
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
-from tinkex.wire.ops import Op, Pool
+from tinkex.wire.ops import Pool
 
 # From where on encoding or decoding leaves the loop, as it may take more than a millisecond. Arrays are not
 # copied into or out of protobuf: there it is their number that counts.
@@ -31,33 +29,24 @@ BIG_BODY = 128 * 1024  # bytes of JSON
 BIG_PROTO = 1024 * 1024  # bytes of an answer
 MANY_DATUMS = 128  # of a pass
 
-AnyOp = Op[Any, Any]
 SAMPLES = (ops.SAMPLE, ops.STREAM_SAMPLE)
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call: what the caller said of it (see `Transport.call`), and how it has gone so far."""
+    """One call: what the caller said of it (see `CallContext`), and how it has gone so far."""
 
     op: AnyOp
     request: Any
+    context: CallContext
     pool: Pool
     idempotency_key: str
     owner: str
-    awaiting: AnyOp | None = None
-    method: str = ""
-    retry: RetryConfig | None = None
-    observe: Listener | None = None
-    place: Hold | None = None
     tries: int = 0  # that failed
     started: float | None = None  # since when its time is running, by time.monotonic()
     error: APIError | None = None  # of the last try
     token: str = field(default="", repr=False)  # what the last try was authorised with
     renewed: bool = False  # was it refused for its token, and sent again with another?
-
-    def leave_place(self) -> None:
-        if self.place is not None:
-            self.place.leave()
 
 
 def headers_of(call: Call, encoded: codec.Encoded, given: dict[str, str]) -> dict[str, str]:
@@ -69,11 +58,12 @@ def headers_of(call: Call, encoded: codec.Encoded, given: dict[str, str]) -> dic
         headers["accept"] = "text/event-stream"
     if call.op in SAMPLES:
         headers["x-tinker-sampling-backpressure"] = "1"
-    if call.awaiting is not None:
-        headers["x-tinker-request-type"] = call.awaiting.request_type
+    context = call.context
+    if context.awaiting is not None:
+        headers["x-tinker-request-type"] = context.awaiting.request_type
         headers["accept"] = "application/x-protobuf, application/json"
-    if call.method:
-        headers["x-sdk-version"], headers["x-sdk-method"] = __version__, call.method
+    if context.method:
+        headers["x-sdk-version"], headers["x-sdk-method"] = __version__, context.method
     tracing.inject(headers)
     return headers
 
@@ -106,8 +96,8 @@ async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: 
 
 async def decode(call: Call, answer: Answer, base_url: str, pace: Pace) -> Any:
     """What the server said: an operation's reply, or the result that was awaited."""
-    if call.awaiting is not None:
-        read = partial(codec.decode_result, call.awaiting, answer.status, answer.headers, answer.body)
+    if (awaiting := call.context.awaiting) is not None:
+        read = partial(codec.decode_result, awaiting, answer.status, answer.headers, answer.body)
     else:
         read = partial(codec.decode_reply, call.op, answer.status, answer.headers, answer.body)
     big = BIG_PROTO if codec.PROTO in answer.headers.get("content-type", "") else BIG_BODY

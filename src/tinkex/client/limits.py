@@ -17,12 +17,12 @@ from tinkex.client.retry import Breaker
 from tinkex.errors import ClientClosedError
 
 
-class Gate:
+class FairLimiter:
     """At most `capacity` units at a time; one request larger than all of it may pass alone.
 
     Owners take turns: whoever asks for one thing does not wait for all that another has asked for before.
 
-    >>> gate = Gate(2)  # async with gate.hold(1, owner="a run"): …
+    >>> limiter = FairLimiter(2)  # async with limiter.permit(1, owner="a run"): …
     """
 
     def __init__(self, capacity: int) -> None:
@@ -73,32 +73,24 @@ class Gate:
                 self.used += units
                 turn.set_result(None)
 
-    def hold(self, units: int = 1, owner: str = "") -> Hold:
-        """`async with gate.hold(n):` acquires and always releases."""
-        return Hold(self, units, owner)
+    def permit(self, units: int = 1, owner: str = "") -> Permit:
+        """`async with limiter.permit(n, owner):` acquires and always releases."""
+        return Permit(self, units, owner)
 
 
-class Hold:
-    """A place within a gate, from `async with` to its end, or until it is left before."""
+class Permit:
+    """Units of a limiter, held from the beginning of an `async with` block to its end."""
 
-    __slots__ = ("_gate", "_owner", "_units")
+    __slots__ = ("_limiter", "_owner", "_units")
 
-    def __init__(self, gate: Gate, units: int, owner: str) -> None:
-        self._gate: Gate | None = gate
-        self._units, self._owner = units, owner
+    def __init__(self, limiter: FairLimiter, units: int, owner: str) -> None:
+        self._limiter, self._units, self._owner = limiter, units, owner
 
-    async def __aenter__(self) -> Hold:
-        assert self._gate is not None, "a place can be held once"
-        await self._gate.acquire(self._units, self._owner)
-        return self
-
-    def leave(self) -> None:
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate.release(self._units)
+    async def __aenter__(self) -> None:
+        await self._limiter.acquire(self._units, self._owner)
 
     async def __aexit__(self, *_: object) -> None:
-        self.leave()
+        self._limiter.release(self._units)
 
 
 class RateLimit:
@@ -111,7 +103,7 @@ class RateLimit:
     def __init__(self) -> None:
         self._until = 0.0
         self._cautious = False
-        self._probe = Gate(1)
+        self._probe = FairLimiter(1)
 
     def pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -12,9 +12,10 @@ import logging
 from typing import Any
 
 from tinkex.client import loop as background
-from tinkex.client.connection import Connection
 from tinkex.client.queue_state import Listener
 from tinkex.client.retry import retryable
+from tinkex.client.server_connection import ServerConnection
+from tinkex.client.transport import CallContext
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
@@ -40,7 +41,7 @@ QUICK_POLL = 1.0  # a "not yet" that came back sooner than this was no long poll
 
 
 async def retrieve(
-    connection: Connection,
+    connection: ServerConnection,
     op: Op[Any, Any],
     request_id: str,
     *,
@@ -58,7 +59,7 @@ async def retrieve(
 
 
 async def _retrieve(
-    connection: Connection,
+    connection: ServerConnection,
     op: Op[Any, Any],
     request_id: str,
     observe: Listener | None,
@@ -68,7 +69,7 @@ async def _retrieve(
     async def ask(*, ready: bool) -> Any:
         request = FutureRetrieveRequest(request_id, allow_metadata_only=not ready)
         return await connection.transport.call(
-            ops.RETRIEVE_FUTURE, request, awaiting=op, ready=ready, owner=owner
+            ops.RETRIEVE_FUTURE, request, CallContext(awaiting=op, ready=ready, owner=owner)
         )
 
     now = asyncio.get_running_loop().time
@@ -78,7 +79,7 @@ async def _retrieve(
         if size is None:
             answer = await ask(ready=False)
         else:
-            async with connection.responses.hold(size, owner):
+            async with connection.responses.permit(size, owner):
                 answer = await ask(ready=True)
         if isinstance(answer, MetadataOnly) and size is None:
             size = answer.size
@@ -105,7 +106,7 @@ async def _retrieve(
 class BatchPoller:
     """One long poll for all samples of a sampling session (one at a time, and none when nobody waits)."""
 
-    def __init__(self, connection: Connection, sampling_session_id: str, clone_id: int) -> None:
+    def __init__(self, connection: ServerConnection, sampling_session_id: str, clone_id: int) -> None:
         self._connection = connection
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id

@@ -24,6 +24,7 @@ from tinkex.client.future import APIFuture, fail, resolve, traced
 from tinkex.client.poller import retrieve
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.session import Session
+from tinkex.client.transport import CallContext
 from tinkex.errors import (
     BadRequestError,
     ConflictError,
@@ -125,7 +126,8 @@ class RunQueue(SendQueue):
         self.session = session
         self._connection = session.connection
         self._model_id = model_id
-        self._watch = self._connection.watch(f"run {model_id}")
+        self._watch = session.watch(f"run {model_id}")
+        self._submitting = CallContext(owner=model_id, observer=self._watch.submitting)
         self._seq = 1  # create_model had seq id 0
         self._gaps: list[int] = []  # seq ids whose requests the server may not have accepted
         self._incomplete: str | None = None  # why the next step is refused: its pass was partly accepted
@@ -191,7 +193,7 @@ class RunQueue(SendQueue):
         seq_id, self._seq = self._seq, self._seq + 1
         try:
             numbered = request.model_copy(update={"seq_id": seq_id})
-            promise = await self._connection.call(op, numbered, observe=self._watch.submitting)
+            promise = await self._connection.call(op, numbered, self._submitting)
         except NEVER_SENT:
             self._seq = seq_id
             raise
@@ -234,7 +236,7 @@ class RunQueue(SendQueue):
         """Post all chunks of a pass; if the server refuses any, record the pass as incomplete and raise."""
 
         def post(request: ForwardBackwardRequest) -> Awaitable[Any]:
-            return self._connection.call(ops.FORWARD_BACKWARD, request, observe=self._watch.submitting)
+            return self._connection.call(ops.FORWARD_BACKWARD, request, self._submitting)
 
         answers: list[Any] = []
         if parallel:

@@ -14,12 +14,13 @@ import time
 from datetime import date, datetime
 
 from tinkex.client.admin import AdminClient
-from tinkex.client.auth import JwtCredential, decode_claims
 from tinkex.client.calls import check_id, checks_timeouts, warn_caller
 from tinkex.client.checkpoints import CheckpointCalls
+from tinkex.client.credentials import JwtCredential, decode_claims
 from tinkex.client.future import APIFuture, start
 from tinkex.client.history import History
 from tinkex.client.pages import Listing, check_page_size
+from tinkex.client.transport import CallContext
 from tinkex.errors import (
     CredentialError,
     ExperimentalWarning,
@@ -155,7 +156,7 @@ class RestClient(CheckpointCalls):
         request = GetTrainingRunRequest(training_run_id=check_id("training_run_id", training_run_id))
 
         async def fetch() -> History:
-            lines = await self._connection.call(ops.GET_RUN_METRICS, request, method="get_run_metrics")
+            lines = await self._connection.call(ops.GET_RUN_METRICS, request, CallContext("get_run_metrics"))
             return _read_lines(lines)
 
         self._connection.check_open()
@@ -258,7 +259,7 @@ class RestClient(CheckpointCalls):
         started, told = time.monotonic(), False
         while True:
             state = await self._connection.call(
-                ops.EXPORT_SESSION_TRACE, request, method="export_session_trace"
+                ops.EXPORT_SESSION_TRACE, request, CallContext("export_session_trace")
             )
             if state.status == "ready" and state.url:
                 return state.url
@@ -296,7 +297,7 @@ class RestClient(CheckpointCalls):
 
     async def _whoami(self) -> WhoamiResponse:
         await self._connection.open()
-        credential = getattr(self._connection.transport, "credential", None)  # a local service has none
+        credential = self._connection.transport.credential
         token = await credential.token() if credential is not None else ""
         claims = credential.claims if isinstance(credential, JwtCredential) else decode_claims(token)
         if "sub" not in claims:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from tinkex.client.connection import Connection, connect, may_travel
 from tinkex.client.retry import RetryConfig
+from tinkex.client.server_connection import ServerConnection, connect, may_travel
 from tinkex.client.session import Session
 from tinkex.config import Timeouts
 
@@ -24,7 +24,7 @@ log = logging.getLogger("tinkex")
 _joined: weakref.WeakValueDictionary[tuple[Any, ...], Session] = weakref.WeakValueDictionary()
 
 
-def way_of(connection: Connection, sampler: object) -> dict[str, Any]:
+def way_of(connection: ServerConnection, sampler: object) -> dict[str, Any]:
     """How another process finds the server of a connection; warns of headers that `sampler` leaves here."""
     if not connection.base_url:
         raise TypeError(

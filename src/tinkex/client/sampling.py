@@ -18,16 +18,17 @@ from typing import Any
 from tinkex.client import loop as background
 from tinkex.client import sampler_copies, samples, tokenizer_files
 from tinkex.client.calls import checks_timeouts
-from tinkex.client.connection import Connection, check_headers
 from tinkex.client.future import APIFuture, owned, start
-from tinkex.client.limits import Gate
+from tinkex.client.limits import FairLimiter
 from tinkex.client.poller import BatchPoller, retrieve
 from tinkex.client.progress import Progress
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, RetryPolicy, check_wishes
+from tinkex.client.server_connection import ServerConnection, check_headers
 from tinkex.client.session import Session
 from tinkex.client.streaming import Feed, SampleStream, draw, unsupported
 from tinkex.client.telemetry import Telemetry
+from tinkex.client.transport import CallContext
 from tinkex.errors import APIStatusError, ClientClosedError, ExpiredError, InvalidInputError, TinkerError
 from tinkex.types.data import ModelInput
 from tinkex.types.futures import CancelFutureRequest
@@ -74,17 +75,17 @@ class SamplingClient:
         self.base_model = base_model
         self.model_path = model_path
         self.retry_config = retry_config or RetryConfig()
-        self._wishes = retry_config  # None: the connection's own policy
         self._record_stability_info = record_stability_info
         self._clone = clone
         self._ready: asyncio.Task[None] | None = None
         self._seq = itertools.count()
         self._first_seq = 0  # of a copy: where its own numbers begin, known once it is ready
-        self._gate = Gate(1)  # sized when the server's settings are known
-        # Samples being sent: those that no connection is free for wait here, where they take little memory.
-        self._dispatch = Gate(1)
+        self._gate = FairLimiter(1)  # sized when the server's settings are known
         self._batch: BatchPoller | None = None
-        self._watch = self._connection.watch(f"sampler {sampling_session_id}", self.on_queue_state_change)
+        self._watch = session.watch(f"sampler {sampling_session_id}", self.on_queue_state_change)
+        self._context = CallContext(
+            owner=sampling_session_id, retry=retry_config, observer=self._watch.submitting
+        )
         self._progress = Progress(sampling_session_id)
 
     # -- sampling ----------------------------------------------------------------------------------------
@@ -171,12 +172,12 @@ class SamplingClient:
             self._watch(state, reason)
 
         def opening() -> AsyncGenerator[SampleEvent, None]:
-            return transport.stream(request, retry=self._wishes, observe=self._watch.submitting)
+            return transport.stream(request, self._context)
 
         def drawing() -> Awaitable[SampleResponse]:
             again = self.retry_config.enable_retry_logic and not self._connection.config.sample_no_retries
             wishes = replace(self.retry_config, enable_retry_logic=again)
-            policy = getattr(transport, "policy", RetryPolicy()).tuned(wishes)
+            policy = transport.policy.tuned(wishes)
             return draw(opening, feed, policy, wishes, observe)
 
         with self._connection.reporting(ops.STREAM_SAMPLE.name):
@@ -218,7 +219,7 @@ class SamplingClient:
         """Sample within this client's limits, and give up if nothing moves any more."""
         await self._open()
         with self._progress:
-            async with self._gate.hold():
+            async with self._gate.permit():
                 return await sample()
 
     async def _sample_patiently(self, request: SampleRequest) -> SampleResponse:
@@ -238,10 +239,7 @@ class SamplingClient:
         raise AssertionError("unreachable")
 
     async def _sample_once(self, request: SampleRequest) -> SampleResponse:
-        async with self._dispatch.hold() as place:
-            promise = await self._connection.call(
-                ops.SAMPLE, request, retry=self._wishes, observe=self._watch.submitting, place=place
-            )
+        promise = await self._connection.call(ops.SAMPLE, request, self._context)
         try:
             if self._batch is not None:
                 response = await self._batch.retrieve(ops.SAMPLE, promise.request_id, self._watch)
@@ -273,7 +271,6 @@ class SamplingClient:
             clone_id = random.SystemRandom().randint(1, CLONE_STRIDE - 1)
         self._first_seq = clone_id * CLONE_STRIDE
         self._gate.resize(self.retry_config.max_connections or config.sample_max_concurrent_requests)
-        self._dispatch.resize(2 * self._connection.at_once)
         if config.sample_use_retrieve_futures:
             self._batch = BatchPoller(self._connection, self._sampling_session_id, clone_id)
         if self.retry_config.enable_stuck_detection and config.sample_enable_stuck_detection:
@@ -403,7 +400,7 @@ def _from_state(
     )  # fmt: skip
 
 
-async def _cancel(connection: Connection, request_id: str) -> None:
+async def _cancel(connection: ServerConnection, request_id: str) -> None:
     """Tell the server that nobody waits any more; it may not care."""
     try:
         await connection.transport.call(ops.CANCEL_FUTURE, CancelFutureRequest(request_id=request_id))

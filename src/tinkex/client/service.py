@@ -12,9 +12,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinkex.client.auth import looks_like_key
 from tinkex.client.calls import check_text, check_ttl, checks_timeouts, warn_caller
-from tinkex.client.connection import Connection, check_headers, connect
+from tinkex.client.credentials import looks_like_key
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, start
 from tinkex.client.poller import retrieve
@@ -22,9 +21,11 @@ from tinkex.client.queue_state import QueueStateObserver
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
+from tinkex.client.server_connection import ServerConnection, check_headers, connect
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.training import TrainingClient, open_run
+from tinkex.client.transport import CallContext
 from tinkex.config import LOCAL, Settings, Timeouts
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.checkpoints import (
@@ -47,7 +48,7 @@ log = logging.getLogger("tinkex")
 
 # Builds a connection to a service in this process; set by `tinkex/__init__`, so that no client module ever
 # imports the engine's side.
-embedded: Callable[[Settings], Connection] | None = None
+embedded: Callable[[Settings], ServerConnection] | None = None
 
 
 @checks_timeouts
@@ -93,11 +94,11 @@ class ServiceClient:
             connection = connect(
                 base_url, api_key, settings=settings, headers=headers, timeouts=timeouts, telemetry=telemetry
             )
-        connection.queue_observer = queue_state_observer
         self._connection = connection
         self._session = Session(
-            connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name
-        )
+            connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name,
+            queue_observer=queue_state_observer,
+        )  # fmt: skip
         self._losses: dict[tuple[str, str], LossHandle] = {}  # by session and what they compute
 
     # -- the server --------------------------------------------------------------------------------------
@@ -284,14 +285,15 @@ class ServiceClient:
     async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
         """What a checkpoint is; another account's is asked for in its name: the token is a key of its."""
         mine, request = self._connection, WeightsInfoRequest(tinker_path=path)
+        context = CallContext("get_weights_info_by_tinker_path")
         if not mine.base_url or token is None or not looks_like_key(token):
-            return await mine.call(ops.GET_WEIGHTS_INFO, request, method="get_weights_info_by_tinker_path")
+            return await mine.call(ops.GET_WEIGHTS_INFO, request, context)
         theirs = connect(
             mine.base_url, token, settings=mine.settings, headers=mine.headers, timeouts=mine.timeouts,
             telemetry=False,
         )  # fmt: skip
         try:
-            return await theirs.call(ops.GET_WEIGHTS_INFO, request, method="get_weights_info_by_tinker_path")
+            return await theirs.call(ops.GET_WEIGHTS_INFO, request, context)
         finally:
             await theirs.close()
 

@@ -15,10 +15,12 @@ import sys
 import weakref
 from typing import Literal
 
+from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client import loop as background
-from tinkex.client.connection import Connection
 from tinkex.client.future import start
+from tinkex.client.queue_state import Listener, QueueStateObserver, QueueWatch
+from tinkex.client.server_connection import ServerConnection
 from tinkex.errors import APITimeoutError, ExpiredError, NotFoundError, TinkerError
 from tinkex.types.sessions import (
     ClientSessionFinishErrored,
@@ -43,7 +45,7 @@ HEARTBEAT_WARNING = 120.0  # seconds without a heartbeat that succeeded: before 
 class Lease:
     """The part of a session that lives on the background loop. Holds no reference to the session itself."""
 
-    def __init__(self, connection: Connection, session_id: str, *, owned: bool) -> None:
+    def __init__(self, connection: ServerConnection, session_id: str, *, owned: bool) -> None:
         self.connection = connection
         self.session_id = session_id
         self.owned = owned  # a copy of someone else's session is kept alive, but not finished
@@ -114,14 +116,16 @@ class Session:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ServerConnection,
         *,
         user_metadata: dict[str, str] | None = None,
         project_id: str | None = None,
         display_name: str | None = None,
         session_id: str | None = None,
+        queue_observer: QueueStateObserver | None = None,
     ) -> None:
         self.connection = connection
+        self._queue_observer = queue_observer
         self._request = CreateSessionRequest(  # now, so that what is wrong in it is refused at once
             tags=list(connection.settings.tags),
             user_metadata={} if user_metadata is None else user_metadata,
@@ -134,6 +138,20 @@ class Session:
         self.run_seq = itertools.count()
         self.sampling_seq = itertools.count()
         self.custom_loss_seq = itertools.count()
+
+    def watch(self, what: str, *listeners: Listener) -> QueueWatch:
+        """Follow the queue state of a run or a sampler, for all who want to know."""
+        telemetry = self.connection.telemetry
+
+        def changed(old: str, new: str, lasted: float) -> None:
+            tracing.count_queue_state(old, new, lasted)
+            if telemetry is not None:
+                data = {"from": old, "to": new, "seconds": lasted}
+                telemetry.log("queue_state", data, "INFO" if new == "active" else "WARNING")
+
+        if self._queue_observer is not None:
+            listeners = (*listeners, self._queue_observer.on_queue_state_change)
+        return QueueWatch(what, *listeners, changed=changed)
 
     @property
     def project_id(self) -> str | None:

@@ -15,22 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tinkex.client.connection import Connection
 from tinkex.client.future import start
 from tinkex.client.loop import in_own_thread
+from tinkex.client.server_connection import ServerConnection
 from tinkex.errors import APIStatusError, NotFoundError
 from tinkex.tokenizers import load_tokenizer, tokenizer_name
 from tinkex.types.config import TOKENIZER_FILES, TokenizerFileRequest
 from tinkex.wire import ops
 
 
-async def load(connection: Connection, base_model: str, tokenizer_id: str | None = None) -> Any:
+async def load(connection: ServerConnection, base_model: str, tokenizer_id: str | None = None) -> Any:
     """A base model's tokenizer, by the server's files if it has them."""
     name = tokenizer_name(base_model, tokenizer_id)
     return await in_own_thread(partial(load_tokenizer, name, fetch=_fetcher(connection, base_model)))
 
 
-def _fetcher(connection: Connection, base_model: str) -> Callable[[str], Path | None]:
+def _fetcher(connection: ServerConnection, base_model: str) -> Callable[[str], Path | None]:
     """What gets the tokenizer of `base_model` from its server. Blocks; not for the background thread."""
 
     def fetch(_: str) -> Path | None:
@@ -44,7 +44,7 @@ def _fetcher(connection: Connection, base_model: str) -> Callable[[str], Path | 
     return fetch
 
 
-async def _download(connection: Connection, base_model: str) -> dict[str, bytes]:
+async def _download(connection: ServerConnection, base_model: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:
         request = TokenizerFileRequest(model_name=base_model, file=name)

@@ -15,7 +15,7 @@ import pytest
 
 import tinkex.auth
 from tests.stub import Stub, status
-from tinkex.client.auth import (
+from tinkex.client.credentials import (
     CommandCredential,
     CredentialStore,
     JwtCredential,

@@ -12,26 +12,24 @@ import logging
 import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from tinkex import tracing
-from tinkex._version import __version__
-from tinkex.client import auth
+from tinkex.client import credentials
 from tinkex.client.future import APIFuture, start
-from tinkex.client.limits import Gate
-from tinkex.client.queue_state import Listener, QueueStateObserver, QueueWatch
+from tinkex.client.http_transport import HttpTransport
+from tinkex.client.limits import FairLimiter
 from tinkex.client.retry import RetryConfig
 from tinkex.client.telemetry import Telemetry
-from tinkex.client.transport import CLOSED, HttpTransport, Transport
+from tinkex.client.transport import CLOSED, NO_CONTEXT, CallContext, Transport
 from tinkex.config import HOSTED_URL, Settings, Timeouts, console_url, normalize_url
-from tinkex.errors import ClientClosedError, InvalidInputError, NotFoundError, TinkerError
-from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
+from tinkex.errors import ClientClosedError, InvalidInputError, TinkerError
+from tinkex.types.config import ClientConfigResponse
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
-ONCE = RetryConfig(enable_retry_logic=False)
+ONCE = CallContext(retry=RetryConfig(enable_retry_logic=False))
 _NOTHING = nullcontext()
 
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
@@ -62,7 +60,7 @@ def may_travel(name: str, value: str) -> bool:
     return not _SECRET_NAME.search(name) and not _SECRET_VALUE.match(value)
 
 
-class Connection:
+class ServerConnection:
     """One server, its settings, and the way to it. Made without any traffic."""
 
     def __init__(
@@ -71,15 +69,17 @@ class Connection:
         settings: Settings,
         timeouts: Timeouts | None = None,
         headers: Mapping[str, str] | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.transport = transport
         self.settings = settings
         self.timeouts = timeouts or Timeouts()
         self.headers = headers or {}  # the user's own, of every request
-        self.telemetry: Telemetry | None = None
-        self.queue_observer: QueueStateObserver | None = None
+        self.telemetry = telemetry
         self.config = ClientConfigResponse()
-        self.responses = Gate(self.config.inflight_response_bytes_semaphore_size)  # bytes being fetched
+        self.responses = FairLimiter(
+            self.config.inflight_response_bytes_semaphore_size
+        )  # bytes being fetched
         self.closed = False
         self._opened = False
         self._opening: asyncio.Task[None] | None = None
@@ -97,12 +97,8 @@ class Connection:
     @property
     def credential_source(self) -> str:
         """Where the credential came from, as `connect(source=…)` takes it; "" where none is needed."""
-        return self.transport.credential.source if isinstance(self.transport, HttpTransport) else ""
-
-    @property
-    def at_once(self) -> int:
-        """How many samples can be on their way to the server at a time."""
-        return self.transport.at_once if isinstance(self.transport, HttpTransport) else 64
+        credential = self.transport.credential
+        return "" if credential is None else credential.source
 
     def check_open(self) -> None:
         if self.closed:
@@ -117,45 +113,26 @@ class Connection:
         await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        request = ClientConfigRequest(sdk_version=__version__)
-        try:
-            self.config = await self.transport.call(ops.GET_CLIENT_CONFIG, request)
-        except NotFoundError:
-            pass  # an older or other server: the defaults describe it
+        self.config = await self.transport.open()
         self.responses.resize(self.config.inflight_response_bytes_semaphore_size)
-        if isinstance(self.transport, HttpTransport):
-            self.transport.honour(self.config, self.settings.credential_cmd)
         self._opened = True
 
-    async def call(self, op: Op[Req, Reply], request: Req, **context: Any) -> Reply:
+    async def call(self, op: Op[Req, Reply], request: Req, context: CallContext = NO_CONTEXT) -> Reply:
         """Do one operation, opening the connection first if need be."""
         self.check_open()
         with self.reporting(op.name):
             if not self._opened:
                 await self.open()
-            return await self.transport.call(op, request, **context)
+            return await self.transport.call(op, request, context)
 
     def reporting(self, what: str) -> AbstractContextManager[None]:
         """An error that goes to the user goes to telemetry too, if there is any; nobody waits for that."""
         return _NOTHING if self.telemetry is None else _reporting(self.telemetry, what)
 
-    def watch(self, what: str, *listeners: Listener) -> QueueWatch:
-        """Follow the queue state of a run or a sampler, for all who want to know."""
-
-        def changed(old: str, new: str, lasted: float) -> None:
-            tracing.count_queue_state(old, new, lasted)
-            if self.telemetry is not None:
-                data = {"from": old, "to": new, "seconds": lasted}
-                self.telemetry.log("queue_state", data, "INFO" if new == "active" else "WARNING")
-
-        if self.queue_observer is not None:
-            listeners = (*listeners, self.queue_observer.on_queue_state_change)
-        return QueueWatch(what, *listeners, changed=changed)
-
-    def submit(self, op: Op[Req, Reply], request: Req, **context: Any) -> APIFuture[Reply]:
+    def submit(self, op: Op[Req, Reply], request: Req, context: CallContext = NO_CONTEXT) -> APIFuture[Reply]:
         """The same from any thread, as a future."""
         self.check_open()
-        return start(lambda: self.call(op, request, **context), op.name)
+        return start(lambda: self.call(op, request, context), op.name)
 
     async def close(self) -> None:
         if not self.closed:
@@ -184,11 +161,13 @@ def connect(
     source: str | None = None,
     timeouts: Timeouts | None = None,
     telemetry: bool | None = None,
-) -> Connection:
+    retries: bool = True,
+) -> ServerConnection:
     """A connection to a server: the one given, TINKER_BASE_URL's, or the hosted one. Sends nothing yet.
 
     `source` says where to find the credential, for a client that came from another process. `telemetry` says
-    whether to tell the server of failures; None: as TINKER_TELEMETRY says, and not without it.
+    whether to tell the server of failures; None: as TINKER_TELEMETRY says, and not without it. Without
+    `retries` the first failure of a call is raised.
     """
     settings = settings or Settings.read()
     if settings.log:
@@ -196,29 +175,29 @@ def connect(
     url = normalize_url(base_url or settings.base_url or HOSTED_URL)
     headers = check_headers(headers)
     if source is not None:
-        credential = auth.resolve_from_source(source, settings)
+        credential = credentials.resolve_from_source(source, settings)
     else:
-        credential = auth.resolve(settings, api_key, url)
+        credential = credentials.resolve(settings, api_key, url)
     transport = HttpTransport(
         url,
         credential,
         headers={**check_headers(dict(settings.extra_headers)), **headers},
         timeouts=timeouts,
         direct=not settings.http_proxy,
+        retries=retries,
+        credential_cmd=settings.credential_cmd,
     )
-    connection = Connection(transport, settings, timeouts, headers)
+    events: Telemetry | None = None
     if settings.telemetry if telemetry is None else telemetry:
-        connection.telemetry = _telemetry(
-            transport, (*headers.values(), *dict(settings.extra_headers).values())
-        )
-    return connection
+        events = _telemetry(transport, (*headers.values(), *dict(settings.extra_headers).values()))
+    return ServerConnection(transport, settings, timeouts, headers, events)
 
 
 def _telemetry(transport: HttpTransport, headers: Iterable[str]) -> Telemetry:
     def allowed(name: str, value: str) -> bool:
         return may_travel(name, value) and not any(header and header in value for header in headers)
 
-    return Telemetry(lambda request: transport.call(ops.SEND_TELEMETRY, request, retry=ONCE), allowed)
+    return Telemetry(lambda request: transport.call(ops.SEND_TELEMETRY, request, ONCE), allowed)
 
 
 def _log_to_stderr(level: str) -> None:
