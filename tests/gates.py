@@ -1,8 +1,12 @@
-"""Gates that no linter has: `python -m tests.gates`, part of `make check`.
+"""Checks that no linter has: `python -m tests.gates`, part of `make check`.
 
-Every test can fail (it asserts something), the client stays light to import, and what `pip install tinkex`
-brings stays small. Figures are compared with gates.json; `--record` writes them anew. What an import loads is
-counted, since a count is the same everywhere; its CPU time has a wide margin and catches only landslides.
+- Every test can fail: it asserts something. No test file imports another.
+- One word, one thing: no two classes of one name under src/, and no module name used for two jobs.
+- src/ stays small, the client stays light to import, and the base install stays small.
+- Code and pages cite only documents that are in the repository.
+
+Figures are compared with gates.json, and `--record` writes them anew. The number of modules that an import
+loads is the same everywhere. CPU time is not: it has a wide margin and catches only large regressions.
 """
 
 from __future__ import annotations
@@ -13,16 +17,90 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+SOURCE = ROOT / "src" / "tinkex"
 RECORD = TESTS / "gates.json"
+SUFFIXES = {".py", ".pyi", ".c", ".h", ".proto"}  # of files that are read and counted
 SLACK = 1.1  # versions of Python and of dependencies
-CPU_SLACK = 3.0  # a ratio of two CPU times was 1.25 times itself on another machine
+CPU_SLACK = 3.0  # a ratio of two CPU times differed by a factor of 1.25 between two machines
+SOURCE_LINES = 42_200  # at most so many lines under src/, generated files included
 
-# Calls that fail a test by themselves: a result raises what went wrong, a wait says that it was in vain.
+# Classes that share a name today. The list may only shrink.
+SHARED_CLASS_NAMES = {
+    "Adapter",
+    "Answer",
+    "BaseModel",
+    "Connection",
+    "Entry",
+    "Example",
+    "Graph",
+    "History",
+    "Http",
+    "Job",
+    "Key",
+    "Layer",
+    "Limits",
+    "Model",
+    "Page",
+    "Pages",
+    "Pending",
+    "Piece",
+    "Plan",
+    "Published",
+    "Request",
+    "Shape",
+    "Site",
+    "Tiles",
+    "Work",
+    "Worker",
+    "_Run",
+    "_Sampler",
+    "_Span",
+}
+
+# Module names that occur more than once, and why that is one job each time. The list may only shrink.
+SHARED_MODULE_NAMES = {
+    "auth": "credentials: the official module's name, the command, the client's and the server's side",
+    "billing": "the values, and the command that shows them",
+    "checkpoint": "saved adapters: the command, and the engine's files",
+    "checkpoints": "saved adapters: the values, the client's calls and the service's operations",
+    "config": "settings of the process, of the service, and what a server tells its clients",
+    "connection": "being renamed",
+    "demo": "the package, and the command that runs it",
+    "engine": "the package, and the engine that torch implements",
+    "futures": "promised results: the values, and where the service keeps them",
+    "history": "a run's metrics: written by the service, read by the client",
+    "losses": "being renamed",
+    "model": "the command, and each engine's model",
+    "ops": "being renamed",
+    "progress": "being renamed",
+    "sampler": "the protocol's Sampler, in each engine",
+    "sampling": "the values, and the client of them",
+    "serve": "the command, and what it starts",
+    "service": "the package, its class, and the client of it",
+    "session": "the command, and the client's lease",
+    "sessions": "the values, and the service's operations",
+    "streams": "being renamed",
+    "telemetry": "the values, and what sends them",
+    "threads": "being renamed",
+    "trainer": "the protocol's Trainer, in each engine",
+    "training": "the values, and the client of them",
+    "worker": "being renamed",
+}
+
+# Documents that are not in the repository, and numbered paragraphs of any.
+OUTSIDE = re.compile(r"wire-protocol|client-behaviour|design(?:\.md)? §|\bspec/|§ ?\d|\bissue #?\d")
+
+# Calls that fail a test by themselves: a result raises what went wrong, a wait fails when its time is up.
 CHECKS = re.compile(r"^(raises|warns|fail|check|assert|expect|result|eventually|wait_for)")
+
+
+# -- tests -------------------------------------------------------------------------------------------------
 
 
 def tests_without_assertion() -> Iterator[str]:
@@ -33,7 +111,7 @@ def tests_without_assertion() -> Iterator[str]:
         }
         for name, function in functions.items():
             if name.startswith("test_") and not _asserts(function, functions, set()):
-                yield f"{path.relative_to(TESTS.parent)}:{function.lineno}: {name} asserts nothing"
+                yield f"{path.relative_to(ROOT)}:{function.lineno}: {name} asserts nothing"
 
 
 def _asserts(function: ast.AST, functions: dict[str, ast.AST], seen: set[str]) -> bool:
@@ -56,8 +134,76 @@ def _is_narrow(node: ast.Try) -> bool:
     return bool(names) and not {"", "Exception", "BaseException"} & set(names)
 
 
+def tests_that_import_tests() -> Iterator[str]:
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            if any(module.startswith("tests.") and ".test_" in module for module in modules):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: imports a test file; share a helper module"
+
+
+# -- names, size, citations --------------------------------------------------------------------------------
+
+
+def class_names_used_twice() -> Iterator[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    yield from _used_twice("class", places, SHARED_CLASS_NAMES)
+
+
+def module_names_used_twice() -> Iterator[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in _sources():
+        name = path.parent.name if path.name == "__init__.py" else path.stem
+        if path != SOURCE / "__init__.py" and not name.startswith("__"):
+            places[name].append(str(path.relative_to(SOURCE)))
+    yield from _used_twice("module", places, SHARED_MODULE_NAMES.keys())
+
+
+def _used_twice(kind: str, places: dict[str, list[str]], shared: Collection[str]) -> Iterator[str]:
+    names = set(shared)
+    for name, where in sorted(places.items()):
+        if len(where) > 1 and name not in names:
+            yield f"{kind} {name} is in {', '.join(where)}: one word, one thing"
+    for name in sorted(names):
+        if len(places.get(name, ())) < 2:
+            yield f"{kind} {name} has one place now: take it off the list in {Path(__file__).name}"
+
+
+def _sources() -> list[Path]:
+    return [path for path in sorted(SOURCE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+
+
+def too_many_lines() -> Iterator[str]:
+    lines = sum(path.read_bytes().count(b"\n") for path in SOURCE.rglob("*") if path.suffix in SUFFIXES)
+    sys.stdout.write(f"source_lines: {lines} (at most {SOURCE_LINES})\n")
+    if lines > SOURCE_LINES:
+        yield f"src/ has {lines} lines, more than {SOURCE_LINES}"
+
+
+def citations_from_outside() -> Iterator[str]:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*")]
+    code = [path for folder in ("src", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    for path in sorted([*pages, *code]):
+        if path == Path(__file__) or path.suffix not in (".py", ".md"):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if found := OUTSIDE.search(line):
+                yield f"{path.relative_to(ROOT)}:{number}: cites {found[0]!r}, which is not in the repository"
+
+
+# -- weight ------------------------------------------------------------------------------------------------
+
+
 def import_cost(code: str) -> float:
-    """Its CPU over that of `import asyncio, json, logging`: the machine's speed cancels out."""
+    """CPU time over that of `import asyncio, json, logging`: the machine's speed cancels out."""
     return min(_cpu(code) for _ in range(5)) / min(_cpu("import asyncio, json, logging") for _ in range(5))
 
 
@@ -75,7 +221,7 @@ def _cpu(code: str) -> float:
 def installed_megabytes() -> float:
     """The package and everything that its base install brings, on disk."""
     names, seen = ["tinkex"], set()
-    total = sum(p.stat().st_size for p in (TESTS.parent / "src").rglob("*.py"))
+    total = sum(p.stat().st_size for p in (ROOT / "src").rglob("*.py"))
     while names:
         name = names.pop()
         if name in seen:
@@ -102,8 +248,7 @@ def _needed(requirement: str) -> bool:
     return "extra ==" not in requirement
 
 
-def main() -> int:
-    problems = list(tests_without_assertion())
+def grown_figures(*, record: bool) -> Iterator[str]:
     client = "import tinkex; tinkex.ServiceClient"
     figures = {
         "package_modules": modules_loaded("import tinkex"),
@@ -112,14 +257,20 @@ def main() -> int:
         "client_cpu": round(import_cost(client), 2),
         "installed_megabytes": round(installed_megabytes(), 1),
     }
-    if "--record" in sys.argv:
+    if record:
         RECORD.write_text(json.dumps(figures, indent=2) + "\n")
     for name, recorded in json.loads(RECORD.read_text()).items():
         sys.stdout.write(f"{name}: {figures[name]} (recorded {recorded})\n")
         if figures[name] > (CPU_SLACK if name.endswith("_cpu") else SLACK) * recorded:
-            problems.append(
-                f"{name} grew from {recorded} to {figures[name]}: make it smaller, or --record it"
-            )
+            yield f"{name} grew from {recorded} to {figures[name]}: make it smaller, or --record it"
+
+
+def main() -> int:
+    problems = [
+        *tests_without_assertion(), *tests_that_import_tests(),
+        *class_names_used_twice(), *module_names_used_twice(), *too_many_lines(), *citations_from_outside(),
+        *grown_figures(record="--record" in sys.argv),
+    ]  # fmt: skip
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
     return bool(problems)
 

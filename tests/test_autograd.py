@@ -1,4 +1,4 @@
-"""Losses in numpy: their gradients are torch's, and what has no gradient is refused by name (K15)."""
+"""Losses in numpy: their gradients are torch's, and what has no gradient is refused by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`import tinker` answered by tinkex: every official name and module that programs use, each in a process.
-
-Rows: cookbook.md §1.1 (the names that a stand-in must export), client-behaviour.md §3.
-"""
+"""`import tinker` answered by tinkex: every official name and module that programs use, each in a process."""
 
 from __future__ import annotations
 

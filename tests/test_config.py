@@ -1,4 +1,4 @@
-"""Settings, timeouts and URLs (K11, K13)."""
+"""Settings, timeouts and URLs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tinkex.config import HOSTED_URL, Settings, console_url, is_loopback, normal
     ],
 )
 def test_one_spelling_for_one_server(given: str, normal: str) -> None:
-    """K13: scheme and host in lower case, default port gone, path kept."""
+    """Scheme and host in lower case, default port gone, path kept."""
     assert normalize_url(given) == normal
 
 
@@ -119,7 +119,7 @@ def test_telemetry_is_off_unless_asked_for(word: str) -> None:
 
 
 def test_the_documented_times() -> None:
-    """§5.4(7): two handshakes and the pause between them fit into the time for an unreachable host."""
+    """Two handshakes and the pause between them fit into the time for an unreachable host."""
     times = Timeouts()
     assert times.unreachable <= 10
     assert 2 * times.connect + 0.5 <= times.unreachable
@@ -127,7 +127,7 @@ def test_the_documented_times() -> None:
 
 
 def test_every_time_is_in_the_documented_table_with_its_default() -> None:
-    """K4: one table, of all of them."""
+    """One table, of all of them."""
     page = (Path(__file__).parents[1] / "docs" / "client.md").read_text()
     for name, seconds in dataclasses.asdict(Timeouts()).items():
         rows = [line for line in page.splitlines() if line.startswith("|") and f"`Timeouts({name}=)`" in line]
@@ -137,7 +137,6 @@ def test_every_time_is_in_the_documented_table_with_its_default() -> None:
 
 
 def test_what_was_read_does_not_change() -> None:
-    """K11."""
     for value in (Settings.read({}), Timeouts()):
         with pytest.raises(AttributeError):
             setattr(value, next(iter(dataclasses.asdict(value))), 1)

@@ -5,7 +5,7 @@ else: what it needs it defines. One that begins with `# goes on from "HEADING"` 
 under that heading, in the same file. What looks like a model's name or path is a tiny model. A block that
 begins with `# NAME.py` is that file; the `$ python …` lines of a page's ```console blocks are run beside
 those files, and say what stands below them. A block is left out only by `<!-- not run: REASON -->` on the
-line above it. T13, Z9.
+line above it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every example in a docstring is run: as doctests, and those of the clients on a stub (T13)."""
+"""Every example in a docstring is run: as doctests, and those of the clients on a stub."""
 
 from __future__ import annotations
 

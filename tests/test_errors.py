@@ -1,4 +1,4 @@
-"""The tree of exceptions: the official one's shape, and all of them travel between processes (§2.14)."""
+"""The tree of exceptions: the official one's shape, and all of them travel between processes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ logging.getLogger("tinkex").debug("a trifle")
 
 @pytest.mark.parametrize(("level", "said"), [("", 0), ("info", 1), ("debug", 2)])
 def test_the_environment_says_how_much_is_logged(level: str, said: int) -> None:
-    """§2.13: TINKER_LOG, but not over the head of a program that has set its own logging up."""
+    """TINKER_LOG, but not over the head of a program that has set its own logging up."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
     with Stub() as stub:
         for how, lines in ((), said), (("configured",), 0):

@@ -1,4 +1,4 @@
-"""The package's face: light to import, every name there, the official signatures (§3.1, §5.4(1))."""
+"""The package's face: light to import, every name there, the official signatures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import tinkex
 from tinkex import types
 
-# What the official package exports at its top, 0.36.0 (client-behaviour.md §3), but for Timeout,
+# What the official package exports at its top, 0.36.0 but for Timeout,
 # RequestOptions, APIResponse and AsyncAPIResponse, which belong to the HTTP library of its generated client.
 OFFICIAL = """
     TrainingClient ServiceClient SamplingClient RestClient AdminClient APIFuture auth AdamOptimizerConfig
@@ -62,7 +62,7 @@ OFFICIAL_TYPES = """
     TrainingRunsResponse UnhandledExceptionEvent UnloadModelRequest UnloadModelResponse UntypedAPIFuture
     UserSearchOwner WeightsInfoResponse WhoamiResponse
 """
-# What its types can do (§3): attributes and methods that programs call.
+# What its types can do: attributes and methods that programs call.
 OFFICIAL_HELPERS = {
     "ModelInput": "chunks from_ints to_ints empty append append_int length",
     "EncodedTextChunk": "tokens type length",
@@ -158,7 +158,7 @@ FORWARD = {"data": NEEDED, "loss_fn": NEEDED, "loss_fn_config": None}
 SAVED = {"path": NEEDED, "weights_access_token": None}
 RESUMED = {"path": NEEDED, "base_model": None, "user_metadata": None, "weights_access_token": None}
 SAMPLER = {"retry_config": None, "record_stability_info": False}
-# §3.1, as introspected: method -> (has an async twin, parameters in order with their defaults).
+# The official SDK 0.36.0: method -> (has an async twin, parameters in order with their defaults).
 SERVICE: dict[str, tuple[bool, dict[str, Any]]] = {
     "__init__": (False, {
         "user_metadata": None, "project_id": None, KEYWORD: None, "display_name": None, "base_url": None,
@@ -261,7 +261,6 @@ def test_a_client_of_its_own_takes_a_url_and_a_key(kind: str) -> None:
 
 
 def test_types_are_told_to_type_checkers() -> None:
-    """T14."""
     assert (resources.files("tinkex") / "py.typed").is_file()
 
 

@@ -87,7 +87,7 @@ def within(spans: list[Any], root: Any) -> list[Any]:
 def test_one_trace_from_the_users_span_to_the_engine(
     service: ServiceClient, spans: Callable[[], list[Any]], op: str
 ) -> None:
-    """Design §4: the six hops; embedded skips the third and nothing else."""
+    """The six hops; embedded skips the third and nothing else."""
     run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
     sampler = service.create_sampling_client(base_model=MODEL, timeout=20)
     prompt, params = ModelInput.from_ints([1, 2, 3]), SamplingParams(max_tokens=3)
@@ -138,7 +138,7 @@ def test_requests_that_share_a_batch_are_linked(
 
 
 def test_nothing_of_anyones_is_in_a_span(service: ServiceClient, spans: Callable[[], list[Any]]) -> None:
-    """M5: an error's class is told, not its words."""
+    """An error's class is told, not its words."""
     run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
     bad = Datum(ModelInput.from_ints([1, 999999]), {"target_tokens": [2, 3]})
     with pytest.raises(RequestFailedError, match="token id outside"):
@@ -162,7 +162,6 @@ def test_what_nobody_called_for_makes_no_trace(
 
 
 def test_queue_states_are_a_metric() -> None:
-    """M3."""
     reader = InMemoryMetricReader()
     metrics.set_meter_provider(MeterProvider([reader]))
     watch = QueueWatch("it", changed=tracing.count_queue_state)
@@ -196,7 +195,7 @@ print([m for m in sys.modules if m.startswith("opentelemetry")])
 
 
 def test_who_does_not_trace_does_not_even_import_it() -> None:
-    """§5.1: no import cost, whether or not it is installed."""
+    """No import cost, whether or not it is installed."""
     done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

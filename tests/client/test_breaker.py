@@ -1,4 +1,4 @@
-"""The circuit breaker of a host, as a table and over sockets: part of the one policy (H4, C7, 5.4(7))."""
+"""The circuit breaker of a host, as a table and over sockets: part of the one policy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_opens_after_so_many_failures_in_a_row_and_closes_with_any_answer() -
     [(False, 0, 10), (False, 4, 6), (False, 11, 0), (True, 0, 300), (True, 299, 1)],
 )
 def test_how_long_a_caller_waits_is_the_policys_word(reached: bool, elapsed: float, patience: float) -> None:
-    """H4: a host that was reached and is lost keeps its five minutes."""
+    """A host that was reached and is lost keeps its five minutes."""
     assert POLICY.patience(reached, elapsed) == patience
 
 

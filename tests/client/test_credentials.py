@@ -535,7 +535,7 @@ def test_the_key_is_exchanged_once_for_many_calls_at_a_time_and_not_sent_after(s
 def test_a_server_may_prefer_what_a_command_prints_to_a_key_that_is_only_there(
     clean_environment: pytest.MonkeyPatch, stub: Stub, preferred: str, argument: str | None, shown: str
 ):
-    """`credential_default_source` (§2.3): a key given in so many words is still the one that is meant."""
+    """`credential_default_source`: a key given in so many words is still the one that is meant."""
     stub.config = {"pjwt_auth_enabled": True, "credential_default_source": preferred}
     clean_environment.setenv("TINKER_API_KEY", KEY)
     clean_environment.setenv("TINKER_CREDENTIAL_CMD", "echo tml-printed")

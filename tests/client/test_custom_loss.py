@@ -1,4 +1,4 @@
-"""Losses of the user's own: their gradients, where they run, and what they may do (K15; weakness 5.2(9))."""
+"""Losses of the user's own: their gradients, where they run, and what they may do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def squares(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict
 
 
 def test_the_weights_are_the_gradient_of_the_loss() -> None:
-    """K15: against the derivative done by hand: d/dx of Σx² is 2x, and the weights are its negative."""
+    """Against the derivative done by hand: d/dx of Σx² is 2x, and the weights are its negative."""
     values = [np.array([-0.5, -2.0], np.float32), np.array([-1.5], np.float32)]
     outputs = [{"logprobs": TensorData.from_numpy(value)} for value in values]
     forward = ForwardBackwardOutput("tensors", outputs, {})
@@ -48,7 +48,7 @@ def test_a_custom_pass_is_a_forward_and_a_backward_in_one_turn(stub: Stub, run: 
 
 
 def test_what_was_given_back_before_is_not_changed() -> None:
-    """T8: the user's loss and metrics go into a result of its own; the backward pass's stays as it was."""
+    """The user's loss and metrics go into a result of its own; the backward pass's stays as it was."""
     backward = ForwardBackwardOutput("tensors", [], {"loss:sum": 1.5, "n:sum": 2.0})
     gradients = custom_loss.Gradients([], 7.0, {"mine": 3.0})
     output = custom_loss.finished(backward, gradients)
@@ -99,7 +99,7 @@ def test_a_loss_that_raises_fails_its_pass_alone(stub: Stub, run: Any, error: Ba
 
 
 def test_a_loss_runs_beside_the_loop(stub: Stub) -> None:
-    """Weakness 5.2(9), K6: hearts beat and other runs train while it computes."""
+    """Hearts beat and other runs train while it computes."""
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(heartbeat_interval=0.05))
     run, other = (service.create_lora_training_client("stub/base") for _ in range(2))
     inside, release = threading.Event(), threading.Event()
@@ -120,7 +120,7 @@ def test_a_loss_runs_beside_the_loop(stub: Stub) -> None:
 
 
 def test_a_loss_may_sample(stub: Stub, run: Any, sampler: Any) -> None:
-    """Weakness 5.2(9): the official client deadlocks."""
+    """The official client deadlocks."""
     drawn: list[Any] = []
 
     def loss(data: Any, logprobs: Any) -> Any:
@@ -148,7 +148,7 @@ def test_many_losses_may_sample_big_prompts_at_once(stub: Stub, service: Service
 
 
 def test_a_loss_that_calls_its_own_run_is_told(stub: Stub, run: Any) -> None:
-    """Weakness 5.2(9): it could only be sent after the pass that waits for it."""
+    """It could only be sent after the pass that waits for it."""
 
     def loss(data: Any, logprobs: Any) -> Any:
         run.forward([datum()], "cross_entropy").result()

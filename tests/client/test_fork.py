@@ -1,4 +1,4 @@
-"""Fork and spawn: a forked child is told, at once; a spawned one works (K2(d); weakness 5.2(4))."""
+"""Fork and spawn: a forked child is told, at once; a spawned one works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""APIFuture: one future for threads and event loops alike (C13, K3, K4, K5, K14)."""
+"""APIFuture: one future for threads and event loops alike."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def failing(error: Exception) -> APIFuture[int]:
 
 
 def test_every_way_of_waiting_gives_the_one_cached_result() -> None:
-    """C13, K14: result, result_async and await, any number of times, from several loops; run once."""
+    """Result, result_async and await, any number of times, from several loops; run once."""
     work = Work()
     threading.Timer(0.05, work.finish).start()
 
@@ -79,7 +79,7 @@ def test_every_way_of_waiting_gives_the_one_cached_result() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_result_is_fetched_once(stub: Stub, service: ServiceClient, batch: bool) -> None:
-    """K3, K14: whoever waits, however often, and whatever else is asked of the future."""
+    """Whoever waits, however often, and whatever else is asked of the future."""
     stub.config = {"sample_use_retrieve_futures": batch}
     run = service.create_lora_training_client("stub/base", timeout=20)
     sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
@@ -98,7 +98,7 @@ def test_a_result_is_fetched_once(stub: Stub, service: ServiceClient, batch: boo
 
 
 def test_a_result_lives_as_long_as_its_future(stub: Stub, service: ServiceClient) -> None:
-    """K14, instead of a cache by request id: nothing else keeps a result, and no call takes such an id."""
+    """Instead of a cache by request id: nothing else keeps a result, and no call takes such an id."""
     run = service.create_lora_training_client("stub/base", timeout=20)
     future = run.forward_backward([datum(3)], "cross_entropy")
     kept = weakref.ref(future.result(20))
@@ -150,7 +150,7 @@ def test_it_is_a_concurrent_future() -> None:
 
 
 def test_a_cancelled_future_ends_a_concurrent_wait() -> None:
-    """K5: wait and as_completed learn of a cancellation, before and while they wait."""
+    """Wait and as_completed learn of a cancellation, before and while they wait."""
     work, other = Work(), Work()
     threading.Timer(0.05, work.future.cancel).start()
     assert concurrent.futures.wait([work.future], timeout=20).done == {work.future}
@@ -208,7 +208,7 @@ def test_cancelling_stops_the_work_and_every_waiter() -> None:
 
 
 def test_a_timeout_cancels_nothing() -> None:
-    """K4, weakness 5.2(2): neither kind of wait takes the work with it when its time runs out."""
+    """Neither kind of wait takes the work with it when its time runs out."""
     work = Work()
     with pytest.raises(ResultTimeoutError, match=r"no result of the work after 0.02 s.*waited for again"):
         work.future.result(0.02)
@@ -302,7 +302,7 @@ def test_a_result_that_comes_just_after_the_wait_ran_out_is_given() -> None:
 
 
 def test_waiting_on_the_background_thread_raises_instead_of_hanging() -> None:
-    """K2: what could only wait for itself is refused."""
+    """What could only wait for itself is refused."""
     work = Work()
     caught: list[BaseException] = []
     tried = threading.Event()

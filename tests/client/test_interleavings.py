@@ -1,4 +1,4 @@
-"""Any interleaving of calls, cancels, timeouts, refusals and failures leaves a run working (K2, §5.4(6))."""
+"""Any interleaving of calls, cancels, timeouts, refusals and failures leaves a run working."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates, and the rate limit that all samplers of a process share (K7, K10, K12, C11)."""
+"""Gates, and the rate limit that all samplers of a process share."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_resized_gate_admits_those_who_waited() -> None:
 
 
 def test_waking_one_of_many_waiters_does_not_touch_the_others() -> None:
-    """§5.4(5): a release costs the same whether ten or ten thousand wait."""
+    """A release costs the same whether ten or ten thousand wait."""
 
     async def scenario() -> int:
         limiter = FairLimiter(1)
@@ -137,7 +137,7 @@ def test_after_a_pause_one_probe_goes_first() -> None:
 
 
 def test_one_limit_for_one_server_and_credential() -> None:
-    """C11, K9: the same object while anyone uses it, none left over afterwards."""
+    """The same object while anyone uses it, none left over afterwards."""
     one = shared_rate_limit("http://a", "me")
     assert shared_rate_limit("http://a", "me") is one
     assert shared_rate_limit("http://a", "you") is not one
@@ -150,7 +150,7 @@ def test_one_limit_for_one_server_and_credential() -> None:
 
 @pytest.mark.parametrize("same_key", [True, False])
 def test_a_429_pauses_every_sampler_with_the_same_credential_and_no_other(stub: Stub, same_key: bool) -> None:
-    """K10, C11: across ServiceClients, and however the URL is spelled."""
+    """Across ServiceClients, and however the URL is spelled."""
     services = [
         ServiceClient(base_url=stub.url, api_key="tml-one"),
         ServiceClient(base_url=stub.url.upper() + "/", api_key="tml-one" if same_key else "tml-two"),
@@ -178,7 +178,7 @@ def test_a_429_pauses_every_sampler_with_the_same_credential_and_no_other(stub: 
 
 
 def test_many_limited_samples_go_on_when_the_server_does(stub: Stub, sampler: Any) -> None:
-    """K16: a burst that meets 429s ends with every sample done and few requests wasted."""
+    """A burst that meets 429s ends with every sample done and few requests wasted."""
     stub.script("asample", *[status(429, {"retry-after-ms": "30"})] * 10)
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(40)]
     for future in futures:
@@ -186,7 +186,7 @@ def test_many_limited_samples_go_on_when_the_server_does(stub: Stub, sampler: An
     assert stub.count("asample") == 50
 
 
-# -- what a server's settings say (§2.3) -----------------------------------------------------------------
+# -- what a server's settings say ------------------------------------------------------------------------
 
 
 LONG = ModelInput.from_ints(range(1000))  # about 7 kB of JSON

@@ -1,4 +1,4 @@
-"""Hundreds of runs and thousands of samples in one process: nobody starves (K7, K12, K16)."""
+"""Hundreds of runs and thousands of samples in one process: nobody starves."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_cancelled_waiter_costs_its_owner_no_turn() -> None:
 
 
 def test_one_sample_does_not_wait_for_another_samplers_thousands(stub: Stub, service: ServiceClient) -> None:
-    """K12, K16: a counter of what was sent between its call and its own turn."""
+    """A counter of what was sent between its call and its own turn."""
     greedy = service.create_sampling_client(base_model="stub/base", timeout=20)
     modest = service.create_sampling_client(base_model="stub/base", timeout=20)
     transport: Any = service._connection.transport
@@ -115,7 +115,7 @@ def test_one_sample_does_not_wait_for_another_samplers_thousands(stub: Stub, ser
 
 
 def test_polls_are_shared_too(stub: Stub, service: ServiceClient) -> None:
-    """K12: one sampler's held results fill every poll, and another's result comes all the same."""
+    """One sampler's held results fill every poll, and another's result comes all the same."""
     greedy = service.create_sampling_client(base_model="stub/base", timeout=20)
     modest = service.create_sampling_client(base_model="stub/base", timeout=20)
     transport: Any = service._connection.transport

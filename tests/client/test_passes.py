@@ -1,4 +1,4 @@
-"""A pass before and after it travels: checked, cut, put together (T11, T12, C10, §2.6, §2.8)."""
+"""A pass before and after it travels: checked, cut, put together."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
 def test_what_is_wrong_is_said_at_the_call_and_nothing_is_sent(
     stub: Stub, run: Any, data: Any, loss_fn: str, config: Any, words: str
 ) -> None:
-    """T12: the datum, the key, what was given and what is allowed; the client goes on working."""
+    """The datum, the key, what was given and what is allowed; the client goes on working."""
     before = len(stub.requests)
     with pytest.raises(InvalidInputError, match=words):
         run.forward_backward(data, loss_fn, config)
@@ -111,7 +111,7 @@ def test_good_passes_are_let_through(loss_fn: str) -> None:
 
 @pytest.mark.parametrize("loss_fn", [*get_args(LossFnType), "kl_divergence"])
 def test_every_loss_of_the_official_list_and_our_own_is_sent(stub: Stub, run: Any, loss_fn: str) -> None:
-    """C4, T6: whether a server has it is the server's to say; what no one has is refused with the list."""
+    """Whether a server has it is the server's to say; what no one has is refused with the list."""
     config = {"loss_id": "loss-0"} if loss_fn == "custom" else None
     run.forward_backward([datum(**RL)], loss_fn, config).result(20)
     assert loss_fn.encode() in stub.sent("forward_backward")[0].body
@@ -144,7 +144,7 @@ def test_chunks_keep_the_order_and_the_limits(lengths: list[int], most: int, lim
 
 
 def test_each_reduction() -> None:
-    """T11, §2.8: by the suffix, weighted by the number of outputs."""
+    """By the suffix, weighted by the number of outputs."""
     values, weights = [1.0, 5.0, 2.0], [1, 2, 5]
     chunks = [
         ({f"m:{how}": v for how in ("mean", "sum", "min", "max", "slack", "hash2", "unique")}, w)
@@ -160,13 +160,13 @@ def test_each_reduction() -> None:
 
 
 def test_the_order_of_chunks_does_not_change_hash_unordered() -> None:
-    """C10: CPython's hash of the sorted integers, which is the same in every process."""
+    """CPython's hash of the sorted integers, which is the same in every process."""
     some = [({"h:hash_unordered": float(v)}, 1) for v in (3, 1, 2)]
     assert reduce_metrics(some) == reduce_metrics(some[::-1]) == {"h:hash_unordered": 529344067295497451.0}
 
 
 def test_what_no_rule_is_known_for_is_kept_chunk_by_chunk() -> None:
-    """T11: an unknown suffix, no suffix, and a metric that not every chunk has; nothing is dropped."""
+    """An unknown suffix, no suffix, and a metric that not every chunk has; nothing is dropped."""
     some = [({"a:odd": 1.0, "plain": 3.0, "x:sum": 1.0}, 1), ({"a:odd": 2.0}, 2), ({"x:sum": 4.0}, 1)]
     assert reduce_metrics(some) == {"a:odd": 1.0, "a:odd_1": 2.0, "plain": 3.0, "x:sum": 5.0}
 
@@ -179,7 +179,7 @@ def test_hash2_wraps_at_64_bits() -> None:
 @pytest.mark.parametrize("name", ["loss", "a:b:sum", "", ":", "x:unheard_of", "x:mean"])
 @pytest.mark.parametrize("outputs", [0, 3])
 def test_no_name_and_no_count_breaks_a_finished_pass(stub: Stub, run: Any, name: str, outputs: int) -> None:
-    """Weakness 5.3: the official client loses the result of a step whose gradient is already applied."""
+    """The official client loses the result of a step whose gradient is already applied."""
     metrics = {name: 2.0}
     assert reduce_metrics([(metrics, outputs), (metrics, outputs)])[name] in (2.0, 4.0)
     stub.metrics = metrics

@@ -1,4 +1,4 @@
-"""Samplers in other processes: copies, handles, and keys that stay at home (§2.10; weaknesses 5.3)."""
+"""Samplers in other processes: copies, handles, and keys that stay at home."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_copy_that_goes_away_leaves_the_session_open(stub: Stub, sampler: Any)
 
 
 def test_the_retry_config_travels(service: ServiceClient, send: Any) -> None:
-    """Weakness 5.3: it was lost."""
+    """It was lost."""
     dump, load = send
     config = RetryConfig(max_connections=3, progress_timeout=20, retry_delay_base=0.1)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config)
@@ -118,7 +118,7 @@ def test_a_handle_of_an_older_release_still_works(stub: Stub, sampler: Any) -> N
 def test_no_key_is_in_what_travels(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, send: Any, source: str
 ) -> None:
-    """Weakness 5.3: pickles held it in clear."""
+    """Pickles held it in clear."""
     if source == "environment":
         monkeypatch.setenv("TINKER_API_KEY", KEY)
     service = ServiceClient(base_url=stub.url, api_key=KEY if source == "argument" else None)

@@ -1,4 +1,4 @@
-"""The send queue: one run's requests, in order, whatever becomes of any of them (K1, K2, K6)."""
+"""The send queue: one run's requests, in order, whatever becomes of any of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Sender:
 
 
 def test_sends_go_in_the_order_of_the_calls() -> None:
-    """K1."""
     sender = Sender()
     futures = [sender.send(n) for n in range(200)]
     assert [future.result(20) for future in futures] == list(range(200))
@@ -71,7 +70,6 @@ def test_each_thread_keeps_its_order() -> None:
 
 
 def test_a_cancelled_send_that_waited_was_never_sent() -> None:
-    """K2(a), weakness 5.2(1)."""
     sender = Sender()
     sender.gate.clear()
     first, second, third = (sender.send(n) for n in range(3))
@@ -87,7 +85,7 @@ def test_a_cancelled_send_that_waited_was_never_sent() -> None:
 @pytest.mark.parametrize("when", ["error", "late"])
 @pytest.mark.parametrize("commits", [True, False])
 def test_the_next_turn_comes_whatever_happens_to_one(error: BaseException, when: str, commits: bool) -> None:
-    """K2: also if the turn was cancelled from below, when its future cannot be cancelled any more."""
+    """Also if the turn was cancelled from below, when its future cannot be cancelled any more."""
     sender = Sender()
     sender.gate.clear()
     bad, good = sender.send("bad", commits=commits, **{when: error}), sender.send("good")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Why work waits: on each change to an observer, a metric and the log (M3, K16)."""
+"""Why work waits: on each change to an observer, a metric and the log."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def test_one_that_is_put_off_and_one_that_goes_on_do_not_contradict_each_other(s
 def test_the_same_state_is_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """§2.15."""
     watch = QueueWatch("sampler x")
     with caplog.at_level(logging.INFO, "tinkex"):
         for _ in range(5):
@@ -101,7 +100,7 @@ def test_the_same_state_is_logged_once_a_minute(
 def test_an_observer_hears_of_runs_and_samplers_off_the_loop(
     stub: Stub, observed: ServiceClient, seen: Seen
 ) -> None:
-    """M3: capacity, as polls tell it; on the change and on recovery."""
+    """Capacity, as polls tell it; on the change and on recovery."""
     run = observed.create_lora_training_client("stub/base", timeout=20)
     stub.script("retrieve_future", status(408, body=CAPACITY))
     run.optim_step().result(20)
@@ -121,7 +120,7 @@ def test_an_observer_hears_of_runs_and_samplers_off_the_loop(
 def test_what_submissions_meet_is_a_state_too(
     stub: Stub, observed: ServiceClient, seen: Seen, code: int, state: str
 ) -> None:
-    """M3, K16: rate limits and billing, of samples and of training."""
+    """Rate limits and billing, of samples and of training."""
     run = observed.create_lora_training_client("stub/base", timeout=20)
     sampler = observed.create_sampling_client(base_model="stub/base", timeout=20)
     for op, call in (
@@ -137,7 +136,7 @@ def test_what_submissions_meet_is_a_state_too(
 
 
 def test_an_observer_that_takes_its_time_holds_nothing_up(stub: Stub) -> None:
-    """K6, K3: nor does one that fails."""
+    """Nor does one that fails."""
 
     enough = threading.Event()
 

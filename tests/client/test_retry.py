@@ -1,4 +1,4 @@
-"""The one retry policy, as a table and over sockets (C7, C8, C12, H1-H6, H9)."""
+"""The one retry policy, as a table and over sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ POLICY = RetryPolicy()
 
 @pytest.mark.parametrize("code", [408, 409, 429, 500, 502, 503, 504, 529])
 def test_statuses_that_are_tried_again(code: int) -> None:
-    """C7, H3."""
     delay = POLICY.decide(Attempt(code), tries=1, elapsed=0)
     assert delay is not None
     assert 0.375 <= delay <= 0.5
@@ -59,7 +58,6 @@ def test_an_empty_400_is_a_proxys() -> None:
 
 @pytest.mark.parametrize(("code", "word", "again"), [(500, "false", False), (404, "true", True)])
 def test_x_should_retry_overrides_the_status(code: int, word: str, again: bool) -> None:
-    """H2."""
     delay = POLICY.decide(Attempt(code, {"x-should-retry": word}), 1, 0)
     assert (delay is not None) is again
 
@@ -92,7 +90,7 @@ def test_jitter_leaves_the_users_random_numbers_alone() -> None:
     ],
 )
 def test_how_long_each_failure_is_tried(failed: Attempt, patient: bool, budget: float) -> None:
-    """H4: one function knows every limit."""
+    """One function knows every limit."""
     if budget < math.inf:
         assert POLICY.decide(failed, 5, budget, patient=patient) is None
         last = POLICY.decide(failed, 5, budget - 1, patient=patient)
@@ -101,7 +99,7 @@ def test_how_long_each_failure_is_tried(failed: Attempt, patient: bool, budget: 
 
 
 def test_slow_failures_to_connect_stay_within_the_time_for_an_unreachable_host() -> None:
-    """Weakness 5.2(5): a host that swallows packets is reported in 10 s too, not 10 s and a handshake."""
+    """A host that swallows packets is reported in 10 s too, not 10 s and a handshake."""
     assert POLICY.decide(Attempt(took=4.5), 1, 4.5) is not None
     assert POLICY.decide(Attempt(took=4.5), 2, 9.5) is None
 
@@ -124,12 +122,12 @@ def test_slow_failures_to_connect_stay_within_the_time_for_an_unreachable_host()
     ],
 )
 def test_retry_after_in_milliseconds_and_seconds(headers: dict[str, str], seconds: float | None) -> None:
-    """H1: milliseconds before seconds before dates; only what is sensible counts."""
+    """Milliseconds before seconds before dates; only what is sensible counts."""
     assert retry_after(headers) == seconds
 
 
 def test_retry_after_as_a_date_goes_by_the_servers_clock() -> None:
-    """C12: our clock may be hours off; the response's Date header is what the date is relative to."""
+    """Our clock may be hours off; the response's Date header is what the date is relative to."""
     now = 1_700_000_000
     later = formatdate(now + 7, usegmt=True)
     assert retry_after({"retry-after": later}, now) == 7
@@ -149,18 +147,17 @@ def test_the_servers_delay_beats_the_backoff() -> None:
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
 def test_user_errors(code: int) -> None:
-    """C8, H5."""
     assert is_user_error(status_error("", Response(code)))
 
 
 @pytest.mark.parametrize("code", [402, 408, 409, 410, 429, 500, 503])
 def test_not_user_errors(code: int) -> None:
-    """C8: unlike in the official SDK, 429, 409, 402 and 410 are nobody's mistake."""
+    """Unlike in the official SDK, 429, 409, 402 and 410 are nobody's mistake."""
     assert not is_user_error(status_error("", Response(code)))
 
 
 def test_user_errors_that_are_no_status() -> None:
-    """H6: failing to connect is nobody's mistake."""
+    """Failing to connect is nobody's mistake."""
     assert not is_user_error(APIConnectionError())
     assert is_user_error(InvalidInputError())
     assert is_user_error(RequestFailedError("", "r", RequestErrorCategory.User))
@@ -197,7 +194,7 @@ def test_a_misspelt_wish_is_no_wish() -> None:
 def test_sampling_waits_as_long_as_the_server_says(
     stub: Stub, sampler: Any, headers: dict[str, str], code: int
 ) -> None:
-    """K16, H1, weakness 5.2(11): the call that met the 429 is itself sent again, after the server's delay."""
+    """The call that met the 429 is itself sent again, after the server's delay."""
     stub.script("asample", status(code, headers))
     assert len(sampler.sample(PROMPT, 1, PARAMS).result(10).sequences) == 1
     first, second = stub.sent("asample")
@@ -207,7 +204,7 @@ def test_sampling_waits_as_long_as_the_server_says(
 
 @pytest.mark.parametrize("op", ["forward_backward", "asample"])
 def test_x_should_retry_false_ends_it_at_once(stub: Stub, run: Any, sampler: Any, op: str) -> None:
-    """H2, weakness 5.2(11): for sampling too."""
+    """For sampling too."""
     if op == "forward_backward":
         run.forward_backward([datum()], "cross_entropy").result(20)
     stub.script(op, status(503, {"x-should-retry": "false"}), always=True)
@@ -230,7 +227,7 @@ def test_x_should_retry_true_tries_what_would_be_final(stub: Stub, run: Any, sam
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_polls_honour_both_headers_too(stub: Stub, service: ServiceClient, batch: bool) -> None:
-    """C7, H2: every layer is the one policy, those that wait for a result as well."""
+    """Every layer is the one policy, those that wait for a result as well."""
     stub.config = {"sample_use_retrieve_futures": batch}
     run = service.create_lora_training_client("stub/base", timeout=20)
     sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
@@ -248,7 +245,7 @@ def test_polls_honour_both_headers_too(stub: Stub, service: ServiceClient, batch
 
 
 def test_a_persistent_5xx_on_sampling_is_bounded(stub: Stub, service: ServiceClient, sampler: Any) -> None:
-    """Weakness 5.2(7): one budget, whatever the layer; the error says how often it was tried."""
+    """One budget, whatever the layer; the error says how often it was tried."""
     fast_retries(service, status_budget=0.3)
     stub.script("asample", status(500), always=True)
     with pytest.raises(
@@ -292,7 +289,7 @@ def test_billing_is_waited_for_as_long_as_the_server_says(stub: Stub) -> None:
 
 
 def test_the_idempotency_key_is_one_for_one_logical_call(stub: Stub, run: Any) -> None:
-    """H9: the same over retries, another for the next call."""
+    """The same over retries, another for the next call."""
     stub.script("optim_step", status(503), status(500))
     run.optim_step().result(20)
     run.optim_step().result(20)
@@ -330,7 +327,7 @@ def _calls(service: ServiceClient) -> dict[str, Any]:
 def test_every_kind_of_call_is_one_logical_call_over_its_retries(
     stub: Stub, service: ServiceClient, op: str
 ) -> None:
-    """H9, weakness 5.3: the same key and, word for word, the same request; whatever made it be sent again."""
+    """The same key and, word for word, the same request; whatever made it be sent again."""
     call = _calls(service)[op]
     call()
     before = stub.count(op)
@@ -347,7 +344,7 @@ def test_every_kind_of_call_is_one_logical_call_over_its_retries(
 
 @pytest.mark.parametrize("where", ["submission", "poll", "failure"])
 def test_messages_are_for_people(stub: Stub, run: Any, where: str) -> None:
-    """Weakness 5.3: no class, no attribute and no object's repr in what is said."""
+    """No class, no attribute and no object's repr in what is said."""
     words = {"detail": "no such thing"}
     if where == "failure":
         stub.script("optim_step", fail("no such thing"))
@@ -361,7 +358,7 @@ def test_messages_are_for_people(stub: Stub, run: Any, where: str) -> None:
 
 
 def test_errors_come_at_once_and_say_what_the_server_said(stub: Stub, run: Any) -> None:
-    """Weakness 5.2(6): nothing is between a refusal and the user, and the message is for people."""
+    """Nothing is between a refusal and the user, and the message is for people."""
     stub.script("optim_step", status(400, body={"detail": "the moon is full"}))
     began = time.monotonic()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A sampler: concurrent, cancellable, paced, and alone in its failures (K5, K7, K16; 5.2(11, 12))."""
+"""A sampler: concurrent, cancellable, paced, and alone in its failures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_sample_and_what_was_asked_about_it(stub: Stub, either: SamplingClient
 
 
 def test_many_at_once_finish_in_any_order(stub: Stub, either: SamplingClient) -> None:
-    """K7: none waits for another."""
+    """None waits for another."""
     stub.latency = 0.2
     began = time.monotonic()
     futures = [either.sample(ModelInput.from_ints([n]), 1, PARAMS) for n in range(200)]
@@ -81,7 +81,7 @@ def test_a_failure_is_its_own(stub: Stub, either: SamplingClient) -> None:
 
 
 def test_cancelling_cancels_on_the_server_too(stub: Stub, either: SamplingClient) -> None:
-    """K5: whatever the server's flags say."""
+    """Whatever the server's flags say."""
     stub.hold("asample")
     future = either.sample(PROMPT, 1, PARAMS)
     stub.wait_for("retrieve_future*")
@@ -122,7 +122,7 @@ def test_a_sample_cancelled_while_it_queues_is_never_sent(stub: Stub, service: S
 
 
 def test_max_connections_of_the_user_is_honoured(stub: Stub, service: ServiceClient) -> None:
-    """Weakness 5.3: the official client overrides it silently."""
+    """The official client overrides it silently."""
     sampler = service.create_sampling_client(
         base_model="stub/base", retry_config=RetryConfig(max_connections=3)
     )
@@ -150,7 +150,6 @@ def test_the_servers_limit_holds_where_the_user_gives_none(stub: Stub, service: 
 
 
 def test_a_timeout_leaves_the_sample_running(stub: Stub, either: SamplingClient) -> None:
-    """K4."""
     stub.hold("asample")
     future = either.sample(PROMPT, 1, PARAMS)
     with pytest.raises(ResultTimeoutError):
@@ -184,7 +183,7 @@ def assert_asked_anew(stub: Stub, sampler: SamplingClient, future: APIFuture[Sam
 
 
 def test_a_result_the_server_forgot_is_asked_for_anew(stub: Stub, either: SamplingClient) -> None:
-    """§2.7: a restart loses samples, which answer 410; under a new seq id, or the old answer would return."""
+    """A restart loses samples, which answer 410; under a new seq id, or the old answer would return."""
     future = waiting_sample(stub, either)
     stub.stop()
     stub.forget_samples(abruptly=False)
@@ -345,7 +344,7 @@ def test_a_poller_with_nothing_to_wait_for_does_not_have_the_server_hold_it(
 
 @pytest.mark.parametrize("code", [404, 401, 422])
 def test_a_dead_batch_poller_falls_back(stub: Stub, service: ServiceClient, code: int) -> None:
-    """Weakness 5.2(12): what waits and what comes later is polled for one by one."""
+    """What waits and what comes later is polled for one by one."""
     stub.config = {"sample_use_retrieve_futures": True}
     sampler = service.create_sampling_client(base_model="stub/base")
     sampler.sample(PROMPT, 1, PARAMS).result(20)
@@ -445,7 +444,7 @@ def test_idleness_is_not_being_stuck(stub: Stub, service: ServiceClient) -> None
 def test_a_paused_queue_is_said_once_and_so_is_its_end(
     stub: Stub, service: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """M3: on each change, and to an observer; one that fails costs no result."""
+    """On each change, and to an observer; one that fails costs no result."""
     seen: list[tuple[str, str | None]] = []
 
     class Watching(SamplingClient):
@@ -501,7 +500,7 @@ def test_bad_input_is_refused_at_the_call(stub: Stub, sampler: Any, arguments: A
 
 
 def test_a_misspelt_parameter_is_refused() -> None:
-    """Weakness 5.3: the official class ignores it."""
+    """The official class ignores it."""
     with pytest.raises(InvalidInputError, match=r"temprature.*did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
@@ -525,7 +524,6 @@ def test_what_it_samples_from(stub: Stub, sampler: Any) -> None:
 def test_a_failed_sample_is_not_logged_besides_being_raised(
     stub: Stub, service: ServiceClient, sampler: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Weakness 5.3."""
     fast_retries(service, status_budget=0.1)
     stub.script("asample", status(500), always=True)
     with caplog.at_level(logging.INFO), pytest.raises(TinkerError):

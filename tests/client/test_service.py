@@ -1,4 +1,4 @@
-"""ServiceClient: the door, its context managers, and what it refuses (K4, K8, K11)."""
+"""ServiceClient: the door, its context managers, and what it refuses."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_going_on_from_a_checkpoint(stub: Stub, via_load: bool, with_optimizer: 
 def test_going_on_from_another_accounts_checkpoint(
     stub: Stub, kind: str, token: str | None, asks: str, jwt: bool
 ) -> None:
-    """§3.3: what it is, is asked in that account's name; the rest in one's own. Both forms do the same."""
+    """What it is, is asked in that account's name; the rest in one's own. Both forms do the same."""
     stub.config = {"pjwt_auth_enabled": jwt}
     service = ServiceClient(base_url=stub.url, api_key="tml-mine")
     path = service.create_lora_training_client("stub/base", rank=4).save_state("a").result(20).path

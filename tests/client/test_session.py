@@ -1,4 +1,4 @@
-"""Sessions: opened late, kept alive, and finished however a client ends (K8, K9; weakness 5.2(10))."""
+"""Sessions: opened late, kept alive, and finished however a client ends."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_session_the_server_ended_stops_beating(stub: Stub) -> None:
 
 
 def test_a_dropped_client_is_collected_and_its_session_finished(stub: Stub) -> None:
-    """Weakness 5.2(10), K8, K9: service, run and sampler; the heart stops with them."""
+    """Service, run and sampler; the heart stops with them."""
     service = ServiceClient(base_url=stub.url, timeouts=BEATING)
     run = service.create_lora_training_client("stub/base", timeout=20)
     sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
@@ -135,7 +135,7 @@ def test_a_dropped_client_is_collected_and_its_session_finished(stub: Stub) -> N
 
 
 def test_nothing_in_the_process_remembers_a_client_that_is_gone(stub: Stub) -> None:
-    """K9, K11: no cache, of limits, hosts or sessions, outlives who used it; a closed one no less."""
+    """No cache, of limits, hosts or sessions, outlives who used it; a closed one no less."""
 
     def remembered() -> list[str]:
         leased = [lease.connection.base_url for lease in session._leases]
@@ -206,7 +206,7 @@ def script(stub: Stub, code: str, *, timeout: float = 30) -> subprocess.Complete
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_that_ends_finishes_its_session(stub: Stub, ending: str) -> None:
-    """Weakness 5.2(10): success, an unhandled exception and Ctrl-C, each by its name."""
+    """Success, an unhandled exception and Ctrl-C, each by its name."""
     done = script(stub, SCRIPT.format(ending=ENDINGS[ending]))
     assert finished(stub) == [ending]
     assert done.returncode == {"success": 0, "errored": 1, "interrupted": -signal.SIGINT}[ending]

@@ -1,4 +1,4 @@
-"""The decoder of server-sent events, against a parser of whole texts (H7)."""
+"""The decoder of server-sent events, against a parser of whole texts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_the_reference_makes_of_a_mixed_stream() -> None:
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r", b"\r\n", None])
 def test_every_cut_in_two_and_in_three(newline: bytes | None) -> None:
-    """H7: byte-order mark, comments, several data lines, a half character, an unterminated tail."""
+    """Byte-order mark, comments, several data lines, a half character, an unterminated tail."""
     raw = MIXED if newline is None else re.sub(rb"\r\n|\r|\n", newline, MIXED)
     expected = whole(raw)
     for i in range(len(raw) + 1):
@@ -102,7 +102,7 @@ def test_any_bytes_however_they_are_cut(parts: list[bytes], data: st.DataObject 
 
 @pytest.mark.parametrize("ending", [b"\n\n", b"\r\r", b"\r\n\r\n", b"\n\r\n", b"\r\n\n", b"\n\r"])
 def test_an_event_is_there_with_the_byte_that_ends_it(ending: bytes) -> None:
-    """H7: one that ends in LF and CRLF is not kept until the next one ends."""
+    """One that ends in LF and CRLF is not kept until the next one ends."""
     decoder, raw = SSEDecoder(), b"data: now" + ending
     given_at = [n for n, byte in enumerate(raw) if decoder.feed(bytes([byte]))]
     two_line_breaks = len(re.match(rb"(?:\r\n|\r|\n)(?:\r|\n)", ending)[0])  # type: ignore[index]
@@ -110,7 +110,7 @@ def test_an_event_is_there_with_the_byte_that_ends_it(ending: bytes) -> None:
 
 
 def test_nothing_is_kept_but_the_event_under_way() -> None:
-    """H7: no accumulation."""
+    """No accumulation."""
     decoder = SSEDecoder()
     for _ in range(1000):
         assert len(decoder.feed(b": ping\n\ndata: " + b"x" * 100 + b"\n\nda")) == 1

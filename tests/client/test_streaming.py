@@ -1,4 +1,4 @@
-"""sample_stream: over a server and embedded, on a real engine; and over servers that misbehave (H7, Z9)."""
+"""sample_stream: over a server and embedded, on a real engine; and over servers that misbehave."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _leave_before_the_first_token(place: Place) -> None:
     ],
 )  # fmt: skip
 def test_leaving_half_way_frees_what_it_held(place: Place, leave: Callable[[Place], None]) -> None:
-    """K5: long before the 2000 tokens are drawn, nothing of it is left on the engine."""
+    """Long before the 2000 tokens are drawn, nothing of it is left on the engine."""
     leave(place)
     eventually(lambda: place.used("sequences_running") == place.used("sequences_waiting") == 0)
     sequences_pages = place.used("kv_pages_used")  # what is left is the prefix cache's, and can be taken
@@ -299,7 +299,7 @@ def test_closing_the_client_ends_its_streams(place: Place) -> None:
 
 
 def test_a_server_without_streams_is_a_typed_error_that_names_sample(stub: Stub, sampler: Any) -> None:
-    """Z9: what is not there is not promised; and a 404 about the sampler is another thing."""
+    """What is not there is not promised; and a 404 about the sampler is another thing."""
     for code in (404, 405):
         stub.script("stream_sample", status(code))
         with pytest.raises(StreamingUnsupportedError, match=r"use sample\(\) instead") as caught:
@@ -328,7 +328,7 @@ def test_what_comes_over_the_wire(stub: Stub, sampler: Any) -> None:
 
 
 def test_the_last_event_needs_no_empty_line_after_it(stub: Stub, sampler: Any) -> None:
-    """H7: an unterminated tail is not lost."""
+    """An unterminated tail is not lost."""
     stub.script("stream_sample", events(raw=f"event: done\ndata: {json.dumps(DONE[1])}".encode()))
     assert sampler.sample_stream(PROMPT, PARAMS).result(20).sequences[0].tokens == [7, 8]
 
@@ -339,7 +339,7 @@ def test_the_last_event_needs_no_empty_line_after_it(stub: Stub, sampler: Any) -
     ids=["drop", "503", "429", "nothing", "pings"],
 )
 def test_before_the_first_token_it_is_tried_again(stub: Stub, sampler: Any, mishap: Any) -> None:
-    """H4: by the one policy."""
+    """By the one policy."""
     stub.script("stream_sample", mishap, mishap, events(TOKENS, DONE))
     assert [new.tokens for new in sampler.sample_stream(PROMPT, PARAMS)] == [[7, 8]]
     assert stub.count("stream_sample") == 3
@@ -439,7 +439,7 @@ def test_silence_is_an_error(stub: Stub) -> None:
 
 
 def test_streams_share_the_samplers_limit(stub: Stub, service: ServiceClient) -> None:
-    """K7: `max_connections` counts streams and samples alike."""
+    """`max_connections` counts streams and samples alike."""
     config = RetryConfig(max_connections=2)
     sampler = service.create_sampling_client(base_model="stub/base", retry_config=config, timeout=20)
     stub.script("stream_sample", hang(), hang())
@@ -453,7 +453,7 @@ def test_streams_share_the_samplers_limit(stub: Stub, service: ServiceClient) ->
 
 
 def test_streams_have_connections_of_their_own(stub: Stub, sampler: Any) -> None:
-    """K12: more open streams than any other kind of traffic has sockets for, and a sample goes through."""
+    """More open streams than any other kind of traffic has sockets for, and a sample goes through."""
     stub.script("stream_sample", hang(), always=True)
     held = [sampler.sample_stream(PROMPT, PARAMS) for _ in range(40)]
     stub.wait_for("stream_sample", 40)
@@ -467,7 +467,6 @@ def test_streams_have_connections_of_their_own(stub: Stub, sampler: Any) -> None
 def test_a_stream_that_is_put_off_puts_off_all_samples_of_the_key(
     stub: Stub, sampler: Any, code: int
 ) -> None:
-    """K10, K16."""
     stub.script("stream_sample", status(code, {"retry-after": "0.5"}), events(TOKENS, DONE))
     stream = sampler.sample_stream(PROMPT, PARAMS)
     stub.wait_for("stream_sample")
@@ -527,7 +526,7 @@ stream.close()
 
 
 def test_a_stream_in_a_forked_child_says_so(stub: Stub) -> None:
-    """K2(d): and neither waits for ever nor makes a noise when it is dropped there."""
+    """And neither waits for ever nor makes a noise when it is dropped there."""
     stub.script("stream_sample", hang(), always=True)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED, stub.url], capture_output=True, text=True, timeout=30

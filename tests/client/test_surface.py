@@ -1,5 +1,5 @@
 """Every public method of every client, found by looking: it can be timed, it refuses what is wrong, it gives
-what it says (T14, C13), it blocks no loop (weakness 5.2(8)), and it knows when its client is closed (K8)."""
+what it says, it blocks no loop, and it knows when its client is closed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ WAITING = [c for c in calls() if c.name not in NEVER_WAIT and not c.gives.starts
 
 @pytest.mark.parametrize("call", WAITING, ids=named)
 def test_every_call_that_waits_takes_a_timeout(stub: Stub, clients: dict[type, Any], call: Call) -> None:
-    """K4."""
     assert call.parameters["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
     stub.script("*", hang(), always=True)
     if call.name == "get_sampler_handle":
@@ -107,7 +106,7 @@ ASYNC = [
 def test_no_async_call_holds_the_users_loop(
     stub: Stub, clients: dict[type, Any], call: Call, fresh: bool
 ) -> None:
-    """Weakness 5.2(8): one that waited for the server where it was called would be over at its first turn."""
+    """One that waited for the server where it was called would be over at its first turn."""
     client = call.client(base_url=stub.url) if fresh else clients[call.client]
     stub.script("*", hang(), always=True)
 
@@ -129,7 +128,7 @@ LOCAL = NEVER_WAIT | {"close", "get_sampler_handle"}
 
 @pytest.mark.parametrize("call", [c for c in calls() if c.name not in LOCAL], ids=named)
 def test_every_call_of_a_closed_client_says_so(stub: Stub, clients: dict[type, Any], call: Call) -> None:
-    """K8: at the call, or from what it gave; and nothing is sent."""
+    """At the call, or from what it gave; and nothing is sent."""
     clients[ServiceClient].close().result(20)
     stub.requests.clear()
 
@@ -175,7 +174,7 @@ NEEDS_MORE = {
 def test_every_call_gives_what_its_annotation_says(
     clients: dict[type, Any], there: dict[str, Any], call: Call
 ) -> None:
-    """T14, C13: every future is the one kind of future, and what comes of it is what is written there."""
+    """Every future is the one kind of future, and what comes of it is what is written there."""
     arguments = {name: there.get(name, value) for name, value in call.arguments().items()}
     if call.name.startswith("get_external"):
         arguments["tinker_path"] = there["external"]

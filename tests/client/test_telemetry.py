@@ -1,4 +1,4 @@
-"""Telemetry: asked for or absent, never in the way, and with nothing in it that is anyone's (M1-M5, C15)."""
+"""Telemetry: asked for or absent, never in the way, and with nothing in it that is anyone's."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_client_without_a_session_says_so(stub: Stub, monkeypatch: pytest.Monk
 
 
 def test_a_sessions_life_in_the_official_form(stub: Stub) -> None:
-    """§1.1 of the wire: the common fields, an index from 0, a session, a process; in one request."""
+    """The common fields, an index from 0, a session, a process; in one request."""
     with ServiceClient(base_url=stub.url, telemetry=True) as service:
         run = service.create_lora_training_client("stub/base", timeout=20)
         stub.script("optim_step", fail("because", "server"))
@@ -132,7 +132,7 @@ def test_a_sessions_life_in_the_official_form(stub: Stub) -> None:
 
 
 def test_a_users_mistake_is_a_warning(stub: Stub, talking: ServiceClient) -> None:
-    """C8: and a 429 is not one: it is a pause, which is over when anything else is answered."""
+    """And a 429 is not one: it is a pause, which is over when anything else is answered."""
     run = talking.create_lora_training_client("stub/base", timeout=20)
     stub.script("optim_step", status(429), status(422))
     with pytest.raises(TinkerError):
@@ -194,7 +194,7 @@ def _whole_session(stub: Stub) -> None:
 
 
 def test_no_key_header_prompt_or_word_leaves(stub: Stub) -> None:
-    """M5: every byte that went to telemetry, searched; the key is where it must be, and nowhere else."""
+    """Every byte that went to telemetry, searched; the key is where it must be, and nowhere else."""
     _whole_session(stub)
     requests = stub.sent("telemetry")
     events = told(stub)
@@ -222,7 +222,7 @@ def test_no_key_header_prompt_or_word_leaves(stub: Stub) -> None:
 
 
 def test_the_same_holds_for_what_is_said_in_the_log(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
-    """M5: the key is in no log line either."""
+    """The key is in no log line either."""
     stub.script("telemetry", status(500), always=True)
     stub.script("get_server_capabilities", status(500), always=True)
     with caplog.at_level("DEBUG", "tinkex"):
@@ -242,7 +242,7 @@ def test_the_same_holds_for_what_is_said_in_the_log(stub: Stub, caplog: pytest.L
     ids=["503", "hang", "drop", "nonsense", "slow"],
 )  # fmt: skip
 def test_errors_are_not_delayed_and_calls_not_broken(stub: Stub, trouble: Action) -> None:
-    """M1, M2; weakness 5.2(6): the official client holds every error back for 30 s."""
+    """The official client holds every error back for 30 s."""
     stub.script("telemetry", trouble, always=True)
     service = ServiceClient(base_url=stub.url, timeouts=QUICK, telemetry=True)
     run = service.create_lora_training_client("stub/base", timeout=20)
@@ -265,7 +265,7 @@ def test_errors_are_not_delayed_and_calls_not_broken(stub: Stub, trouble: Action
 
 
 def test_an_exception_is_told_at_once(stub: Stub, talking: ServiceClient) -> None:
-    """M1: not at the next flush, ten seconds later, nor at the end."""
+    """Not at the next flush, ten seconds later, nor at the end."""
     stub.script("get_server_capabilities", status(403))
     with pytest.raises(TinkerError):
         talking.get_server_capabilities(timeout=20)
@@ -287,7 +287,7 @@ def test_what_is_not_urgent_waits_for_company(stub: Stub, talking: ServiceClient
 
 
 def test_it_has_a_connection_of_its_own(stub: Stub, talking: ServiceClient) -> None:
-    """M2: while telemetry hangs, everything else goes on over other connections."""
+    """While telemetry hangs, everything else goes on over other connections."""
     stub.script("telemetry", hang(), always=True)
     telemetry = talking.get_telemetry()
     assert telemetry is not None
@@ -301,7 +301,7 @@ def test_it_has_a_connection_of_its_own(stub: Stub, talking: ServiceClient) -> N
 
 
 def test_the_queue_is_bounded_and_the_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M2: what is lost is counted."""
+    """What is lost is counted."""
     monkeypatch.setattr(module, "CAPACITY", 10)
     monkeypatch.setattr(module, "BATCH", 5)
     batches: list[list[int]] = []
@@ -324,7 +324,7 @@ def test_the_queue_is_bounded_and_the_oldest_give_way(monkeypatch: pytest.Monkey
 
 
 def test_a_batch_that_cannot_be_sent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M2: and does not hold up the next one for ever."""
+    """And does not hold up the next one for ever."""
     tries = 0
 
     async def send(request: Any) -> None:
@@ -340,7 +340,7 @@ def test_a_batch_that_cannot_be_sent_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_with_nothing_to_tell_nothing_runs(stub: Stub, talking: ServiceClient) -> None:
-    """K8: no task of its own keeps a client alive."""
+    """No task of its own keeps a client alive."""
     talking.create_sampling_client(base_model="stub/base", timeout=20)
     telemetry = talking.get_telemetry()
     assert telemetry is not None
@@ -350,7 +350,7 @@ def test_with_nothing_to_tell_nothing_runs(stub: Stub, talking: ServiceClient) -
 
 
 def test_a_short_script_sends_what_it_has_at_its_end(stub: Stub) -> None:
-    """§2.11: the official one sends nothing; and an exception that ends the script is no obstacle."""
+    """The official one sends nothing; and an exception that ends the script is no obstacle."""
     code = (
         "import tinkex\n"
         f"service = tinkex.ServiceClient(base_url={stub.url!r}, telemetry=True)\n"
@@ -364,7 +364,7 @@ def test_a_short_script_sends_what_it_has_at_its_end(stub: Stub) -> None:
 
 
 def test_each_client_tells_its_own_server(stub: Stub) -> None:
-    """M4, C15: who is told is the connection's, not found out from frames or global state."""
+    """Who is told is the connection's, not found out from frames or global state."""
     with Stub() as other:
         talking = ServiceClient(base_url=stub.url, timeouts=QUICK, telemetry=True)
         silent = ServiceClient(base_url=other.url, timeouts=QUICK)

@@ -1,4 +1,4 @@
-"""https: what plain HTTP shows, over TLS and the HTTP library, which the hosted service needs (H10).
+"""https: what plain HTTP shows, over TLS and the HTTP library, which the hosted service needs.
 
 Over HTTP/1.1, as `tinkex serve` speaks it, and over HTTP/2, where the server offers it: there a request can
 also be lost by being refused, or with a connection that takes no more.
@@ -182,7 +182,6 @@ def test_cancelling_and_closing(stub: Stub, service: ServiceClient, run: Any, sa
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_interleaving_leaves_later_calls_working(stub: Stub, seed: int) -> None:
-    """K2."""
     stub.config = {"fwdbwd_max_chunk_len": 1, "sample_use_retrieve_futures": bool(seed)}
     stub.gap_seconds = 60
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(close=QUICK.close))

@@ -1,4 +1,4 @@
-"""A client's tokenizer with no hub in reach: which one it is, and from where (Z1, Z2, Z3)."""
+"""A client's tokenizer with no hub in reach: which one it is, and from where."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def shelf(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("base_model", "hello"), [("org/name/variant:tag", 2), ("meta-llama/Llama-3.1-8B", 3), ("org/name", 2)]
 )
 def test_runs_and_samplers_choose_alike(shelf: None, base_model: str, hello: int, wait: str) -> None:
-    """Z1: the table of renamed models, then the name; Z2: without blocking a loop, if asked so."""
+    """The table of renamed models, then the name; without blocking a loop, if asked so."""
     with Stub() as stub, ServiceClient(base_url=stub.url) as service:
         run = service.create_lora_training_client(base_model)
         sampler = service.create_sampling_client(base_model=base_model)
@@ -101,7 +101,6 @@ async def awaited(client: Any) -> Any:
 
 
 def test_the_servers_word_comes_first(shelf: None) -> None:
-    """Z1, C6."""
     with Stub() as stub, ServiceClient(base_url=stub.url) as service:
         run = service.create_lora_training_client("meta-llama/Llama-3.1-8B")
         data = {"model_name": "meta-llama/Llama-3.1-8B", "tokenizer_id": "server/says"}

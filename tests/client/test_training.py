@@ -1,4 +1,4 @@
-"""One run against a server that refuses, fails, drops and holds (K1, K2, K4, K5; weaknesses 5.2(1-3))."""
+"""One run against a server that refuses, fails, drops and holds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small_chunks(stub: Stub, datums: int = 1, **more: Any) -> Any:
 
 
 def test_requests_are_executed_in_the_order_of_the_calls(stub: Stub, run: Any) -> None:
-    """K1: without the caller waiting for anything."""
+    """Without the caller waiting for anything."""
     stub.latency = 0.01
     futures: list[Any] = []
     for step in range(5):
@@ -67,7 +67,7 @@ def test_requests_are_executed_in_the_order_of_the_calls(stub: Stub, run: Any) -
 
 
 def test_a_step_is_sent_before_the_pass_has_its_result(stub: Stub, run: Any) -> None:
-    """§2.5: training is pipelined."""
+    """Training is pipelined."""
     stub.hold("forward_backward")
     passing = run.forward_backward([datum()], "cross_entropy")
     step = run.optim_step(AdamParams(learning_rate=0.5))
@@ -80,7 +80,7 @@ def test_a_step_is_sent_before_the_pass_has_its_result(stub: Stub, run: Any) -> 
 
 
 def test_the_async_twins_return_futures(stub: Stub, run: Any) -> None:
-    """C13: two awaits for training, as in the official SDK."""
+    """Two awaits for training, as in the official SDK."""
 
     async def scenario() -> Any:
         passing = await run.forward_backward_async([datum()], "cross_entropy")
@@ -109,7 +109,7 @@ def test_the_callers_list_may_change_afterwards(stub: Stub, run: Any) -> None:
 
 
 def test_cancelling_a_queued_request_leaves_no_trace(stub: Stub, run: Any) -> None:
-    """Weakness 5.2(1), K2(a), K5: it is never sent, takes no seq id, and the rest goes on."""
+    """It is never sent, takes no seq id, and the rest goes on."""
     stub.script("forward_backward", delay(0.3))
     passing = run.forward_backward([datum()], "cross_entropy")
     queued, after = run.save_state("never"), run.optim_step()
@@ -150,7 +150,7 @@ def test_what_is_being_sent_cannot_be_cancelled_either(stub: Stub, run: Any, cal
 
 
 def test_a_task_that_is_cancelled_while_it_awaits_a_sent_pass_leaves_it_alone(stub: Stub, run: Any) -> None:
-    """K4, K5: awaiting is not owning; and asyncio's own wrapper asks the future to cancel."""
+    """Awaiting is not owning; and asyncio's own wrapper asks the future to cancel."""
     stub.hold("forward_backward")
     passing = run.forward_backward([datum()], "cross_entropy")
     stub.wait_for("retrieve_future", 2)
@@ -169,7 +169,7 @@ def test_a_task_that_is_cancelled_while_it_awaits_a_sent_pass_leaves_it_alone(st
 
 
 def test_a_timeout_while_queued_changes_nothing(stub: Stub, run: Any) -> None:
-    """Weakness 5.2(2), K2(b), K4: for both kinds of wait."""
+    """For both kinds of wait."""
     stub.script("forward_backward", delay(0.4))
     run.forward_backward([datum()], "cross_entropy")
     queued = run.optim_step()
@@ -193,7 +193,7 @@ def test_a_timeout_while_queued_changes_nothing(stub: Stub, run: Any) -> None:
 def test_a_step_after_a_partly_refused_pass_is_held_back_once(
     stub: Stub, refused: int, parallel: bool
 ) -> None:
-    """Weakness 5.2(3), K2(c): the pass fails, the step says why, and the run goes on."""
+    """The pass fails, the step says why, and the run goes on."""
     run = small_chunks(stub, parallel_fwdbwd_chunks=parallel)
     train(run)
     where = lambda request: read_pass(request.body).seq_id == 2 + refused  # noqa: E731
@@ -267,7 +267,7 @@ def test_a_refusal_fails_one_call_and_no_other(stub: Stub, run: Any, op: str) ->
 
 @pytest.mark.parametrize(("word", "category"), [("User", "user"), ("server", "server"), ("odd", "unknown")])
 def test_a_failed_request_is_told_as_it_was_said(stub: Stub, run: Any, word: str, category: str) -> None:
-    """C2, K3: the server took it, and failed it; a word that is not known is not lost."""
+    """The server took it, and failed it; a word that is not known is not lost."""
     stub.script("optim_step", fail("the loss is made of cheese", word))
     with pytest.raises(RequestFailedError, match=r"optim_step failed .*made of cheese") as caught:
         run.optim_step().result(20)
@@ -374,7 +374,7 @@ def test_chunks_lost_for_good_hold_up_nothing_that_comes_after(stub: Stub) -> No
 
 
 def test_a_pass_is_cut_by_the_servers_limits_and_its_first_chunk_comes_last(stub: Stub) -> None:
-    """§2.5, §2.6: so that the server has the whole pass when it can begin."""
+    """So that the server has the whole pass when it can begin."""
     run = small_chunks(stub, 2)
     stub.metrics = lambda given: {"loss:sum": 1.0, "n:unique": float(given.seq_id)}
     output = run.forward_backward([datum(n) for n in range(1, 6)], "cross_entropy").result(20)

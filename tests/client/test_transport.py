@@ -1,4 +1,4 @@
-"""HTTP: servers that are away, old, odd or broken (K6, K11, K12, H4, H9; weaknesses 5.2(5), 5.3)."""
+"""HTTP: servers that are away, old, odd or broken."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tinkex.wire import codec
 
 @pytest.mark.parametrize("seconds", [1.0, None], ids=["1s", "default"])
 def test_a_host_that_is_not_there_is_reported_soon_and_in_full(seconds: float | None) -> None:
-    """Weakness 5.2(5), 5.4(7): URL, cause and attempts, within 10 s by default."""
+    """URL, cause and attempts, within 10 s by default."""
     url = f"http://127.0.0.1:{free_port()}"
     timeouts = Timeouts(unreachable=seconds) if seconds else Timeouts()
     service = ServiceClient(base_url=url, timeouts=timeouts)
@@ -81,7 +81,7 @@ def test_an_unreachable_host_can_be_tried_again() -> None:
 
 
 def test_a_server_that_comes_back_is_not_noticed(stub: Stub, run: Any, sampler: Any) -> None:
-    """§7: polls, submissions and samples all survive a restart."""
+    """Polls, submissions and samples all survive a restart."""
     stub.hold("forward_backward", "asample")
     waiting = run.forward_backward([datum()], "cross_entropy")
     sampling = sampler.sample(PROMPT, 1, PARAMS)
@@ -121,7 +121,7 @@ def test_losing_a_server_is_said(
 
 @pytest.mark.parametrize("effect", [False, True])
 def test_a_dropped_submission_is_done_once(stub: Stub, run: Any, effect: bool) -> None:
-    """H9: whether or not the server had taken it before the connection broke."""
+    """Whether or not the server had taken it before the connection broke."""
     stub.script("optim_step", drop(effect=effect), drop(effect=effect))
     run.optim_step().result(20)
     assert [op for _, _, op in stub.executed] == ["optim_step"]
@@ -146,7 +146,7 @@ def test_a_request_that_gets_no_answer_times_out_and_is_sent_again(stub: Stub) -
 def test_closing_ends_everything_under_way(
     stub: Stub, service: ServiceClient, run: Any, sampler: Any
 ) -> None:
-    """K8: whoever waits gets ClientClosedError at once, and so does whoever comes later."""
+    """Whoever waits gets ClientClosedError at once, and so does whoever comes later."""
     stub.hold("forward_backward", "asample")
     stub.script("optim_step", status(503), always=True)
     waiting = [
@@ -186,7 +186,7 @@ def test_closing_ends_a_batch_poll_too() -> None:
 
 @pytest.mark.parametrize("code", [400, 415, 422, 500])
 def test_a_server_that_only_speaks_json_gets_json(stub: Stub, run: Any, code: int) -> None:
-    """§10 of the wire protocol: found out once, with a first pass; its JSON result is read too."""
+    """Found out once, with a first pass; its JSON result is read too."""
     is_proto = lambda request: "protobuf" in request.headers.get("content-type", "")  # noqa: E731
     stub.script("forward_backward", status(code), where=is_proto, always=True)
     stub.json_only = True
@@ -225,7 +225,7 @@ def test_a_server_without_client_config(stub: Stub, service: ServiceClient) -> N
 
 
 def test_a_server_without_sequence_ids(stub: Stub, sampler: Any) -> None:
-    """§2.9: the official client fails an assertion on it."""
+    """The official client fails an assertion on it."""
     stub.script("asample", status(200, body={"request_id": "r-own"}))
     stub.script(
         "retrieve_future", status(200, body={"sequences": [{"stop_reason": "length", "tokens": [9]}]})
@@ -243,7 +243,7 @@ def test_not_yet_comes_in_two_forms(stub: Stub, run: Any, code: int) -> None:
 
 
 def test_a_server_that_never_holds_a_poll_is_not_asked_in_a_hot_loop(stub: Stub, run: Any) -> None:
-    """§5.1: the official client asks 150 times a second."""
+    """The official client asks 150 times a second."""
     stub.poll_seconds = 0
     stub.hold("optim_step")
     before = stub.count("retrieve_future")
@@ -293,7 +293,7 @@ def test_metadata_before_the_result(stub: Stub, run: Any) -> None:
 
 
 def test_an_empty_400_is_tried_again(stub: Stub, run: Any) -> None:
-    """§2.4: a proxy that lost its backend, not a refusal."""
+    """A proxy that lost its backend, not a refusal."""
     stub.script("optim_step", status(400, body=b""), status(400, body=b""))
     run.optim_step().result(20)
 
@@ -345,7 +345,7 @@ def test_endless_redirects_end(stub: Stub, run: Any) -> None:
 
 
 def test_a_poll_that_is_refused_is_the_documented_class(stub: Stub, run: Any) -> None:
-    """Weakness 5.3: 401, 403, 404 and 422 were ValueError."""
+    """401, 403, 404 and 422 were ValueError."""
     kinds = {
         401: AuthenticationError,
         403: PermissionDeniedError,
@@ -379,7 +379,7 @@ def test_a_deprecation_note_is_logged(stub: Stub, run: Any, caplog: pytest.LogCa
 
 
 def test_headers_of_the_user_and_of_ours(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K11: read once, when the client is made."""
+    """Read once, when the client is made."""
     monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_ID", "cf-id")
     service = ServiceClient(base_url=stub.url, api_key="tml-k", default_headers_overrides={"x-mine": "1"})
     monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_ID", "other")
@@ -404,7 +404,7 @@ def test_bodies_are_compressed_where_the_server_asks_for_it() -> None:
 def test_big_bodies_are_built_and_read_off_the_loop(
     stub: Stub, service: ServiceClient, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K6: by which thread does it; what takes less than a millisecond stays where it is."""
+    """By which thread does it; what takes less than a millisecond stays where it is."""
     threads: dict[str, set[str]] = {"encode_request": set(), "decode_result": set()}
     for name in threads:
 
@@ -427,7 +427,7 @@ def test_big_bodies_are_built_and_read_off_the_loop(
 
 
 def test_kinds_of_traffic_do_not_wait_for_each_other(stub: Stub, service: ServiceClient, run: Any) -> None:
-    """K12: more held polls and stuck submissions than any pool has room for, and a REST call goes through."""
+    """More held polls and stuck submissions than any pool has room for, and a REST call goes through."""
     sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
     stub.hold("asample")
     stub.script("asample", *[delay(2)] * 20)
@@ -442,7 +442,7 @@ def test_kinds_of_traffic_do_not_wait_for_each_other(stub: Stub, service: Servic
 
 
 def test_sockets_are_bounded(stub: Stub) -> None:
-    """K12, issue §4: at most 16 sockets for 2,000 samples in flight, with batch retrieval."""
+    """At most 16 sockets for 2,000 samples in flight, with batch retrieval."""
     stub.config = {"sample_use_retrieve_futures": True}
     service = ServiceClient(base_url=stub.url)
     sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
@@ -457,7 +457,7 @@ def test_sockets_are_bounded(stub: Stub) -> None:
 
 
 def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: ServiceClient) -> None:
-    """Weakness 5.2(8): session, run, publish and sampler, each with a slow server behind it."""
+    """Session, run, publish and sampler, each with a slow server behind it."""
     for op in (
         "client/config",
         "create_session",
@@ -493,7 +493,7 @@ def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: Servic
 
 
 def test_two_servers_at_once(stub: Stub) -> None:
-    """K11: no global state decides where a client's calls go."""
+    """No global state decides where a client's calls go."""
     with Stub() as other:
         services = [
             ServiceClient(base_url=url, api_key=key, timeouts=QUICK)

@@ -1,4 +1,4 @@
-"""What makes official clients hang, retry for minutes or fail (wire-protocol notes, "traps"), one by one.
+"""What makes official clients hang, retry for minutes or fail, one by one.
 
 Plain HTTP, so nothing but the server is needed; protobuf is read by its bytes. That the client itself does
 not fail either is in the other files. Trap 30 (nobody says that a session is over) is about time, and is

@@ -19,7 +19,7 @@ from tinkex.engine.torch.graph import MAX_NODES, Graph, read_graph
 Result = tuple[torch.Tensor, dict[str, Any]]
 
 
-# -- torch.fx to wire form (wire-protocol §7.9) --------------------------------------------------------
+# -- torch.fx to wire form ----------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Any:

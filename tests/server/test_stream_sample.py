@@ -94,7 +94,7 @@ def test_a_client_that_leaves_stops_the_work(server: Running) -> None:
 
 
 def test_one_that_has_to_wait_is_answered_at_once_and_told_why(start: Callable[..., Running]) -> None:
-    """M3: the head comes with the acceptance, not with the first token; then why it waits, then tokens."""
+    """The head comes with the acceptance, not with the first token; then why it waits, then tokens."""
     long = EngineConfig("", kind="fake", max_context=1_000_000)
     server = start(samples_in_flight=1, long_poll=0.1, engine=long)
     sampler = server.open_sampler()

@@ -42,7 +42,7 @@ def test_tokens_come_from_anything_whole(tokens):
     ],
 )
 def test_tokens_are_never_cut_to_fit(tokens, message):
-    """C9: the official types make [1, 2] of [1.7, 2.2]."""
+    """The official types make [1, 2] of [1.7, 2.2]."""
     with pytest.raises(InvalidInputError, match=message):
         t.ModelInput.from_ints(tokens)
 
@@ -60,7 +60,6 @@ def test_model_inputs_are_values():
 
 
 def test_pictures_have_a_length_only_if_it_is_said():
-    """T9."""
     image = t.ImageChunk(data=b"x", format="png", expected_tokens=7)
     assert t.ModelInput([image, t.EncodedTextChunk([1])]).length == 8
     with pytest.raises(InvalidInputError, match="expected_tokens"):
@@ -96,7 +95,6 @@ def test_pictures_have_a_length_only_if_it_is_said():
     ],
 )  # fmt: skip
 def test_dtypes_widen_or_narrow_only_without_harm(given, dtype):
-    """T10."""
     tensor = t.TensorData.from_numpy(np.array([0, 1], given))
     assert tensor.dtype == dtype
     assert tensor.tolist() == [0, 1]
@@ -262,7 +260,6 @@ def test_a_mask_of_whole_numbers_is_what_its_key_calls_for(mask):
     ],
 )
 def test_a_bad_input_is_named_by_its_key(key, value, message):
-    """T12."""
     with pytest.raises(InvalidInputError, match=message) as caught:
         t.Datum(PROMPT, {key: value})
     assert f"loss_fn_inputs[{key!r}]" in str(caught.value)
@@ -309,7 +306,6 @@ def test_provenance_comes_in_pairs():
     ],
 )
 def test_settings_out_of_range(build, message):
-    """T3."""
     with pytest.raises(InvalidInputError, match=message):
         build()
 

@@ -30,7 +30,6 @@ from tinkex.types.base import WIRE
     ],
 )
 def test_unknown_names_are_refused_with_a_guess(build, message):
-    """T2."""
     with pytest.raises(InvalidInputError, match=message.replace(".", r"\.")):
         build()
 
@@ -106,13 +105,12 @@ def test_they_are_frozen():
 
 
 def test_replies_ignore_what_they_do_not_know():
-    """T2."""
     reply = t.CreateModelResponse.model_validate({"model_id": "m", "new": {"a": 1}})
     assert reply == t.CreateModelResponse(model_id="m")
 
 
 def test_none_is_not_given():
-    """T1: it takes the default, and does not travel."""
+    """It takes the default, and does not travel."""
     request = t.CreateModelRequest(session_id="s", model_seq_id=0, base_model="b", optimizer_config=None)
     assert request.optimizer_config == t.AdamOptimizerConfig()
     assert "user_metadata" not in request.to_wire()
@@ -123,7 +121,7 @@ def test_none_is_not_given():
 
 
 def test_the_fields_that_say_null():
-    """T1: where absence would mean something else."""
+    """Where absence would mean something else."""
     finish = t.FinishSessionRequest(session_id="s", reason=t.ClientSessionFinishSuccess())
     assert finish.to_wire()["detail"] is None
     ttl = t.SetCheckpointTTLRequest(training_run_id="r", checkpoint_id="weights/a", ttl_seconds=None)
@@ -139,7 +137,7 @@ def test_only_two_classes_say_null():
 
 @pytest.mark.parametrize("word", ["user", "User", "USER"])
 def test_whose_fault_it_is(word):
-    """T4: written in lower case, read in any."""
+    """Written in lower case, read in any."""
     failed = t.RequestFailedResponse(error="x", category=word)
     assert failed.category is t.RequestErrorCategory.User
     assert failed.to_wire() == {"error": "x", "category": "user"}

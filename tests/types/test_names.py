@@ -64,7 +64,7 @@ def test_the_official_name(name):
 
 @pytest.mark.parametrize("name", ["AdamParams", "LoraConfig", "SamplingParams"])
 def test_the_defaults_of_what_users_build_most(name):
-    """T3: AdamW's are the wire's, not PyTorch's."""
+    """AdamW's are the wire's, not PyTorch's."""
     assert fields_of(getattr(t, name)) == OFFICIAL[name]
 
 
@@ -98,6 +98,5 @@ def modules(package):
 
 @pytest.mark.parametrize("name", [*modules(t), *modules(tinkex.wire), "tinkex.errors"])
 def test_examples_in_docstrings_are_true(name):
-    """T13."""
     if not name.endswith("_pb2"):
         assert doctest.testmod(importlib.import_module(name)).failed == 0

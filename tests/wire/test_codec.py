@@ -334,7 +334,7 @@ def test_whose_fault_a_failure_is_is_read_without_regard_to_case(said, meant):
 
 
 def test_a_category_that_nobody_knows_is_kept_in_the_words():
-    """C2: what a newer server calls it is for people to read."""
+    """What a newer server calls it is for people to read."""
     assert result({"error": "x", "category": "Quota"}).error == "x (category 'Quota')"
     assert result({"error": "x", "category": 7}).error == "x (category 7)"
     for known in ("user", "Server", "UNKNOWN", "", None):

@@ -234,7 +234,7 @@ def test_small_requests(op, data):
 @given(data=st.data())
 @few
 def test_null_and_nothing_are_the_same_in_every_request(op, data):
-    """C1, T1: Nones do not travel, but for fields where absence means something else; null is read alike."""
+    """Nones do not travel, but for fields where absence means something else; null is read alike."""
     request = data.draw(requests(op))
     body = request.to_wire()
     said = {field for field, value in body.items() if value is None}
