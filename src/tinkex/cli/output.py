@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from tinkex.client.pages import Listing
+    from tinkex.client.rest_results import Listing
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 _FORMAT = "tinkex.format"  # where the chosen format is kept

@@ -26,8 +26,8 @@ from tinkex.cli.output import (
 from tinkex.cli.place import is_local, rest, where
 
 if TYPE_CHECKING:
-    from tinkex.client.history import History
     from tinkex.client.rest import RestClient
+    from tinkex.client.rest_results import RunMetrics
     from tinkex.types.training import TrainingRun
 
 # what -c takes: the column's title, and what it shows of a run and of its history
@@ -118,7 +118,7 @@ def info(run_id: str) -> None:
     show_facts(f"Run {found.training_run_id}", facts)
 
 
-def _history_facts(lines: History | None) -> dict[str, str]:
+def _history_facts(lines: RunMetrics | None) -> dict[str, str]:
     from tinkex.charts import number, sparkline
 
     if lines is None:
@@ -199,7 +199,7 @@ def _plot_here(title: str, curves: dict[str, list[float]], steps: list[float]) -
     click.echo(terminal_chart(curves, width=width, height=height, title=f"Run {title}", x=steps))
 
 
-def _report_facts(run: TrainingRun, lines: History) -> dict[str, str]:
+def _report_facts(run: TrainingRun, lines: RunMetrics) -> dict[str, str]:
     tokens = sum(line.get("tokens:sum", 0) for line in lines)
     seconds = sum(line.get("seconds", 0) for line in lines)
     saved = run.last_checkpoint or run.last_sampler_checkpoint
@@ -213,7 +213,7 @@ def _report_facts(run: TrainingRun, lines: History) -> dict[str, str]:
     }
 
 
-def _history(client: RestClient, run: TrainingRun) -> History | None:
+def _history(client: RestClient, run: TrainingRun) -> RunMetrics | None:
     """What the run said step by step; None if the server does not keep it."""
     from tinkex.errors import NotFoundError
 

@@ -16,7 +16,7 @@ import click
 
 from tinkex.cli.output import bar, note
 from tinkex.cli.place import connected
-from tinkex.client.checkpoints import CheckpointCalls
+from tinkex.client.checkpoints import CheckpointMethods
 from tinkex.client.download import Progress, download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
 from tinkex.errors import (
@@ -66,7 +66,7 @@ def _fetch(
 
 
 def _export(
-    rest: CheckpointCalls, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    rest: CheckpointMethods, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
 ) -> None:
     """The long way round: load it into a run, export that, download it, delete the export."""
     import tinkex

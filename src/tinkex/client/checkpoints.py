@@ -1,13 +1,13 @@
-"""The half of RestClient that is about checkpoints: finding, downloading, sharing, copying and deleting them.
+"""The checkpoint methods of RestClient: list, download, publish, copy and delete.
 
-Promises: a path that cannot be one is refused at the call, with what one looks like. The rest as in rest.py.
+Promises: an impossible path is refused at the call, with an example of a valid one. Otherwise as rest.py.
 """
 
 from __future__ import annotations
 
-from tinkex.client.calls import Calls, check_id, check_ttl, checks_timeouts
-from tinkex.client.future import APIFuture, start
-from tinkex.client.pages import Listing, check_page_size
+from tinkex.client.calls import Calls, check_id, check_ttl
+from tinkex.client.future import APIFuture, Within, start
+from tinkex.client.rest_results import Listing, check_page_size
 from tinkex.client.transport import CallContext
 from tinkex.errors import InvalidInputError
 from tinkex.types.checkpoints import (
@@ -27,36 +27,40 @@ from tinkex.types.checkpoints import (
 from tinkex.wire import ops
 
 
-@checks_timeouts
-class CheckpointCalls(Calls):
-    """Everything that can be asked about checkpoints, or done to them."""
+class CheckpointMethods(Calls):
+    """The checkpoint methods; RestClient inherits them."""
 
-    # -- looking ----------------------------------------------------------------------------
+    # -- lookup -----------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
-        """The checkpoints of one run."""
+        """Return the checkpoints of one run."""
         request = ListCheckpointsRequest(training_run_id=check_id("training_run_id", training_run_id))
         return self._submit(ops.LIST_CHECKPOINTS, request, "list_checkpoints")
 
     async def list_checkpoints_async(
         self, training_run_id: str, *, timeout: float | None = None
     ) -> CheckpointsListResponse:
-        return await self.list_checkpoints(training_run_id).result_async(timeout)
+        """Like `list_checkpoints`, awaited."""
+        return await Within(timeout).result_async(self.list_checkpoints(training_run_id))
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
-        """One page of your checkpoints, newest first; `iter_checkpoints` goes through all."""
+        """Return one page of your checkpoints, newest first; `iter_checkpoints` iterates over all."""
         request = ListUserCheckpointsRequest(limit=limit, offset=offset)
         return self._submit(ops.LIST_USER_CHECKPOINTS, request, "list_user_checkpoints")
 
     async def list_user_checkpoints_async(
         self, limit: int = 100, offset: int = 0, *, timeout: float | None = None
     ) -> CheckpointsListResponse:
-        return await self.list_user_checkpoints(limit, offset).result_async(timeout)
+        """Like `list_user_checkpoints`, awaited."""
+        return await Within(timeout).result_async(self.list_user_checkpoints(limit, offset))
 
     def iter_checkpoints(
         self, training_run_id: str | None = None, *, page_size: int = 1000, timeout: float | None = None
     ) -> Listing[CheckpointsListResponse, Checkpoint]:
-        """All checkpoints: of one run, or yours; each page may take `timeout` seconds."""
+        """Iterate over the checkpoints of one run, or all of yours; `timeout` limits the wait for each page.
+
+        >>> [checkpoint.tinker_path for checkpoint in rest.iter_checkpoints(run_id)]  # doctest: +SKIP
+        """
         check_page_size(page_size)
         if training_run_id is not None:
             check_id("training_run_id", training_run_id)
@@ -80,12 +84,12 @@ class CheckpointCalls(Calls):
         )
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
-        """What a run must be like for a checkpoint to fit. Await it, or call `.result()`."""
+        """Return what a run needs to load a checkpoint: base model, rank and trained layers."""
         request = WeightsInfoRequest(tinker_path=_parse(tinker_path).tinker_path)
         return self._submit(ops.GET_WEIGHTS_INFO, request, "get_weights_info_by_tinker_path")
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Where the files of an exported checkpoint can be downloaded."""
+        """Return the download URLs of an exported checkpoint's files."""
         parsed = _parse(tinker_path)
         if parsed.checkpoint_type != "external":
             raise InvalidInputError(
@@ -97,85 +101,96 @@ class CheckpointCalls(Calls):
     async def get_external_weights_urls_async(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> ExternalWeightsUrlsResponse:
-        return await self.get_external_weights_urls(tinker_path).result_async(timeout)
+        """Like `get_external_weights_urls`, awaited."""
+        return await Within(timeout).result_async(self.get_external_weights_urls(tinker_path))
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Where a checkpoint can be downloaded as one file.
+        """Return the download URL of a checkpoint as one tar file.
 
-        Servers build the file when first asked and answer 503 meanwhile, which is waited for, for up to five
-        minutes. Hosted Tinker no longer offers it (see save_weights_external); servers of ours do.
+        A server builds the file on the first request and answers 503 meanwhile; the client waits up to five
+        minutes. Hosted Tinker no longer offers this (see save_weights_external); Tinkex servers do.
         """
         return self._archive_url(_join(training_run_id, checkpoint_id), "get_checkpoint_archive_url")
 
     async def get_checkpoint_archive_url_async(
         self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
     ) -> CheckpointArchiveUrlResponse:
-        return await self.get_checkpoint_archive_url(training_run_id, checkpoint_id).result_async(timeout)
+        """Like `get_checkpoint_archive_url`, awaited."""
+        return await Within(timeout).result_async(
+            self.get_checkpoint_archive_url(training_run_id, checkpoint_id)
+        )
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """The same for a path."""
+        """Return the download URL of a checkpoint as one tar file, by its path."""
         return self._archive_url(_parse(tinker_path), "get_checkpoint_archive_url_from_tinker_path")
 
     async def get_checkpoint_archive_url_from_tinker_path_async(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> CheckpointArchiveUrlResponse:
-        return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path).result_async(timeout)
+        """Like `get_checkpoint_archive_url_from_tinker_path`, awaited."""
+        return await Within(timeout).result_async(
+            self.get_checkpoint_archive_url_from_tinker_path(tinker_path)
+        )
 
     def _archive_url(
         self, parsed: ParsedCheckpointTinkerPath, method: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         return self._submit(ops.GET_CHECKPOINT_ARCHIVE_URL, _request(parsed), method)
 
-    # -- changing ---------------------------------------------------------------------------
+    # -- changes ----------------------------------------------------------------------------
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
-        """Delete a checkpoint, for good."""
+        """Delete a checkpoint permanently."""
         request = _request(_join(training_run_id, checkpoint_id))
         return self._submit(ops.DELETE_CHECKPOINT, request, "delete_checkpoint")
 
     async def delete_checkpoint_async(
         self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
     ) -> None:
-        return await self.delete_checkpoint(training_run_id, checkpoint_id).result_async(timeout)
+        """Like `delete_checkpoint`, awaited."""
+        return await Within(timeout).result_async(self.delete_checkpoint(training_run_id, checkpoint_id))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Delete a checkpoint, for good."""
+        """Delete a checkpoint permanently, by its path."""
         request = _request(_parse(tinker_path))
         return self._submit(ops.DELETE_CHECKPOINT, request, "delete_checkpoint_from_tinker_path")
 
     async def delete_checkpoint_from_tinker_path_async(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> None:
-        return await self.delete_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
+        """Like `delete_checkpoint_from_tinker_path`, awaited."""
+        return await Within(timeout).result_async(self.delete_checkpoint_from_tinker_path(tinker_path))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Let everyone read a checkpoint."""
+        """Make a checkpoint readable for everyone."""
         request = _request(_parse(tinker_path))
         return self._submit(ops.PUBLISH_CHECKPOINT, request, "publish_checkpoint_from_tinker_path")
 
     async def publish_checkpoint_from_tinker_path_async(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> None:
-        return await self.publish_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
+        """Like `publish_checkpoint_from_tinker_path`, awaited."""
+        return await Within(timeout).result_async(self.publish_checkpoint_from_tinker_path(tinker_path))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Keep a checkpoint to its owner again."""
+        """Make a published checkpoint private again."""
         request = _request(_parse(tinker_path))
         return self._submit(ops.UNPUBLISH_CHECKPOINT, request, "unpublish_checkpoint_from_tinker_path")
 
     async def unpublish_checkpoint_from_tinker_path_async(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> None:
-        return await self.unpublish_checkpoint_from_tinker_path(tinker_path).result_async(timeout)
+        """Like `unpublish_checkpoint_from_tinker_path`, awaited."""
+        return await Within(timeout).result_async(self.unpublish_checkpoint_from_tinker_path(tinker_path))
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[None]:
-        """Let a checkpoint expire in `ttl_seconds` from now; None: never."""
+        """Let a checkpoint expire `ttl_seconds` from now; None: never."""
         parsed = _parse(tinker_path)
         request = SetCheckpointTTLRequest(
             training_run_id=parsed.training_run_id,
@@ -187,7 +202,10 @@ class CheckpointCalls(Calls):
     async def set_checkpoint_ttl_from_tinker_path_async(
         self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
     ) -> None:
-        return await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds).result_async(timeout)
+        """Like `set_checkpoint_ttl_from_tinker_path`, awaited."""
+        return await Within(timeout).result_async(
+            self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+        )
 
     def copy_weights(
         self,
@@ -197,7 +215,7 @@ class CheckpointCalls(Calls):
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint into a project (by default TINKER_PROJECT_ID's); gives the copy's path."""
+        """Copy a checkpoint into a project (by default TINKER_PROJECT_ID); returns the copy's path."""
         project = destination_project_id or self._connection.settings.project_id
         if not project:
             raise InvalidInputError(
@@ -226,9 +244,15 @@ class CheckpointCalls(Calls):
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> str:
-        return await self.copy_weights(
-            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
-        ).result_async(timeout)
+        """Like `copy_weights`, awaited."""
+        return await Within(timeout).result_async(
+            self.copy_weights(
+                path,
+                destination_project_id,
+                ttl_seconds=ttl_seconds,
+                weights_access_token=weights_access_token,
+            )
+        )
 
 
 _parse = ParsedCheckpointTinkerPath.from_tinker_path

@@ -1,25 +1,23 @@
-"""RestClient: runs, checkpoints (in checkpoints.py), sessions and samplers, looked up and looked after.
+"""RestClient: look up and manage runs, sessions and samplers; its checkpoint methods are in checkpoints.py.
 
-Promises: the official names, parameters and defaults; `x()` gives a future at once, `await x_async()` its
-result; a path or an id that cannot be one is refused at the call. Listings also come as iterators, which
-fetch page after page. Needs no session. Knows nothing of how a call travels.
+Promises: the official names, parameters and defaults; `x()` returns a future at once, `await x_async()` the
+result; an impossible path or id is refused at the call. `iter_…` methods fetch listings page by page. Needs
+no session.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from datetime import date, datetime
 
 from tinkex.client.admin import AdminClient
-from tinkex.client.calls import check_id, checks_timeouts, warn_caller
-from tinkex.client.checkpoints import CheckpointCalls
+from tinkex.client.calls import check_id, warn_caller
+from tinkex.client.checkpoints import CheckpointMethods
 from tinkex.client.credentials import JwtCredential, decode_claims
-from tinkex.client.future import APIFuture, start
-from tinkex.client.history import History
-from tinkex.client.pages import Listing, check_page_size
+from tinkex.client.future import APIFuture, Within, check_timeout, start
+from tinkex.client.rest_results import Listing, RunMetrics, check_page_size
 from tinkex.client.transport import CallContext
 from tinkex.errors import (
     CredentialError,
@@ -60,12 +58,11 @@ from tinkex.wire import ops
 log = logging.getLogger("tinkex")
 
 TRACE_POLL_INTERVAL = 5.0
-TRACE_TIMEOUT = 1800.0  # seconds that a trace may take to build, unless the caller says otherwise
+TRACE_TIMEOUT = 1800.0  # seconds that the server may take to build a trace
 
 
-@checks_timeouts
-class RestClient(CheckpointCalls):
-    """Runs, checkpoints and sessions of a server.
+class RestClient(CheckpointMethods):
+    """Look up and manage the runs, checkpoints and sessions of a server.
 
     >>> rest = RestClient()  # doctest: +SKIP
     >>> for checkpoint in rest.iter_checkpoints():  # doctest: +SKIP
@@ -77,7 +74,10 @@ class RestClient(CheckpointCalls):
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[TrainingRun]:
-        """One run."""
+        """Return the record of a run.
+
+        >>> rest.get_training_run(run_id).result().base_model  # doctest: +SKIP
+        """
         request = GetTrainingRunRequest(
             training_run_id=check_id("training_run_id", training_run_id), access_scope=access_scope
         )
@@ -86,12 +86,13 @@ class RestClient(CheckpointCalls):
     async def get_training_run_async(
         self, training_run_id: str, access_scope: AccessScope = "owned", *, timeout: float | None = None
     ) -> TrainingRun:
-        return await self.get_training_run(training_run_id, access_scope).result_async(timeout)
+        """Like `get_training_run`, awaited."""
+        return await Within(timeout).result_async(self.get_training_run(training_run_id, access_scope))
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[TrainingRun]:
-        """The run that a checkpoint was saved from."""
+        """Return the record of the run that saved a checkpoint."""
         request = GetTrainingRunRequest(
             training_run_id=ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id,
             access_scope=access_scope,
@@ -101,7 +102,10 @@ class RestClient(CheckpointCalls):
     async def get_training_run_by_tinker_path_async(
         self, tinker_path: str, access_scope: AccessScope = "owned", *, timeout: float | None = None
     ) -> TrainingRun:
-        return await self.get_training_run_by_tinker_path(tinker_path, access_scope).result_async(timeout)
+        """Like `get_training_run_by_tinker_path`, awaited."""
+        return await Within(timeout).result_async(
+            self.get_training_run_by_tinker_path(tinker_path, access_scope)
+        )
 
     def list_training_runs(
         self,
@@ -110,7 +114,7 @@ class RestClient(CheckpointCalls):
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> APIFuture[TrainingRunsResponse]:
-        """One page of runs, newest first; `iter_training_runs` goes through all."""
+        """Return one page of runs, newest first; `iter_training_runs` iterates over all."""
         request = ListTrainingRunsRequest(
             limit=limit, offset=offset, access_scope=access_scope, project_id=project_id
         )
@@ -125,7 +129,10 @@ class RestClient(CheckpointCalls):
         *,
         timeout: float | None = None,
     ) -> TrainingRunsResponse:
-        return await self.list_training_runs(limit, offset, access_scope, project_id).result_async(timeout)
+        """Like `list_training_runs`, awaited."""
+        return await Within(timeout).result_async(
+            self.list_training_runs(limit, offset, access_scope, project_id)
+        )
 
     def iter_training_runs(
         self,
@@ -135,7 +142,10 @@ class RestClient(CheckpointCalls):
         page_size: int = 100,
         timeout: float | None = None,
     ) -> Listing[TrainingRunsResponse, TrainingRun]:
-        """All runs, newest first; each page may take `timeout` seconds."""
+        """Iterate over all runs, newest first; `timeout` limits the wait for each page.
+
+        >>> [run.training_run_id for run in rest.iter_training_runs()]  # doctest: +SKIP
+        """
         check_page_size(page_size)
         request = ListTrainingRunsRequest(limit=page_size, access_scope=access_scope, project_id=project_id)
         return Listing(
@@ -148,41 +158,45 @@ class RestClient(CheckpointCalls):
             timeout=timeout,
         )
 
-    def get_run_metrics(self, training_run_id: str) -> APIFuture[History]:
-        """What each step of a run said: `step`, `time`, `loss`, … Only servers of ours keep it.
+    def get_run_metrics(self, training_run_id: str) -> APIFuture[RunMetrics]:
+        """Return the metrics of each step of a run: `step`, `time`, `loss`, … Only Tinkex servers keep them.
 
         >>> [line["loss"] for line in rest.get_run_metrics(run_id).result()]  # doctest: +SKIP
         """
         request = GetTrainingRunRequest(training_run_id=check_id("training_run_id", training_run_id))
 
-        async def fetch() -> History:
+        async def fetch() -> RunMetrics:
             lines = await self._connection.call(ops.GET_RUN_METRICS, request, CallContext("get_run_metrics"))
-            return _read_lines(lines)
+            return RunMetrics.from_json_lines(lines)
 
         self._connection.check_open()
         return start(fetch, "get_run_metrics")
 
-    async def get_run_metrics_async(self, training_run_id: str, *, timeout: float | None = None) -> History:
-        return await self.get_run_metrics(training_run_id).result_async(timeout)
+    async def get_run_metrics_async(
+        self, training_run_id: str, *, timeout: float | None = None
+    ) -> RunMetrics:
+        """Like `get_run_metrics`, awaited."""
+        return await Within(timeout).result_async(self.get_run_metrics(training_run_id))
 
     # -- sessions and samplers ---------------------------------------------------------------------------
 
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[GetSessionResponse]:
-        """A session's runs and samplers."""
+        """Return the runs and samplers of a session."""
         request = GetSessionRequest(session_id=check_id("session_id", session_id), access_scope=access_scope)
         return self._submit(ops.GET_SESSION, request, "get_session")
 
     async def get_session_async(
         self, session_id: str, access_scope: AccessScope = "owned", *, timeout: float | None = None
     ) -> GetSessionResponse:
-        return await self.get_session(session_id, access_scope).result_async(timeout)
+        """Like `get_session`, awaited."""
+        return await Within(timeout).result_async(self.get_session(session_id, access_scope))
 
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[ListSessionsResponse]:
-        """One page of session ids, newest first; `iter_sessions` goes through all."""
+        """Return one page of session ids, newest first; `iter_sessions` iterates over all."""
         request = ListSessionsRequest(limit=limit, offset=offset, access_scope=access_scope)
         return self._submit(ops.LIST_SESSIONS, request, "list_sessions")
 
@@ -194,12 +208,13 @@ class RestClient(CheckpointCalls):
         *,
         timeout: float | None = None,
     ) -> ListSessionsResponse:
-        return await self.list_sessions(limit, offset, access_scope).result_async(timeout)
+        """Like `list_sessions`, awaited."""
+        return await Within(timeout).result_async(self.list_sessions(limit, offset, access_scope))
 
     def iter_sessions(
         self, access_scope: AccessScope = "owned", *, page_size: int = 100, timeout: float | None = None
     ) -> Listing[ListSessionsResponse, str]:
-        """All session ids, newest first; each page may take `timeout` seconds."""
+        """Iterate over all session ids, newest first; `timeout` limits the wait for each page."""
         check_page_size(page_size)
         request = ListSessionsRequest(limit=page_size, access_scope=access_scope)
         return Listing(
@@ -212,15 +227,16 @@ class RestClient(CheckpointCalls):
         )
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
-        """One page of the sessions that match; go on with `next_cursor`. Experimental."""
+        """Return one page of the sessions that match; `next_cursor` starts the next page. Experimental."""
         _warn_experimental("search_sessions")
         return self._search(request)
 
     async def search_sessions_async(
         self, request: SessionSearchRequest, *, timeout: float | None = None
     ) -> SessionSearchResponse:
+        """Like `search_sessions`, awaited."""
         _warn_experimental("search_sessions_async")
-        return await self._search(request).result_async(timeout)
+        return await Within(timeout).result_async(self._search(request))
 
     def _search(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         if not isinstance(request, SessionSearchRequest):
@@ -228,7 +244,7 @@ class RestClient(CheckpointCalls):
         return self._submit(ops.SEARCH_SESSIONS, request, "search_sessions")
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
-        """Put a session into a project."""
+        """Move a session into a project."""
         request = AssignSessionProjectRequest(
             session_id=check_id("session_id", session_id), project_id=check_id("project_id", project_id)
         )
@@ -237,15 +253,17 @@ class RestClient(CheckpointCalls):
     async def assign_session_project_async(
         self, session_id: str, project_id: str, *, timeout: float | None = None
     ) -> None:
-        return await self.assign_session_project(session_id, project_id).result_async(timeout)
+        """Like `assign_session_project`, awaited."""
+        return await Within(timeout).result_async(self.assign_session_project(session_id, project_id))
 
     def export_session_trace(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
     ) -> APIFuture[str]:
-        """Have a session's timeline made into a trace; gives the URL to download it from.
+        """Export a session's timeline as a trace; returns its download URL.
 
-        Making it can take minutes: the server is asked every 5 s, for `timeout` seconds in all.
+        The server may take minutes to build it: the client polls every 5 s, for `timeout` seconds in all.
         """
+        check_timeout(timeout)
         request = ExportSessionTraceRequest(session_id=check_id("session_id", session_id))
         self._connection.check_open()
         return start(lambda: self._trace_url(request, timeout), "export_session_trace")
@@ -253,7 +271,8 @@ class RestClient(CheckpointCalls):
     async def export_session_trace_async(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
     ) -> str:
-        return await self.export_session_trace(session_id, timeout=timeout).result_async(timeout)
+        """Like `export_session_trace`, awaited."""
+        return await Within(timeout).result_async(self.export_session_trace(session_id, timeout=timeout))
 
     async def _trace_url(self, request: ExportSessionTraceRequest, timeout: float | None) -> str:
         started, told = time.monotonic(), False
@@ -281,17 +300,18 @@ class RestClient(CheckpointCalls):
             await asyncio.sleep(TRACE_POLL_INTERVAL)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
-        """What a sampler samples from."""
+        """Return the base model and the adapter of a sampler."""
         request = GetSamplerRequest(sampler_id=check_id("sampler_id", sampler_id))
         return self._submit(ops.GET_SAMPLER, request, "get_sampler")
 
     async def get_sampler_async(self, sampler_id: str, *, timeout: float | None = None) -> GetSamplerResponse:
-        return await self.get_sampler(sampler_id).result_async(timeout)
+        """Like `get_sampler`, awaited."""
+        return await Within(timeout).result_async(self.get_sampler(sampler_id))
 
-    # -- who am I ----------------------------------------------------------------------------------------
+    # -- the account -------------------------------------------------------------------------------------
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
-        """Who the key in use belongs to, by the JWT it was exchanged for. Await it, or call `.result()`."""
+        """Return the owner of the API key in use, read from the JWT that the key was exchanged for."""
         self._connection.check_open()
         return start(self._whoami, "whoami")
 
@@ -356,12 +376,6 @@ class RestClient(CheckpointCalls):
         _warn_moved("get_current_checkpoint_storage_usage_async")
         admin = AdminClient(self._connection)
         return await admin.get_current_checkpoint_storage_usage_async(project_id, timeout=timeout)
-
-
-def _read_lines(text: bytes) -> History:
-    """JSON lines; the last one may have been cut off by whoever ended the writer."""
-    complete = text[: text.rfind(b"\n") + 1]
-    return History(json.loads(line) for line in complete.splitlines() if line.strip())
 
 
 def _warn_moved(name: str) -> None:

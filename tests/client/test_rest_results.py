@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex.client.future import APIFuture, completed
-from tinkex.client.pages import Listing
+from tinkex.client.rest_results import Listing
 from tinkex.errors import ResultTimeoutError
 
 
@@ -46,19 +46,17 @@ async def collect(listing: Listing[Page, str]) -> list[str]:
     return [item async for item in listing]
 
 
-async def collect_pages(listing: Listing[Page, str]) -> list[Page]:
-    return [page async for page in listing.pages()]
-
-
 @settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 10), st.booleans())
 def test_every_item_comes_once_and_in_order(count: int, size: int, says_total: bool):
     items = [f"item-{n}" for n in range(count)]
-    listing = Server(items, size, says_total).listing()
-    assert list(listing) == asyncio.run(collect(listing)) == items
-    pages = list(listing.pages())
-    assert pages == asyncio.run(collect_pages(listing))
-    assert [item for page in pages for item in page.items] == items
+    server = Server(items, size, says_total)
+    listing = server.listing()
+    assert list(listing) == items
+    offsets, server.asked = server.asked, []
+    assert asyncio.run(collect(listing)) == items
+    assert server.asked == offsets
+    assert listing.total == (count if says_total else None)
 
 
 def test_pages_are_asked_for_only_when_they_are_needed():
@@ -97,7 +95,7 @@ def test_a_server_that_ignores_the_offset_is_not_asked_for_ever(total: int | Non
 
     listing = Listing(fetch, items=lambda page: page.items, identify=str, total=lambda page: page.total)
     assert list(listing) == ["a", "b"]
-    assert list(listing.pages()) == [Page(["a", "b"], total)]
+    assert asyncio.run(collect(listing)) == ["a", "b"]
     assert len(asked) == 4
 
 
