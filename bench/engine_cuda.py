@@ -30,6 +30,7 @@ sys.path.insert(0, str(HERE.parent / "src"))
 from tinkex.engine.protocol import (  # noqa: E402
     CreateAdapter,
     EngineConfig,
+    ExportAdapter,
     ForwardBackward,
     OptimStep,
     Pass,
@@ -152,7 +153,9 @@ def new_engine(bench: Bench, adapters: int, deterministic: bool = False) -> Torc
     engine = TorchEngine(config, bench.decoder)
     for i in range(adapters):
         engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
-        asyncio.run(engine.sampler.publish(f"run{i}", f"published{i}"))
+        asyncio.run(
+            engine.sampler.publish(f"published{i}", engine.trainer.submit(ExportAdapter(f"run{i}")).result())
+        )
     return engine
 
 
@@ -201,7 +204,7 @@ def publish(bench: Bench) -> float:
         work = SampleWork(ids, SamplingParams(max_tokens=1, stop=[]), adapter=f"step{turn}")
 
         async def first_token() -> None:
-            await engine.sampler.publish("run0", f"step{turn}")
+            await engine.sampler.publish(f"step{turn}", engine.trainer.submit(ExportAdapter("run0")).result())
             await engine.sampler.sample(work)
 
         begin = now()
@@ -220,7 +223,7 @@ def agreement(bench: Bench, deterministic: bool = False) -> float:
     try:
         engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, 0)))
         engine.trainer.run(OptimStep("run0", AdamParams(learning_rate=1e-3)))
-        asyncio.run(engine.sampler.publish("run0", "trained"))
+        asyncio.run(engine.sampler.publish("trained", engine.trainer.submit(ExportAdapter("run0")).result()))
         differences = [agreed(bench, engine, requests) for requests in AT_ONCE]
     finally:
         engine.close()

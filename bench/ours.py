@@ -14,6 +14,7 @@ from tinkex.engine.protocol import (
     CreateAdapter,
     Engine,
     EngineConfig,
+    ExportAdapter,
     ForwardBackward,
     OptimStep,
     Pass,
@@ -111,7 +112,9 @@ def sample(task: Task) -> Round:
     engine = _engine(task)
     for i in range(task.adapters):
         engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i)))
-        asyncio.run(engine.sampler.publish(f"run{i}", f"published{i}"))
+        asyncio.run(
+            engine.sampler.publish(f"published{i}", engine.trainer.submit(ExportAdapter(f"run{i}")).result())
+        )
     params = SamplingParams(max_tokens=task.new_tokens, stop=[], temperature=1.0)
 
     def one(turn: int) -> Figures:
@@ -151,7 +154,7 @@ def publish(task: Task) -> Round:
         )
 
         async def first_token() -> None:
-            await engine.sampler.publish("run0", f"step{turn}")
+            await engine.sampler.publish(f"step{turn}", engine.trainer.submit(ExportAdapter("run0")).result())
             await engine.sampler.sample(work)
 
         with Timer(task.device) as timer:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import (
+    Command,
     CreateAdapter,
     DropAdapter,
     Engine,
     EngineConfig,
-    ForwardBackward,
     OptimStep,
     Pass,
     build_engine,
+    run_passes,
 )
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
 
 LORA = LoraConfig(rank=4, seed=7)
+SECONDS = 60.0  # that anything may take
+R = TypeVar("R")
 _names = (f"run-{i}" for i in itertools.count())
 
 
@@ -36,13 +42,29 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session", params=["fake", "torch", "cuda"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
     if request.param == "fake":
-        return EngineConfig("fake-model", kind="fake", max_context=256, name="m/fake")
+        return EngineConfig("fake-model", kind="fake", max_context=256, name="m/fake", tokenizer=tokenizer)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     path = tiny_model(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=256)
     device = "cuda" if request.param == "cuda" else "cpu"
-    return EngineConfig(str(path), device=device, dtype="float32", kv_bytes=2 << 20, threads=1, name="m/tiny")
+    return EngineConfig(
+        str(path),
+        device=device,
+        dtype="float32",
+        kv_bytes=2 << 20,
+        threads=1,
+        name="m/tiny",
+        tokenizer=tokenizer,
+    )
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A tokenizer in which token i is spelled "<i>"."""
+    vocab = {f"<{i}>": i for i in range(512)}
+    Tokenizer(models.WordLevel(vocab, unk_token="<0>")).save(str(directory / "tokenizer.json"))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +74,29 @@ def engine(config: EngineConfig) -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def engine_of_small_batches(config: EngineConfig) -> Iterator[Engine]:
+    """Its micro-batches hold one datum of ten tokens."""
+    engine = build_engine(replace(config, max_pass_tokens=12))
+    yield engine
+    engine.close()
+
+
 @pytest.fixture
 def run(engine: Engine) -> Iterator[str]:
     name = new_run(engine)
     yield name
-    engine.trainer.run(DropAdapter(name))
+    do(engine, DropAdapter(name))
+
+
+def do(engine: Engine, command: Command[R]) -> R:
+    """Execute one command and wait for it."""
+    return engine.trainer.submit(command).result(SECONDS)
 
 
 def new_run(engine: Engine, lora: LoraConfig = LORA) -> str:
     name = next(_names)
-    engine.trainer.run(CreateAdapter(name, lora))
+    do(engine, CreateAdapter(name, lora))
     return name
 
 
@@ -80,7 +115,7 @@ def datum(ids: np.ndarray, **inputs: np.ndarray) -> Datum:
 def forward_backward(
     engine: Engine, run: str, data: list[Datum], loss_fn: str = "cross_entropy", **more
 ) -> ForwardBackwardOutput:
-    (out,) = engine.trainer.run(ForwardBackward((Pass(run, data, loss_fn, **more),)))
+    (out,) = run_passes(engine.trainer, [Pass(run, data, loss_fn, **more)])
     assert isinstance(out, ForwardBackwardOutput), out
     return out
 
@@ -94,7 +129,7 @@ def logprobs(engine: Engine, run: str, ids: np.ndarray) -> np.ndarray:
 def train(engine: Engine, run: str, ids: np.ndarray, steps: int = 1, learning_rate: float = 1e-2) -> None:
     for _ in range(steps):
         forward_backward(engine, run, [datum(ids)])
-        engine.trainer.run(OptimStep(run, AdamParams(learning_rate=learning_rate)))
+        do(engine, OptimStep(run, AdamParams(learning_rate=learning_rate)))
 
 
 def files(directory: Path) -> set[str]:

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.contract.conftest import datum, forward_backward, logprobs, new_run, tokens, train
+from tests.contract.conftest import (
+    LORA,
+    SECONDS,
+    datum,
+    do,
+    forward_backward,
+    logprobs,
+    new_run,
+    tokens,
+    train,
+)
 from tinkex.engine.protocol import (
+    ContinuePasses,
+    CreateAdapter,
     DropAdapter,
     Engine,
     EngineConfig,
     EngineError,
+    EngineLost,
+    ExportAdapter,
+    ForwardBackward,
+    OptimStep,
+    Pass,
+    PassProgress,
+    SampledTokens,
     SampleWork,
     SaveAdapter,
-    StopBytes,
     build_engine,
 )
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse
-from tinkex.types.params import SamplingParams
+from tinkex.types.params import AdamParams, SamplingParams
 from tinkex.types.tensor import TensorData
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +57,7 @@ async def sample(engine: Engine, prompt: np.ndarray, *, work: dict | None = None
 async def published(engine: Engine, run: str) -> str:
     """An adapter that has learnt something, sampleable under its run's name."""
     train(engine, run, tokens(engine, 99, 20), steps=2)
-    await engine.sampler.publish(run, run)
+    await engine.sampler.publish(run, do(engine, ExportAdapter(run)))
     return run
 
 
@@ -113,7 +135,7 @@ async def test_a_prompt_as_long_as_the_context_can_be_scored(engine: Engine):
         ([5, 6], {"topk_sample_logprobs": 2**24, "num_samples": 5}, "topk_sample_logprobs must be 0 to"),
         ([5, 6], {"topk_prompt_logprobs": 2**25 + 1}, f"topk_prompt_logprobs must be 0 to {2**25} "),
         ([5, 6], {"prompt_alt_tokens_k": 2**19 + 1}, f"prompt_alt_tokens_k must be 0 to {2**19} "),
-        ([5, 6], {"stop_bytes": StopBytes((b"x", b""), [])}, "stop"),
+        ([5, 6], {"stop_bytes": (b"x", b"")}, "stop"),
         ([5, 6], {"target_prompt_logprobs": TensorData.from_numpy(np.zeros((2, 1), np.int64))}, r"\[1, K\]"),
         ([5, 6], {"target_prompt_logprobs": TensorData.from_numpy(np.zeros((1, 1)))}, "int64"),
         ([5, 6], {"target_prompt_logprobs": TensorData.from_numpy(np.full((1, 1), -2))}, "-2"),
@@ -154,13 +176,22 @@ async def test_a_stop_on_the_last_token_is_still_a_stop(engine: Engine):
 
 async def test_stop_bytes_may_span_tokens(engine: Engine):
     prompt, out = await distinct_start(engine, 5)
-    table = [f"<{i}>".encode() for i in range(engine.info.vocab_size)]
     spanning = f"{out[2]}><{out[3]}".encode()  # the end of one token and the beginning of the next
-    work = {"stop_bytes": StopBytes((b"nowhere", spanning), table)}
+    work = {"stop_bytes": (b"nowhere", spanning)}
     stopped = only(await sample(engine, prompt, max_tokens=12, stop=None, work=work))
     assert stopped.tokens == out[:4]
     assert (stopped.stop_reason, stopped.stop_detail) == ("stop", "stop_sequence")
     assert stopped.stop_match == spanning.decode(errors="replace")
+
+
+async def test_stop_bytes_need_a_tokenizer(config: EngineConfig, tmp_path: Path):
+    for tokenizer in (None, str(tmp_path)):
+        engine = build_engine(replace(config, tokenizer=tokenizer))
+        with pytest.raises(EngineError, match=r"has no tokenizer here.*stop at ids") as caught:
+            await sample(engine, tokens(engine, 1, 5), stop=None, work={"stop_bytes": (b"x",)})
+        assert caught.value.category == "user"
+        assert len(only(await sample(engine, tokens(engine, 1, 5), stop=None)).tokens) >= 1
+        engine.close()
 
 
 async def with_eos(engine: Engine) -> tuple[np.ndarray, int, list[int], int]:
@@ -178,8 +209,7 @@ async def with_eos(engine: Engine) -> tuple[np.ndarray, int, list[int], int]:
 async def test_eos_stops_unless_told_never_to(engine: Engine):
     prompt, seed, expected, index = await with_eos(engine)
     unlikely = next(i for i in range(engine.info.vocab_size) if i not in expected)
-    table = [b"x"] * engine.info.vocab_size
-    for stop, stop_bytes in ((None, None), ([unlikely], None), (None, StopBytes((b"nowhere",), table))):
+    for stop, stop_bytes in ((None, ()), ([unlikely], ()), (None, (b"nowhere",))):
         work = {"num_samples": 8, "stop_bytes": stop_bytes}
         response = await sample(engine, prompt, max_tokens=40, seed=seed, stop=stop, work=work)
         sequence = response.sequences[index]
@@ -388,15 +418,15 @@ async def test_a_published_adapter_never_changes(engine: Engine, run: str, tmp_p
         return (await sample(engine, prompt, max_tokens=1, work=work)).prompt_logprobs_np  # type: ignore[return-value]
 
     before = await scored(name)
-    engine.trainer.run(SaveAdapter(run, tmp_path / "saved"))
+    do(engine, SaveAdapter(run, str(tmp_path / "saved")))
     train(engine, run, tokens(engine, 98, 20), steps=3)
-    await engine.sampler.publish(run, name)  # the name exists: nothing happens
+    await engine.sampler.publish(name, do(engine, ExportAdapter(run)))  # the name exists: nothing happens
     np.testing.assert_array_equal(await scored(name), before)
-    await engine.sampler.publish(run, "later")
-    await engine.sampler.publish(tmp_path / "saved", "from-disk")
-    engine.trainer.run(DropAdapter(run))
+    await engine.sampler.publish("later", do(engine, ExportAdapter(run)))
+    await engine.sampler.publish("from-disk", str(tmp_path / "saved"))
+    do(engine, DropAdapter(run))
     np.testing.assert_array_equal(await scored(name), before)
-    np.testing.assert_allclose(await scored("from-disk"), before, atol=1e-6)
+    np.testing.assert_array_equal(await scored("from-disk"), before)
     assert np.abs(await scored("later") - before)[1:].max() > 1e-3
     for adapter in (name, "later", "from-disk"):
         await engine.sampler.retire(adapter)
@@ -406,7 +436,7 @@ async def test_mixed_adapters_in_one_step_keep_apart(engine: Engine):
     runs = [new_run(engine) for _ in range(3)]
     for i, run in enumerate(runs):
         train(engine, run, tokens(engine, 50 + i, 20), steps=2)
-        await engine.sampler.publish(run, run)
+        await engine.sampler.publish(run, do(engine, ExportAdapter(run)))
     prompt = tokens(engine, 1, 18)
     names = [None, *runs]
 
@@ -420,20 +450,13 @@ async def test_mixed_adapters_in_one_step_keep_apart(engine: Engine):
         np.testing.assert_allclose(response.prompt_logprobs_np, alone[i % 4].prompt_logprobs_np, atol=1e-5)
     for run in runs:
         await engine.sampler.retire(run)
-        engine.trainer.run(DropAdapter(run))
+        do(engine, DropAdapter(run))
 
 
 async def test_a_retired_adapter_is_refused_to_newcomers_and_kept_for_its_users(engine: Engine, run: str):
     name = await published(engine, run)
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_tokens(index: int, new: np.ndarray, lps: np.ndarray) -> None:
-        loop.call_soon_threadsafe(started.set)
-
-    work = {"adapter": name, "on_tokens": on_tokens}
-    user = asyncio.create_task(sample(engine, tokens(engine, 1, 5), max_tokens=150, work=work))
-    await started.wait()
+    user = asyncio.create_task(sample(engine, tokens(engine, 1, 5), max_tokens=150, work={"adapter": name}))
+    await until(lambda: user.done() or engine.heartbeat().stats["sequences_running"] > 0)
     await engine.sampler.retire(name)
     assert user.done() or len(only(await user).tokens) == 150
     with pytest.raises(EngineError, match=name):
@@ -442,27 +465,93 @@ async def test_a_retired_adapter_is_refused_to_newcomers_and_kept_for_its_users(
 
 
 async def test_publishing_what_is_not_there(engine: Engine, tmp_path: Path):
-    for source in ("nobody", tmp_path / "nobody"):
-        with pytest.raises(EngineError, match="nobody"):
-            await engine.sampler.publish(source, "x")
+    with pytest.raises(EngineError, match="nobody"):
+        await engine.sampler.publish("x", str(tmp_path / "nobody"))
     with pytest.raises(EngineError, match="'x'"):
         await sample(engine, tokens(engine, 1, 5), work={"adapter": "x"})
+
+
+ELSEWHERE = """
+import pickle, sys
+from tinkex.engine.protocol import build_engine
+config, commands = pickle.load(sys.stdin.buffer)
+engine = build_engine(config)
+results = [engine.trainer.submit(command).result() for command in commands]
+sys.stdout.buffer.write(pickle.dumps((results[-1].lora, results[-1])))
+engine.close()
+"""
+
+
+async def test_an_exported_adapter_crosses_a_process(config: EngineConfig, engine: Engine, tmp_path: Path):
+    """Trained and saved by an engine in another process, exported to this one: bitwise the same."""
+    saved, data = str(tmp_path / "saved"), [datum(tokens(engine, 99, 20))]
+    commands = (
+        CreateAdapter("there", LORA),
+        ForwardBackward((Pass("there", data, "cross_entropy"),)),
+        OptimStep("there", AdamParams(learning_rate=1e-2)),
+        SaveAdapter("there", saved),
+        ExportAdapter("there"),
+    )
+    given = pickle.dumps((config, commands))
+    child = [sys.executable, "-c", ELSEWHERE]
+    done = await asyncio.to_thread(subprocess.run, child, input=given, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()
+    lora, exported = pickle.loads(done.stdout)
+    assert lora == LORA
+    assert exported.nbytes > 0
+    await engine.sampler.publish("exported", exported)
+    await engine.sampler.publish("saved", saved)
+    responses = []
+    for name in ("exported", "saved", None):
+        work = {"adapter": name, "prompt_logprobs": True}
+        responses.append(await sample(engine, tokens(engine, 1, 20), work=work))
+    first, second, base = responses
+    assert only(first).tokens == only(second).tokens
+    np.testing.assert_array_equal(only(first).logprobs_np, only(second).logprobs_np)
+    np.testing.assert_array_equal(first.prompt_logprobs_np, second.prompt_logprobs_np)
+    assert not np.array_equal(first.prompt_logprobs_np, base.prompt_logprobs_np)
+    for name in ("exported", "saved"):
+        await engine.sampler.retire(name)
+
+
+async def test_work_and_responses_can_be_pickled(engine: Engine):
+    params = SamplingParams(max_tokens=5, stop=[], seed=1)
+    work = SampleWork(tokens(engine, 1, 9), params, num_samples=2, prompt_logprobs=True)
+    copied = pickle.loads(pickle.dumps(work))
+    assert repr(copied) == repr(work)
+    response = await engine.sampler.sample(copied)
+    assert repr(pickle.loads(pickle.dumps(response))) == repr(response)
+    async for piece in engine.sampler.stream(copied):
+        assert repr(pickle.loads(pickle.dumps(piece))) == repr(piece)
 
 
 # -- coming and going ----------------------------------------------------------------------------------------
 
 
-async def test_tokens_are_streamed_as_they_come(engine: Engine):
-    seen: dict[int, list[tuple[int, float]]] = {}
-
-    def on_tokens(index: int, new: np.ndarray, lps: np.ndarray) -> None:
-        assert len(new) == len(lps) >= 1
-        seen.setdefault(index, []).extend(zip(new.tolist(), lps.tolist(), strict=True))
-
-    work = {"num_samples": 3, "on_tokens": on_tokens}
-    response = await sample(engine, tokens(engine, 1, 5), work=work)
-    for i, sequence in enumerate(response.sequences):
+async def test_a_stream_has_the_tokens_as_they_come_and_the_response_last(engine: Engine):
+    prompt, seen = tokens(engine, 1, 5), {}
+    params = SamplingParams(max_tokens=8, stop=[], seed=1)
+    pieces = [p async for p in engine.sampler.stream(SampleWork(prompt, params, num_samples=3))]
+    response = pieces.pop()
+    assert isinstance(response, SampleResponse)
+    for piece in pieces:
+        assert isinstance(piece, SampledTokens)
+        assert (piece.tokens.dtype, piece.logprobs.dtype) == (np.int32, np.float32)
+        assert len(piece.tokens) == len(piece.logprobs) >= 1
+        seen.setdefault(piece.index, []).extend(
+            zip(piece.tokens.tolist(), piece.logprobs.tolist(), strict=True)
+        )
+    assert len(pieces) > 3, "not all at once"
+    whole = await sample(engine, prompt, work={"num_samples": 3})
+    for i, (sequence, other) in enumerate(zip(response.sequences, whole.sequences, strict=True)):
         assert seen[i] == list(zip(sequence.tokens, sequence.logprobs or [], strict=True))
+        assert sequence.tokens == other.tokens
+
+
+async def test_a_refusal_ends_a_stream(engine: Engine):
+    work = SampleWork(tokens(engine, 1, 5), SamplingParams(max_tokens=8), adapter="nobody")
+    with pytest.raises(EngineError, match="nobody"):
+        await anext(aiter(engine.sampler.stream(work)))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -473,20 +562,29 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never happened")
 
 
+async def until_idle(engine: Engine) -> None:
+    names = ("kv_pages_used", "sequences_running", "sequences_waiting")
+    await until(lambda: not any(engine.heartbeat().stats[name] for name in names))
+
+
 async def test_cancelling_frees_what_was_held(engine: Engine):
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    work = {"num_samples": 3, "on_tokens": lambda *_: loop.call_soon_threadsafe(started.set)}
+    work = {"num_samples": 3}
     task = asyncio.create_task(sample(engine, tokens(engine, 1, 40), max_tokens=200, work=work))
     other = asyncio.create_task(sample(engine, tokens(engine, 2, 5), max_tokens=50))
-    await started.wait()
-    assert engine.stats()["sequences_running"] > 0
+    await until(lambda: engine.heartbeat().stats["sequences_running"] > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(only(await other).tokens) == 50
-    await until(lambda: engine.stats()["kv_pages_used"] == 0)
-    assert engine.stats()["sequences_running"] == engine.stats()["sequences_waiting"] == 0
+    await until_idle(engine)
+
+
+async def test_closing_a_stream_frees_what_was_held(engine: Engine):
+    params = SamplingParams(max_tokens=200, stop=[])
+    stream = engine.sampler.stream(SampleWork(tokens(engine, 1, 40), params, num_samples=3))
+    assert isinstance(await anext(stream), SampledTokens)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await until_idle(engine)
 
 
 async def test_a_crowd_is_served(engine: Engine):
@@ -496,7 +594,7 @@ async def test_a_crowd_is_served(engine: Engine):
     )
     for i, response in enumerate(responses):
         assert len(only(response).tokens) == 1 + i % 9
-    assert engine.stats()["kv_pages_used"] == 0
+    await until_idle(engine)
 
 
 async def test_training_and_sampling_at_once(engine: Engine, run: str):
@@ -508,22 +606,45 @@ async def test_training_and_sampling_at_once(engine: Engine, run: str):
     assert all(len(only(response).tokens) == 20 for response in responses)
 
 
+async def test_decoding_goes_on_between_the_micro_batches_of_a_pass(engine_of_small_batches: Engine):
+    engine = engine_of_small_batches
+    run = new_run(engine)
+    data = [datum(tokens(engine, seed, 11)) for seed in range(10)]
+    params = SamplingParams(max_tokens=200, stop=[])
+    stream = engine.sampler.stream(SampleWork(tokens(engine, 1, 5), params))
+    assert isinstance(await anext(stream), SampledTokens)
+    outcome = await asyncio.wrap_future(
+        engine.trainer.submit(ForwardBackward((Pass(run, data, "cross_entropy"),)))
+    )
+    for done in range(1, 10):
+        assert isinstance(outcome, PassProgress)
+        assert outcome.done == done
+        assert isinstance(await asyncio.wait_for(anext(stream), SECONDS), SampledTokens)
+        outcome = await asyncio.wrap_future(engine.trainer.submit(ContinuePasses(outcome.ticket)))
+    assert isinstance(outcome, list)
+    pieces = [piece async for piece in stream]
+    assert isinstance(pieces[-1], SampleResponse)
+    assert len(only(pieces[-1]).tokens) == 200
+    do(engine, DropAdapter(run))
+
+
 async def test_closing_fails_what_is_pending_and_what_comes_after(config: EngineConfig):
     engine = build_engine(config)
-    run = new_run(engine)
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    work = {"on_tokens": lambda *_: loop.call_soon_threadsafe(started.set)}
-    pending = [
-        asyncio.create_task(sample(engine, tokens(engine, i, 5), max_tokens=240, work=work)) for i in range(4)
-    ]
-    await started.wait()
+    pending = [asyncio.create_task(sample(engine, tokens(engine, i, 5), max_tokens=240)) for i in range(4)]
+    stream = engine.sampler.stream(SampleWork(tokens(engine, 9, 5), SamplingParams(max_tokens=240, stop=[])))
+    assert isinstance(await anext(stream), SampledTokens)
     await asyncio.to_thread(engine.close)
     for task in pending:
-        with pytest.raises(EngineError, match="closed"):
+        with pytest.raises(EngineLost, match="closed"):
             await task
-    with pytest.raises(EngineError, match="closed"):
-        await sample(engine, tokens(engine, 0, 5))
-    with pytest.raises(EngineError, match="closed"):
-        engine.trainer.run(DropAdapter(run))
+    with pytest.raises(EngineLost, match="closed"):
+        async for _ in stream:
+            pass
+    for call in (
+        sample(engine, tokens(engine, 0, 5)),
+        anext(engine.sampler.stream(SampleWork(tokens(engine, 0, 5), SamplingParams(max_tokens=2)))),
+        engine.sampler.publish("late", "nowhere"),
+    ):
+        with pytest.raises(EngineLost, match="closed"):
+            await call
     engine.close()  # twice is not an error

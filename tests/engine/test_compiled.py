@@ -13,7 +13,7 @@ import transformers
 from tests.engine.tiny import FAMILIES, tiny_model
 from tinkex.engine.native.build import build, library
 from tinkex.engine.native.step import CompiledStep, Row, compiled_step
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Piece
 from tinkex.engine.torch.load import load_decoder

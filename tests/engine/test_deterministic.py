@@ -24,7 +24,14 @@ from torch import Tensor
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine import cuda as kernels
-from tinkex.engine.protocol import CreateAdapter, EngineConfig, ForwardBackward, Pass, SampleWork
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    EngineConfig,
+    ExportAdapter,
+    ForwardBackward,
+    Pass,
+    SampleWork,
+)
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.attention import PackedAttend
 from tinkex.engine.torch.engine import TorchEngine
@@ -211,7 +218,7 @@ def new_engine(decoder: Decoder, pages: int = 4000) -> TorchEngine:
     for name, lora in LORAS.items():
         engine.trainer.run(CreateAdapter(name, lora))
         fill(engine._trainer.adapter(name))
-        asyncio.run(engine.sampler.publish(name, name))
+        asyncio.run(engine.sampler.publish(name, engine.trainer.submit(ExportAdapter(name)).result()))
     return engine
 
 

@@ -23,18 +23,18 @@ from tinkex.engine.protocol import (
     CreateAdapter,
     EngineConfig,
     EngineError,
+    EngineLost,
     ForwardBackward,
     Pass,
     SampleWork,
     build_engine,
 )
-from tinkex.engine.torch import threads
-from tinkex.engine.torch import worker as worker_module
+from tinkex.engine.torch import engine_thread, threads
 from tinkex.engine.torch.engine import TorchEngine, check_deterministic, choose_device
+from tinkex.engine.torch.engine_thread import EngineThread
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.threads import ComputeThreads, threads_beside
-from tinkex.engine.torch.worker import Worker
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import LoraConfig, SamplingParams
 
@@ -79,40 +79,20 @@ def data(count: int, length: int = 50) -> list[Datum]:
 
 
 @pytest.mark.anyio
-async def test_decoding_goes_on_between_the_micro_batches_of_a_pass(engine: TorchEngine):
-    engine.trainer.run(CreateAdapter("run", LoraConfig(rank=2)))
-    streamed: list[int] = []
-    sampled_at: list[int] = []
-    started = threading.Event()
-
-    def on_tokens(*_) -> None:
-        streamed.append(1)
-        started.set()
-
-    task = asyncio.create_task(engine.sampler.sample(work(max_tokens=200, on_tokens=on_tokens)))
-    await asyncio.to_thread(started.wait)
-    command = ForwardBackward((Pass("run", data(10), "cross_entropy"),))  # one datum each: ten micro-batches
-    await asyncio.to_thread(engine.trainer.run, command, lambda _: sampled_at.append(len(streamed)))
-    assert len(sampled_at) == 10
-    assert np.diff(sampled_at).tolist() == [1] * 9  # a step after each micro-batch, and no more than one
-    assert len((await task).sequences[0].tokens) == 200
-
-
-@pytest.mark.anyio
 async def test_many_commands_do_not_starve_sampling(engine: TorchEngine):
     """Nor it them: forty that were there first and fifty steps take turns."""
     engine.trainer.run(CreateAdapter("run", LoraConfig(rank=2)))
     one, release = ForwardBackward((Pass("run", data(1), "cross_entropy"),)), threading.Event()
-    engine._worker.job(release.wait)
+    engine._thread.submit(release.wait)
     with ThreadPoolExecutor(40) as pool:
         commands = [pool.submit(engine.trainer.run, one) for _ in range(40)]
-        while len(engine._worker._jobs) < 40:
+        while len(engine._thread._commands) < 40:
             await asyncio.sleep(0.001)
         sampling = asyncio.create_task(engine.sampler.sample(work(max_tokens=50)))
-        while not engine._worker._errands:
+        while not engine._thread._posted:
             await asyncio.sleep(0.001)
         order: list[str] = []
-        engine._worker.job(lambda: order.append("commands are done"))
+        engine._thread.submit(lambda: order.append("commands are done"))
         release.set()
         response = await sampling
         assert len(response.sequences[0].tokens) == 50
@@ -133,7 +113,7 @@ async def test_cancelling_frees_pages_also_of_those_that_wait(engine: TorchEngin
     assert all(
         isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*tasks, return_exceptions=True)
     )
-    await engine.sampler.retire("nobody")  # an errand too: what was posted before it is done
+    await engine.sampler.retire("nobody")  # posted too: what was posted before it is done
     stats = engine.stats()
     assert stats["kv_pages_used"] == stats["sequences_running"] == stats["sequences_waiting"] == 0
 
@@ -142,7 +122,7 @@ async def test_cancelling_frees_pages_also_of_those_that_wait(engine: TorchEngin
 async def test_a_request_cancelled_before_its_turn_never_starts(engine: TorchEngine):
     seen: list[int] = []
     begun, release = threading.Event(), threading.Event()
-    engine._worker.job(lambda: (begun.set(), release.wait()))
+    engine._thread.submit(lambda: (begun.set(), release.wait()))
     await asyncio.to_thread(begun.wait)
     task = asyncio.create_task(engine.sampler.sample(work(on_tokens=lambda *_: seen.append(1))))
     await asyncio.sleep(0.01)
@@ -157,7 +137,7 @@ async def test_a_request_cancelled_before_its_turn_never_starts(engine: TorchEng
 @pytest.mark.anyio
 async def test_a_refusal_does_not_wait_for_its_turn(engine: TorchEngine):
     release = threading.Event()
-    engine._worker.job(release.wait)
+    engine._thread.submit(release.wait)
     try:
         with pytest.raises(EngineError, match="context window"):
             await asyncio.wait_for(engine.sampler.sample(work(max_tokens=500)), timeout=10)
@@ -165,17 +145,7 @@ async def test_a_refusal_does_not_wait_for_its_turn(engine: TorchEngine):
         release.set()
 
 
-@pytest.mark.anyio
-async def test_what_a_callback_asks_of_its_engine_is_refused_not_deadlocked(engine: TorchEngine):
-    def on_tokens(*_) -> None:
-        engine.trainer.run(CreateAdapter("inner", LoraConfig(rank=2)))
-
-    with pytest.raises(EngineError, match="cannot wait for the engine"):
-        await engine.sampler.sample(work(on_tokens=on_tokens))
-    assert len((await engine.sampler.sample(work())).sequences[0].tokens) == 20
-
-
-# -- the worker --------------------------------------------------------------------------------------------
+# -- the thread --------------------------------------------------------------------------------------------
 
 
 class Idle:
@@ -193,13 +163,13 @@ class Idle:
         self.failed = error
 
 
-def test_jobs_run_in_order_and_errors_stay_theirs():
-    worker = Worker(Idle(), lambda: lambda: None)
+def test_commands_run_in_order_and_errors_stay_theirs():
+    thread = EngineThread(Idle())
     done: list[int] = []
-    futures: list[Future[object]] = [worker.job(lambda i=i: done.append(i)) for i in range(20)]
-    broken = worker.job(lambda: 1 // 0)
-    refused = worker.job(lambda: choose_device(EngineConfig("m", device="nonsense")))
-    after = worker.job(lambda: "still here")
+    futures: list[Future[object]] = [thread.submit(lambda i=i: done.append(i)) for i in range(20)]
+    broken = thread.submit(lambda: 1 // 0)
+    refused = thread.submit(lambda: choose_device(EngineConfig("m", device="nonsense")))
+    after = thread.submit(lambda: "still here")
     assert after.result(timeout=10) == "still here"
     assert done == list(range(20))
     assert all(f.done() for f in futures)
@@ -208,45 +178,37 @@ def test_jobs_run_in_order_and_errors_stay_theirs():
     assert caught.value.category == "server"
     with pytest.raises(EngineError):
         refused.result()
-    worker.close()
+    thread.close()
 
 
-def test_errands_overtake_jobs_where_a_job_allows_it():
-    worker = Worker(Idle(), lambda: lambda: None)
+def test_what_is_posted_overtakes_commands_that_wait():
+    thread = EngineThread(Idle())
     order: list[str] = []
     begun, go = threading.Event(), threading.Event()
-
-    def long_job() -> None:
-        begun.set()
-        go.wait()
-        order.append("half")
-        worker.between()
-        order.append("whole")
-
-    first = worker.job(long_job)
+    first = thread.submit(lambda: (begun.set(), go.wait(), order.append("first")))
     begun.wait()
-    second = worker.job(lambda: order.append("next"))
-    worker.errand(lambda: order.append("errand"))
+    second = thread.submit(lambda: order.append("second"))
+    thread.post(lambda: order.append("posted"))
     go.set()
     second.result(timeout=10)
     first.result(timeout=10)
-    assert order == ["half", "errand", "whole", "next"]
-    worker.close()
+    assert order == ["first", "posted", "second"]
+    thread.close()
 
 
 def test_a_bug_in_a_step_does_not_end_the_thread():
     steps = Idle()
-    worker = Worker(steps, lambda: lambda: None)
-    worker.errand(lambda: setattr(steps, "busy", True)).result(timeout=10)
-    assert worker.job(lambda: "still here").result(timeout=10) == "still here"
-    worker.close()
+    thread = EngineThread(steps)
+    thread.post(lambda: setattr(steps, "busy", True)).result(timeout=10)
+    assert thread.submit(lambda: "still here").result(timeout=10) == "still here"
+    thread.close()
     assert steps.steps == 1
 
 
 def test_requests_that_come_together_are_taken_together(monkeypatch: pytest.MonkeyPatch):
     """After a rest, so that the first step is not one of the first request alone."""
-    monkeypatch.setattr(worker_module, "_PAUSE", 5.0)
-    monkeypatch.setattr(worker_module, "_LONGEST", 60.0)
+    monkeypatch.setattr(engine_thread, "_PAUSE", 5.0)
+    monkeypatch.setattr(engine_thread, "_LONGEST", 60.0)
     taken: list[int] = []
     seen: list[int] = []
 
@@ -263,32 +225,30 @@ def test_requests_that_come_together_are_taken_together(monkeypatch: pytest.Monk
         taken.append(i)
         steps.busy = True
 
-    worker = Worker(steps, lambda: lambda: None)
+    thread = EngineThread(steps)
     for i in range(5):
-        worker.errand(lambda i=i: take(i)).result(timeout=10)  # the worker has nothing left to do meanwhile
-    worker.job(lambda: None).result(timeout=10)  # a job does not wait for further requests
-    worker.close()
+        thread.post(lambda i=i: take(i)).result(timeout=10)  # the thread has nothing left to do meanwhile
+    thread.submit(lambda: None).result(timeout=10)  # a command does not wait for further requests
+    thread.close()
     assert seen == [5]
 
 
-def test_closing_interrupts_a_long_job_and_fails_those_behind_it():
-    worker = Worker(Idle(), lambda: lambda: None)
-    begun = threading.Event()
-
-    def endless() -> None:
-        begun.set()
-        while True:
-            worker.between()
-            time.sleep(0.001)
-
-    running, queued = worker.job(endless), worker.job(lambda: None)
+def test_closing_fails_what_waits_behind_a_command():
+    thread = EngineThread(Idle())
+    begun, go = threading.Event(), threading.Event()
+    running, queued = thread.submit(lambda: (begun.set(), go.wait())), thread.submit(lambda: None)
     begun.wait()
-    worker.close()
-    for future in (running, queued):
-        with pytest.raises(EngineError, match="closed"):
-            future.result(timeout=10)
-    with pytest.raises(EngineError, match="closed"):
-        worker.job(lambda: None)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    while not thread.trouble:
+        time.sleep(0.001)
+    go.set()
+    assert running.result(timeout=10)
+    with pytest.raises(EngineLost, match="closed"):
+        queued.result(timeout=10)
+    with pytest.raises(EngineLost, match="closed"):
+        thread.submit(lambda: None)
+    closing.join(timeout=10)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -296,10 +256,10 @@ def test_a_thread_that_dies_takes_nobody_with_it():
     def begin():
         raise SystemExit  # the quietest way for a thread to die
 
-    worker = Worker(Idle(), begin)
+    thread = EngineThread(Idle(), begin)
     with pytest.raises(EngineError, match="closed"):
-        worker.job(lambda: None).result(timeout=10)
-    worker._thread.join(timeout=10)
+        thread.submit(lambda: None).result(timeout=10)
+    thread._thread.join(timeout=10)
 
 
 def test_a_device_that_is_gone_ends_the_thread_and_everyone_is_told():
@@ -310,21 +270,21 @@ def test_a_device_that_is_gone_ends_the_thread_and_everyone_is_told():
         if gone.is_set():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    worker = Worker(Idle(), lambda: lambda: None, probe)
+    thread = EngineThread(Idle(), probe=probe)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
-        worker.job(lambda: 1 // 0).result(timeout=10)
-    assert worker.job(lambda: worker.alive).result(timeout=10), "one command's own failure"
+        thread.submit(lambda: 1 // 0).result(timeout=10)
+    assert thread.submit(lambda: not thread.trouble).result(timeout=10), "one command's own failure"
     begun = threading.Event()
-    broken = worker.job(lambda: (begun.wait(), gone.set(), 1 // 0))
-    behind = worker.job(lambda: None)
+    broken = thread.submit(lambda: (begun.wait(), gone.set(), 1 // 0))
+    behind = thread.submit(lambda: None)
     begun.set()
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         broken.result(timeout=10)
     with pytest.raises(EngineError, match="only a restart helps: CUDA error: an illegal"):
         behind.result(timeout=10)
-    assert not worker.alive
+    assert thread.trouble
     with pytest.raises(EngineError, match="only a restart helps"):
-        worker.job(lambda: None)
+        thread.submit(lambda: None)
 
 
 def test_a_decoding_step_that_loses_the_device_stops_the_engine(
@@ -336,7 +296,7 @@ def test_a_decoding_step_that_loses_the_device_stops_the_engine(
     monkeypatch.setattr(engine._batch, "_forward", lambda plan: 1 // 0)
     with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
         sample()
-    engine._worker.job(lambda: None).result(timeout=10)  # the step is over, and the device was looked at
+    engine._thread.submit(lambda: None).result(timeout=10)  # the step is over, and the device was looked at
     assert engine.working
 
     def lost(device: torch.device) -> None:
@@ -345,25 +305,25 @@ def test_a_decoding_step_that_loses_the_device_stops_the_engine(
     monkeypatch.setattr("tinkex.engine.torch.engine.probe", lost)
     with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
         sample()
-    engine._worker._thread.join(timeout=10)
+    engine._thread._thread.join(timeout=10)
     assert not engine.working
     with pytest.raises(EngineError, match="unspecified launch failure"):
         sample()
 
 
-def test_errands_that_came_before_the_end_are_still_run():
+def test_what_was_posted_before_the_end_are_still_run():
     """So that a request which just arrived is known to the steps, and fails with all others."""
-    worker = Worker(Idle(), lambda: lambda: None)
+    thread = EngineThread(Idle())
     begun, release = threading.Event(), threading.Event()
-    worker.job(lambda: (begun.set(), release.wait()))
+    thread.submit(lambda: (begun.set(), release.wait()))
     begun.wait()
-    errand = worker.errand(lambda: "done")
-    closing = threading.Thread(target=worker.close)
+    posted = thread.post(lambda: "done")
+    closing = threading.Thread(target=thread.close)
     closing.start()
-    while not worker._closed:
+    while not thread._closed:
         time.sleep(0.001)
     release.set()
-    assert errand.result(timeout=10) == "done"
+    assert posted.result(timeout=10) == "done"
     closing.join(timeout=10)
 
 

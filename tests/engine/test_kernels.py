@@ -18,7 +18,7 @@ from tinkex.engine.cuda import begin, draw, elementwise, grouped, packed
 from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import paged_kernels as paged
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import plain, sample
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.architecture import Rope

@@ -17,7 +17,7 @@ from tinkex.engine.cuda import draw, grouped, packed
 from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda.paged import PackedForward
 from tinkex.engine.cuda.product import product
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import sample
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.drawing import TorchRows

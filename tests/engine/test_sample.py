@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.engine.streams import exponentials, stream_key, stream_keys
+from tinkex.engine.rng import exponentials, stream_key, stream_keys
 from tinkex.engine.torch.sample import BLOCK, Choice, draw, keep_likeliest, likeliest, race, scaled_logprobs
 from tinkex.types.outputs import TOPK_PADDING
 

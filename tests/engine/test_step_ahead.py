@@ -14,7 +14,7 @@ import torch
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import EngineError, SampleWork
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.kv import KVCache, PagedAttend, Piece
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder

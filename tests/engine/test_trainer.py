@@ -14,6 +14,7 @@ from tests.engine.oracle import PeftOracle, make_datum, randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.engine.protocol import (
     ClearGradients,
+    ContinuePasses,
     CreateAdapter,
     CustomLoss,
     DropAdapter,
@@ -23,6 +24,7 @@ from tinkex.engine.protocol import (
     LoadAdapter,
     OptimStep,
     Pass,
+    PassProgress,
     SaveAdapter,
 )
 from tinkex.engine.torch.load import load_decoder
@@ -422,14 +424,15 @@ def test_a_gradient_that_is_not_finite_fails_that_step_alone(models) -> None:
     assert not torch.equal(trainer.adapter("run").flat, before)
 
 
-def test_decoding_gets_a_turn_between_micro_batches_and_progress_is_told(models) -> None:
-    turns, told = [], []
-    trainer = make_trainer(models["llama3"], max_pass_tokens=10, between=lambda: turns.append(1))
+def test_a_step_waits_for_no_half_of_a_pass(models) -> None:
+    trainer = make_trainer(models["llama3"], max_pass_tokens=10)
     create(trainer, "run", LoraConfig(4, seed=1))
-    command = ForwardBackward((Pass("run", data(0, 8, 8, 8, 8), "cross_entropy"),))
-    trainer.run(command, told.append)
-    assert len(turns) == 3
-    assert told == [0.25, 0.5, 0.75, 1.0]
+    begun = trainer.execute(ForwardBackward((Pass("run", data(0, 8, 8), "cross_entropy"),)))
+    assert isinstance(begun, PassProgress)
+    with pytest.raises(EngineError, match="under way"):
+        trainer.execute(OptimStep("run", ADAM))
+    trainer.execute(ContinuePasses(begun.ticket))
+    assert trainer.execute(OptimStep("run", ADAM))["skipped"] == 0.0
 
 
 def test_an_adapter_comes_back_from_eviction_as_it_was(models, tmp_path: Path) -> None:

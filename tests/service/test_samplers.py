@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,11 +65,11 @@ async def test_a_sampler_never_gets_what_was_saved_over_its_checkpoint_while_it_
             super().__init__(config)
             publish = self.sampler.publish
 
-            async def slowly(source: str | Path, name: str) -> None:
+            async def slowly(name: str, source: Any) -> None:
                 if "first" in name:
                     loading.set()
                     await go_on.wait()
-                await publish(source, name)
+                await publish(name, source)
 
             self.sampler.publish = slowly  # type: ignore[method-assign]
 
@@ -405,11 +406,11 @@ async def test_an_adapter_whose_sample_is_cancelled_while_it_is_loaded_can_go_to
         assert isinstance(engine, FakeEngine)
         publish, begun, go_on = engine.sampler.publish, asyncio.Event(), asyncio.Event()
 
-        async def slowly(source: str | Path, name: str) -> None:
+        async def slowly(name: str, source: Any) -> None:
             async def job() -> None:
                 begun.set()
                 await go_on.wait()
-                await publish(source, name)
+                await publish(name, source)
 
             await asyncio.shield(asyncio.create_task(job()))
 

@@ -1,17 +1,17 @@
 """The engine contract: what a service may ask of one base model, and what it gets back.
 
-A `Trainer` runs one command at a time and owns its device; a `Sampler` serves many requests at once.
-Commands are frozen, picklable values, so a journal can replay them, Ray can carry them and a test can
-record them. `tests/contract` is the definition of an engine: what it checks is what an engine promises.
-Knows nothing of sessions, users, futures, names on disk or text; needs numpy alone.
+A `Trainer` executes commands one at a time, in the order submitted; a `Sampler` serves many requests at once.
+Commands, work and results are frozen, picklable values: they can cross a process, and a journal can replay
+them. `tests/contract` is the definition of an engine: what it checks is what every engine promises.
+Knows nothing of sessions, users or text, and needs numpy alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,17 +22,27 @@ from tinkex.types.tensor import TensorData
 
 R = TypeVar("R", covariant=True)
 
-# Called with a fraction from 0 to 1 as long work goes on. It runs on the engine's thread: keep it short.
+# Where adapter files are: a directory. The engine itself reads and writes it (`tinkex.store`).
+Location = str
+
+# Superseded by `PassProgress`.
 Progress = Callable[[float], None]
 
 
 class EngineError(Exception):
-    """A command that could not be done. `category` says whose fault it is: "user" or "server"."""
+    """A command or a request that failed. `category` says whose fault it is: "user" or "server"."""
 
     def __init__(self, message: str, category: Literal["user", "server"] = "server") -> None:
         super().__init__(message)
         self.message = message
         self.category: Literal["user", "server"] = category
+
+
+class EngineLost(EngineError):
+    """The engine was closed, or its thread or its device is gone: no later call can succeed.
+
+    Every pending future gets it, and every later call raises it.
+    """
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Command(Generic[R]):
 
 @dataclass(frozen=True)
 class CreateAdapter(Command[None]):
-    """A fresh adapter for `run`: A uniform in ±1/√d_in from `lora.seed`, B zero."""
+    """Create an adapter for `run`: A uniform in ±1/√d_in from `lora.seed`, B zero."""
 
     run: str
     lora: LoraConfig
@@ -60,7 +70,7 @@ class CreateAdapter(Command[None]):
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """An uploaded loss graph: `nodes` as on the wire (wire-protocol §7.9), `inputs` in placeholder order."""
+    """An uploaded loss graph: `nodes` as they came over the wire, `inputs` in placeholder order."""
 
     inputs: tuple[str, ...]  # "logprobs" first
     nodes: tuple[Mapping[str, Any], ...]
@@ -79,19 +89,43 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class ForwardBackward(Command[list[ForwardBackwardOutput | Failure]]):
-    """Passes of one or many runs, executed together; one outcome per pass, in order.
+class PassProgress:
+    """A batch of passes is under way: `done` of its `total` micro-batches are computed."""
 
-    A pass with wrong content fails alone, with category "user", before anything of it was computed, and
-    adds nothing to its run's gradients.
+    ticket: str
+    done: int
+    total: int
+
+
+PassOutcome = ForwardBackwardOutput | Failure
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
+    """Compute the first micro-batch of some passes of one or many runs.
+
+    Returns the outcomes, one per pass and in order, if that was all; otherwise `PassProgress`, and each
+    `ContinuePasses` computes one micro-batch more. A pass with wrong content fails alone, with category
+    "user", before anything of it was computed. A pass that fails leaves its run without gradients.
     """
 
     passes: tuple[Pass, ...]
 
 
 @dataclass(frozen=True)
+class ContinuePasses(Command[PassProgress | list[PassOutcome]]):
+    """Compute the next micro-batch of passes under way; the last one returns the outcomes.
+
+    Commands of other runs may come in between. Clearing, loading or dropping a run abandons its passes; once
+    all passes of a ticket are abandoned, the ticket is gone.
+    """
+
+    ticket: str
+
+
+@dataclass(frozen=True)
 class OptimStep(Command[dict[str, float]]):
-    """One AdamW update of `run` from its gradients, which are cleared; returns metrics.
+    """Make one AdamW update of `run` from its gradients, which are cleared; returns metrics.
 
     With no gradients it changes nothing and says so (`skipped`: 1.0). A gradient that is not finite, or too
     large for its square to be, raises EngineError("…", "user"), clears the gradients and leaves adapter and
@@ -104,7 +138,7 @@ class OptimStep(Command[dict[str, float]]):
 
 @dataclass(frozen=True)
 class ClearGradients(Command[None]):
-    """Forget the gradients that `run` has accumulated since its last step."""
+    """Discard the gradients that `run` has accumulated since its last step."""
 
     run: str
 
@@ -113,12 +147,12 @@ class ClearGradients(Command[None]):
 class SaveAdapter(Command[int]):
     """Write `run`'s adapter as a PEFT directory, atomically; with `optimizer`, its AdamW state too.
 
-    Returns the bytes written. `directory` must not exist yet unless `overwrite`. Without `sync` they may be
-    with the kernel alone: the device does not wait for the disk, and whoever asked sees to it.
+    Returns the bytes written. `location` must not exist yet unless `overwrite`. Without `sync` the files may
+    still be in the operating system's cache when this returns; `tinkex.store.sync` flushes them.
     """
 
     run: str
-    directory: Path
+    location: Location
     optimizer: bool = False
     overwrite: bool = False
     sync: bool = True
@@ -126,28 +160,84 @@ class SaveAdapter(Command[int]):
 
 @dataclass(frozen=True)
 class LoadAdapter(Command[LoraConfig]):
-    """Replace `run`'s adapter by a saved one, creating the run if it is not there; gradients are cleared.
+    """Replace `run`'s adapter by a saved one, creating the run if it does not exist; clears its gradients.
 
-    With `optimizer`, moments and step come back exactly; without, the optimizer starts anew. A rank, base
+    With `optimizer`, moments and step are restored exactly; without, the optimizer starts anew. A rank, base
     model or train flags that do not fit an existing run are refused by name (category "user").
     """
 
     run: str
-    directory: Path
+    location: Location
     optimizer: bool = False
 
 
+class ExportedAdapter(Protocol):
+    """An immutable copy of an adapter's weights, opaque to everyone but an engine of the same kind.
+
+    Within a process it holds the copied tensors; pickling writes them as bytes.
+    """
+
+    @property
+    def lora(self) -> LoraConfig: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True)
-class DropAdapter(Command[None]):
-    """Free everything that `run` holds on the device. Dropping what is not there is not an error."""
+class ExportAdapter(Command[ExportedAdapter]):
+    """Copy `run`'s adapter as it is now, for `Sampler.publish` of any engine with the same base model."""
 
     run: str
 
 
-class Trainer(Protocol):
-    """Blocking, one command at a time, owns its device. May be called from any thread."""
+@dataclass(frozen=True)
+class DropAdapter(Command[None]):
+    """Free all device memory of `run`. Dropping a run that does not exist is not an error."""
 
-    def run(self, command: Command[R], progress: Progress | None = None) -> R: ...
+    run: str
+
+
+@dataclass(frozen=True)
+class CheckLoss(Command[None]):
+    """Raise EngineError("…", "user") if the engine would refuse this uploaded loss."""
+
+    loss: CustomLoss
+
+
+class Trainer(Protocol):
+    """Executes commands one at a time, in the order submitted; any thread may submit."""
+
+    def submit(self, command: Command[R]) -> Future[R]:
+        """Queue a command, never blocking; cancelling a future that has not started removes its command."""
+        ...
+
+    def run(self, command: Command[Any], progress: Progress | None = None) -> Any:
+        """Superseded by `submit`: blocks, and continues a batch of passes until it is done."""
+        ...
+
+
+def run_passes(
+    trainer: Trainer, passes: Sequence[Pass], progress: Callable[[PassProgress], None] = lambda _: None
+) -> list[PassOutcome]:
+    """Execute `passes` to the end, blocking; for scripts and tests."""
+    outcome = trainer.submit(ForwardBackward(tuple(passes))).result()
+    while isinstance(outcome, PassProgress):
+        progress(outcome)
+        outcome = trainer.submit(ContinuePasses(outcome.ticket)).result()
+    return outcome
+
+
+def run_to_the_end(trainer: Trainer, command: Command[Any], progress: Progress | None) -> Any:
+    """Superseded: `Trainer.run` on top of `submit`."""
+    outcome = trainer.submit(command).result()
+    while isinstance(outcome, PassProgress):
+        if progress:
+            progress(outcome.done / outcome.total)
+        outcome = trainer.submit(ContinuePasses(outcome.ticket)).result()
+    if progress:
+        progress(1.0)
+    return outcome
 
 
 # -- sampling ------------------------------------------------------------------------------------------
@@ -155,21 +245,21 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class StopBytes:
-    """Stop sequences as bytes, with each token's bytes: a stop may span tokens; the engine knows no text."""
+    """Superseded by `SampleWork.stop_bytes` as plain byte strings."""
 
     sequences: tuple[bytes, ...]
-    token_bytes: Sequence[bytes]  # indexed by token id; shared by every request of a base model
+    token_bytes: Sequence[bytes]  # indexed by token id
 
 
-# sequence index, its new token ids (int32) and their logprobs (float32); runs on the engine's thread
+# Superseded by `Sampler.stream`.
 OnTokens = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 @dataclass(frozen=True)
 class SampleWork:
-    """One sample request. Field meanings: wire-protocol §9; semantics: design §6.
+    """One sample request; the fields mean what they mean in `types.SampleRequest`.
 
-    `params.stop` holds token ids, [] (never stop early) or None here; strings come as `stop_bytes`, with
+    `params.stop` holds token ids, [] (never stop early) or None; strings come as `stop_bytes`, with
     `params.stop` None.
     """
 
@@ -177,7 +267,7 @@ class SampleWork:
     params: SamplingParams
     adapter: str | None = None  # a published adapter's name; None: the base model
     num_samples: int = 1
-    stop_bytes: StopBytes | None = None
+    stop_bytes: tuple[bytes, ...] | StopBytes = ()
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
@@ -187,21 +277,35 @@ class SampleWork:
     on_tokens: OnTokens | None = None
 
 
-@runtime_checkable
+@dataclass(frozen=True)
+class SampledTokens:
+    """One piece of a stream: new tokens (int32) of sample `index`, and their logprobs (float32)."""
+
+    index: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
 class Sampler(Protocol):
-    """Many at a time. Cancelling the task that awaits `sample` frees what it held at once."""
+    """Serves many requests at once."""
 
-    async def sample(self, work: SampleWork) -> SampleResponse: ...
+    async def sample(self, work: SampleWork) -> SampleResponse:
+        """Cancelling the task that awaits this frees the request's pages at once."""
+        ...
 
-    async def publish(self, source: str | Path, name: str) -> None:
-        """Make an immutable copy of a live adapter (its run id) or of a saved one (its directory) sampleable.
+    def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
+        """Tokens as they are drawn, then the whole response. Closing the iterator cancels the request."""
+        ...
 
-        Publishing a name again is not an error if the name exists: published adapters never change.
+    async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
+        """Make a saved or an exported adapter sampleable under `name`.
+
+        Publishing an existing name again does nothing: published adapters never change.
         """
         ...
 
     async def retire(self, name: str) -> None:
-        """Forget a published adapter once the requests that use it are done."""
+        """Drop a published adapter once the requests that use it are done."""
         ...
 
 
@@ -221,9 +325,10 @@ class EngineConfig:
     adapter_bytes: int | None = None  # memory for live adapters; None: planned
     max_pass_tokens: int | None = None  # tokens in one micro-batch; None: planned
     max_batch: int = 256  # sequences decoded at once
-    threads: int | None = None  # CPU compute threads; None: chosen with care
-    deterministic: bool = False  # the same bits alone and in any batch (docs/engine.md)
+    threads: int | None = None  # CPU compute threads; None: adjusted to the machine's load
+    deterministic: bool = False  # batch-invariant: bitwise the same alone and in any batch (docs/engine.md)
     name: str = ""  # what checkpoints call the model; "": as `model`
+    tokenizer: str | None = None  # a directory with tokenizer.json, for `SampleWork.stop_bytes`
 
 
 @dataclass(frozen=True)
@@ -237,11 +342,21 @@ class ModelInfo:
     parameters: int
     layers: int
     losses: tuple[str, ...]
-    fingerprint: str  # of its weights: an adapter goes with those that it was trained on, and no others
+    fingerprint: str  # of the weights: an adapter fits the base model with its fingerprint and no other
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """An engine's state as it last reported it, at most about a second ago unless a command takes longer."""
+
+    alive: bool  # False once every call raises EngineLost
+    trouble: str  # why, if not alive
+    stats: Mapping[str, float]  # adapters, KV pages, sequences running and waiting
+    memory: Mapping[str, int]  # bytes planned for each use
 
 
 class Engine(Protocol):
-    """One base model: its trainer, its sampler and the thread they share."""
+    """One base model with its trainer and its sampler."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -252,17 +367,21 @@ class Engine(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
+    def heartbeat(self) -> Heartbeat:
+        """The last report; never blocks, whatever the engine is doing."""
+        ...
+
     @property
     def working(self) -> bool:
-        """False once it can do nothing any more: it was closed, or its thread has died, or its device."""
+        """Superseded by `heartbeat().alive`."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Gauges for metrics: adapters live, KV pages used and free, sequences running and waiting."""
+        """Superseded by `heartbeat().stats`."""
         ...
 
     def close(self) -> None:
-        """Stop the thread and free the device; pending work fails with EngineError."""
+        """Stop after the current micro-batch or decode step; pending work fails with EngineLost."""
         ...
 
 

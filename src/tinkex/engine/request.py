@@ -8,12 +8,13 @@ a table of [prompt, vocabulary] need never exist. Knows no models, queues or pag
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from tinkex.engine.protocol import EngineError, SampleWork
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.protocol import EngineError, SampleWork, StopBytes
+from tinkex.engine.rng import stream_keys
 from tinkex.types.outputs import TOPK_PADDING, PromptAltTokens, StopDetail, StopReason, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
@@ -44,7 +45,7 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
         _check_lists(work, length)
     if work.prompt_logprobs_last_n is not None and work.prompt_logprobs_last_n < 1:
         raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
-    if work.stop_bytes is not None and b"" in work.stop_bytes.sequences:
+    if b"" in stop_sequences(work):
         raise user_error("a stop sequence is empty; use stop=[] to never stop early")
     if work.target_prompt_logprobs is not None:
         _check_targets(work.target_prompt_logprobs, length, vocab)
@@ -94,29 +95,39 @@ def seed_of(work: SampleWork) -> int:
 # -- stopping ------------------------------------------------------------------------------------------
 
 
-class Stops:
-    """When a sequence ends early: at token ids, or where the bytes of its tokens contain a stop sequence."""
+def stop_sequences(work: SampleWork) -> tuple[bytes, ...]:
+    given = work.stop_bytes
+    return given.sequences if isinstance(given, StopBytes) else given or ()
 
-    def __init__(self, work: SampleWork, eos_ids: tuple[int, ...]) -> None:
+
+def needs_token_bytes(work: SampleWork) -> bool:
+    return bool(work.stop_bytes) and not isinstance(work.stop_bytes, StopBytes)
+
+
+class Stops:
+    """When a sequence ends early: at token ids, or where the bytes of its tokens contain a stop sequence.
+
+    `token_bytes`, indexed by token id, is read only for requests with `stop_bytes`.
+    """
+
+    def __init__(self, work: SampleWork, eos_ids: tuple[int, ...], token_bytes: Sequence[bytes] = ()) -> None:
         given = work.params.stop
-        self._given: frozenset[int] = frozenset()
-        if given:
-            self._given = frozenset(s for s in given if isinstance(s, int))
-        never = work.stop_bytes is None and given is not None and len(given) == 0
+        self._sequences = stop_sequences(work)
+        self._table = work.stop_bytes.token_bytes if isinstance(work.stop_bytes, StopBytes) else token_bytes
+        self._given = frozenset(s for s in given or () if isinstance(s, int))
+        never = not self._sequences and given is not None and len(given) == 0
         self._ids = self._given if never else self._given.union(eos_ids)
-        self._bytes = work.stop_bytes
-        self._keep = max((len(s) for s in work.stop_bytes.sequences), default=1) if work.stop_bytes else 0
+        self._keep = max((len(s) for s in self._sequences), default=0)
         self._at_length: StopDetail = "context" if work.params.max_tokens is None else "max_tokens"
 
     def after(self, tail: bytes, token: int) -> tuple[bool, bytes]:
         """Whether the sequence ends with `token`, and the bytes to pass in for the next one."""
         if token in self._ids:
             return True, tail
-        if self._bytes is None:
+        if not self._sequences:
             return False, tail
-        table = self._bytes.token_bytes
-        tail += table[token] if token < len(table) else b""
-        return any(s in tail for s in self._bytes.sequences), tail[-self._keep :]
+        tail += self._bytes_of(token)
+        return any(s in tail for s in self._sequences), tail[-self._keep :]
 
     def why(self, reason: StopReason, tokens: list[int]) -> tuple[StopDetail, int | str | None]:
         """More of why a sequence of these tokens ended, and the token or the text that it stopped at."""
@@ -124,12 +135,14 @@ class Stops:
             return self._at_length, None
         if tokens[-1] in self._ids:
             return ("stop_sequence" if tokens[-1] in self._given else "eos"), tokens[-1]
-        assert self._bytes is not None, "what stops at no token stops at bytes"
-        table = self._bytes.token_bytes
-        text = b"".join(table[token] for token in tokens if token < len(table))
-        found = [s for s in self._bytes.sequences if s in text]  # all of them at its very end
+        text = b"".join(map(self._bytes_of, tokens))
+        found = [s for s in self._sequences if s in text]
+        assert found, "a sequence that stopped at no token id stopped at bytes"
         first = min(found, key=lambda s: text.find(s) + len(s))
         return "stop_sequence", first.decode(errors="replace")
+
+    def _bytes_of(self, token: int) -> bytes:
+        return self._table[token] if token < len(self._table) else b""
 
 
 # -- scoring -------------------------------------------------------------------------------------------

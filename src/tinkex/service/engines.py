@@ -136,7 +136,7 @@ class BaseModel:
         """Stop strings as the engine checks them: over the bytes of each token."""
         async with self._reading:  # the first samples come together, and it takes a second
             if self._token_bytes is None:
-                from tinkex.service.text import token_bytes
+                from tinkex.engine.token_bytes import token_bytes
 
                 source = await asyncio.to_thread(self.tokenizer_dir)
                 if source is None:

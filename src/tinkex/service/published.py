@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from pathlib import Path
 
-from tinkex.engine.protocol import Engine, EngineError
+from tinkex.engine.protocol import Engine, EngineError, ExportAdapter, ExportedAdapter, Location
 from tinkex.service.core import Core
 from tinkex.service.rows import SamplerRow
 
@@ -66,7 +66,11 @@ class Published:
         async with self._lock, self._core.changing(row.adapter_dir):
             if row.adapter in self._sizes:
                 return
-            await engine.sampler.publish(run or self._directory(row), row.adapter)
+            if run is None:
+                source: Location | ExportedAdapter = str(self._directory(row))
+            else:
+                source = await asyncio.wrap_future(engine.trainer.submit(ExportAdapter(run)))
+            await engine.sampler.publish(row.adapter, source)
             self._sizes[row.adapter] = _size(self._core.home / row.adapter_dir)
             await self._make_room(engine)
 

@@ -27,7 +27,7 @@ from tinkex.engine.cuda import paged_kernels as paged
 from tinkex.engine.cuda import step_kernels as step
 from tinkex.engine.cuda.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.seats import Seats
-from tinkex.engine.streams import stream_keys
+from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.drawing import lora_of
 from tinkex.engine.torch.hooks import LoraHook, Pending, Site
 from tinkex.engine.torch.kv import PAGE, KVCache

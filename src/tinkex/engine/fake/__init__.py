@@ -11,7 +11,8 @@ from tinkex.engine.fake.losses import FORMULAS
 from tinkex.engine.fake.model import BASE, CONTEXT, EOS, VOCAB
 from tinkex.engine.fake.sampler import FakeSampler
 from tinkex.engine.fake.trainer import FakeTrainer
-from tinkex.engine.protocol import EngineConfig, ModelInfo
+from tinkex.engine.protocol import EngineConfig, Heartbeat, ModelInfo
+from tinkex.engine.token_bytes import TokenTable
 
 _PAGE = 16
 
@@ -25,8 +26,12 @@ class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
         context = config.max_context or CONTEXT
         self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(FORMULAS), config.model)
-        self.trainer = FakeTrainer(config.name or config.model, context)
-        self.sampler = FakeSampler(self.trainer)
+        self.trainer = FakeTrainer(config.name or config.model, context, config.max_pass_tokens)
+        self.sampler = FakeSampler(self.trainer, TokenTable(config))
+
+    def heartbeat(self) -> Heartbeat:
+        alive = not self.trainer.closed
+        return Heartbeat(alive, "" if alive else "the engine was closed", self.stats(), {})
 
     @property
     def working(self) -> bool:
@@ -48,4 +53,4 @@ class FakeEngine:
         }
 
     def close(self) -> None:
-        self.trainer.closed = True
+        self.trainer.close()

@@ -6,25 +6,45 @@ Numpy alone: safetensors is simple enough to write by hand.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from tinkex import store
 from tinkex.engine.fake.model import ALPHA, Adapter
+from tinkex.engine.protocol import Location
 from tinkex.engine.request import user_error
 from tinkex.types.params import LoraConfig
 
 
-def save(adapter: Adapter, model: str, directory: Path, *, optimizer: bool, overwrite: bool) -> int:
-    """Write a directory that has a PEFT one's files, though no PEFT model fits them."""
-    directory = Path(directory)
-    if directory.exists() and not overwrite:
-        raise user_error(f"{directory} exists already")
-    part = directory.with_name(directory.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+@dataclass(frozen=True)
+class FakeExport:
+    """The fake engine's `ExportedAdapter`."""
+
+    lora: LoraConfig
+    model: str
+    params: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.params.nbytes
+
+
+def save(
+    adapter: Adapter, model: str, location: Location, *, optimizer: bool, overwrite: bool, sync: bool
+) -> int:
+    """Write a directory with a PEFT one's files; returns its bytes."""
+    try:
+        with store.atomic_directory(location, overwrite=overwrite, sync=sync) as part:
+            _write_files(adapter, model, part, optimizer=optimizer)
+    except store.LocationExistsError as error:
+        raise user_error(str(error)) from None
+    return store.directory_bytes(location)
+
+
+def _write_files(adapter: Adapter, model: str, part: Path, *, optimizer: bool) -> None:
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": model,
@@ -39,13 +59,10 @@ def save(adapter: Adapter, model: str, directory: Path, *, optimizer: bool, over
     if optimizer:
         state = {"exp_avg": adapter.moments, "exp_avg_sq": adapter.squares, "step": np.array([adapter.step])}
         _write(part / "optimizer.safetensors", state)
-    shutil.rmtree(directory, ignore_errors=True)
-    part.rename(directory)
-    return sum(file.stat().st_size for file in directory.iterdir())
 
 
-def load(directory: Path, model: str, *, optimizer: bool) -> Adapter:
-    directory = Path(directory)
+def load(location: Location, model: str, *, optimizer: bool) -> Adapter:
+    directory = Path(location)
     try:
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = _read_tensors(directory / "adapter_model.safetensors")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from tinkex.engine.fake.files import load
-from tinkex.engine.fake.model import BASE, EOS, VOCAB, Head, log_softmax
+from tinkex.engine.fake.files import FakeExport, load
+from tinkex.engine.fake.model import BASE, EOS, VOCAB, Adapter, Head, log_softmax
 from tinkex.engine.fake.trainer import FakeTrainer
-from tinkex.engine.protocol import EngineError, SampleWork
-from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
-from tinkex.engine.streams import exponentials, stream_key
+from tinkex.engine.protocol import ExportedAdapter, Location, SampledTokens, SampleWork
+from tinkex.engine.request import PromptScores, Stops, check_work, needs_token_bytes, seed_of, user_error
+from tinkex.engine.rng import exponentials, stream_key
+from tinkex.engine.token_bytes import TokenTable
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.params import SamplingParams
 
@@ -57,101 +58,133 @@ class _Rows:
 
 @dataclass(eq=False)
 class _Published:
-    """An adapter that requests can name, and what they are drawing with it."""
+    """An adapter that requests can name, and the requests that use it."""
 
     head: Head
-    samples: list[list[_Sample]] = field(default_factory=list)
+    requests: list[_Request] = field(default_factory=list)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Request:
+    """One `SampleWork` on its way; `advance` draws one token for each of its samples."""
+
+    def __init__(self, work: SampleWork, head: Head, most: int, token_bytes: Sequence[bytes]) -> None:
+        self._work, self._head, self._most = work, head, most
+        self._seed, self._stops = seed_of(work), Stops(work, (EOS,), token_bytes)
+        self._scores = _score(work, head, self._seed) if PromptScores.asked(work) else None
+        self.samples = [_Sample(int(work.prompt[-1])) for _ in range(work.num_samples)]
+        self._left, self._position = len(self.samples), len(work.prompt)
+
+    def advance(self) -> bool:
+        """Whether any sample goes on."""
+        for index, sample in enumerate(self.samples):
+            if sample.reason is None:
+                _advance(self._work, sample, self._head, stream_key(self._seed, index, self._position))
+                stopped, sample.tail = self._stops.after(sample.tail, sample.last)
+                full = len(sample.tokens) == self._most
+                sample.reason = "stop" if stopped else "length" if full else None
+                self._left -= sample.reason is not None
+                if self._work.on_tokens:
+                    piece = _piece(index, sample)
+                    self._work.on_tokens(index, piece.tokens, piece.logprobs)
+        self._position += 1
+        return self._left > 0
+
+    def response(self) -> SampleResponse:
+        sequences = [_sampled(sample, self._stops) for sample in self.samples]
+        if self._scores is None:
+            return SampleResponse(sequences)
+        return SampleResponse(
+            sequences,
+            prompt_logprobs_np=self._scores.prompt_logprobs,
+            topk_prompt_logprobs_np=self._scores.topk,
+            target_prompt_logprobs=self._scores.targets,
+            prompt_alt_tokens=self._scores.alts,
+        )
 
 
 class FakeSampler:
     """Any number of requests, each a coroutine."""
 
-    def __init__(self, trainer: FakeTrainer) -> None:
-        self._trainer = trainer
-        self._base: list[list[_Sample]] = []
+    def __init__(self, trainer: FakeTrainer, table: TokenTable) -> None:
+        self._trainer, self._table = trainer, table
+        self._base = _Published(_BASE)
         self.published: dict[str, _Published] = {}
         self._retiring: list[_Published] = []
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        if self._trainer.closed:
-            raise EngineError("the engine is closed")
-        count = check_work(work, VOCAB, self._trainer.context)
+        table = await self._table.get() if needs_token_bytes(work) else ()
+        with self._admitted(work, table) as request:
+            while request.advance():
+                await self._turn()
+            return request.response()
+
+    async def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
+        table = await self._table.get() if needs_token_bytes(work) else ()
+        with self._admitted(work, table) as request:
+            more = True
+            while more:
+                drawing = [(i, sample) for i, sample in enumerate(request.samples) if not sample.reason]
+                more = request.advance()
+                for index, sample in drawing:
+                    yield _piece(index, sample)
+                await self._turn()
+            yield request.response()
+
+    async def _turn(self) -> None:
+        """Let others run."""
+        await asyncio.sleep(0)
+        self._trainer.check_open()
+
+    @contextlib.contextmanager
+    def _admitted(self, work: SampleWork, table: Sequence[bytes]) -> Iterator[_Request]:
+        self._trainer.check_open()
+        most = check_work(work, VOCAB, self._trainer.context)
         if work.adapter is not None and work.adapter not in self.published:
             raise user_error(f"there is no published adapter {work.adapter!r}")
-        published = self.published[work.adapter] if work.adapter is not None else None
-        head, seed = published.head if published else _BASE, seed_of(work)
-        scores = _score(work, head, seed) if PromptScores.asked(work) else None
-        last = int(work.prompt[-1])
-        samples, stops = [_Sample(last) for _ in range(work.num_samples)], Stops(work, (EOS,))
-        running = published.samples if published else self._base
-        running.append(samples)
+        published = self.published[work.adapter] if work.adapter is not None else self._base
+        request = _Request(work, published.head, most, table)
+        published.requests.append(request)
         try:
-            await self._decode(work, samples, head, seed, count, stops)
+            yield request
         finally:
-            running.remove(samples)
-            if published and not running:
+            published.requests.remove(request)
+            if not published.requests:
                 published.idle.set()
-        sequences = [_sampled(sample, stops) for sample in samples]
-        if scores is None:
-            return SampleResponse(sequences)
-        return SampleResponse(
-            sequences,
-            prompt_logprobs_np=scores.prompt_logprobs,
-            topk_prompt_logprobs_np=scores.topk,
-            target_prompt_logprobs=scores.targets,
-            prompt_alt_tokens=scores.alts,
-        )
 
-    async def _decode(
-        self,
-        work: SampleWork,
-        samples: list[_Sample],
-        head: Head,
-        seed: int,
-        count: int,
-        stops: Stops,
-    ) -> None:
-        left = len(samples)
-        for position in range(len(work.prompt), len(work.prompt) + count):
-            for index, sample in enumerate(samples):
-                if sample.reason is None:
-                    _advance(work, sample, head, stream_key(seed, index, position))
-                    stopped, sample.tail = stops.after(sample.tail, sample.last)
-                    sample.reason = "stop" if stopped else "length" if len(sample.tokens) == count else None
-                    left -= sample.reason is not None
-                    if work.on_tokens:
-                        new = (
-                            np.array(sample.tokens[-1:], np.int32),
-                            np.array(sample.logprobs[-1:], np.float32),
-                        )
-                        work.on_tokens(index, *new)
-            if not left:
-                return
-            await asyncio.sleep(0)
-            if self._trainer.closed:
-                raise EngineError("the engine was closed")
+    async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
+        self._trainer.check_open()
+        if name not in self.published:
+            self.published[name] = _Published(Head(self._adapter(source).matrix()))
 
-    async def publish(self, source: str | Path, name: str) -> None:
-        if name in self.published:
-            return
-        if isinstance(source, Path):
-            adapter = load(source, self._trainer.model, optimizer=False)
-        else:
-            adapter = self._trainer.snapshot(source)
-        self.published[name] = _Published(Head(adapter.matrix()))
+    def _adapter(self, source: Location | ExportedAdapter) -> Adapter:
+        if not isinstance(source, FakeExport):
+            assert isinstance(source, str), f"{type(source).__name__} is of another kind of engine"
+            return load(source, self._trainer.model, optimizer=False)
+        if source.model != self._trainer.model:
+            raise user_error(f"the adapter is for base model {source.model!r}, not {self._trainer.model!r}")
+        adapter = Adapter(source.lora)
+        adapter.params = source.params
+        return adapter
 
     async def retire(self, name: str) -> None:
         published = self.published.pop(name, None)
-        if published and published.samples:
+        if published and published.requests:
             published.idle.clear()
             self._retiring.append(published)
             await published.idle.wait()
             self._retiring.remove(published)
 
     def running(self) -> Iterator[_Sample]:
-        lists = [self._base, *(p.samples for p in (*self.published.values(), *self._retiring))]
-        return (sample for groups in lists for group in groups for sample in group if not sample.reason)
+        everything = (self._base, *self.published.values(), *self._retiring)
+        return (s for published in everything for r in published.requests for s in r.samples if not s.reason)
+
+
+def _piece(index: int, sample: _Sample) -> SampledTokens:
+    """The token drawn last."""
+    return SampledTokens(
+        index, np.array(sample.tokens[-1:], np.int32), np.array(sample.logprobs[-1:], np.float32)
+    )
 
 
 def _score(work: SampleWork, head: Head, seed: int) -> PromptScores:

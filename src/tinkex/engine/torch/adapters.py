@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -191,3 +191,40 @@ class Adapter:
         if self.exp_avg is None or self.exp_avg_sq is None:
             self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
         return self.exp_avg, self.exp_avg_sq
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterExport:
+    """The torch engine's `ExportedAdapter`: a copied adapter, and the fingerprint of its base model.
+
+    Pickling keeps the parameters' bytes and leaves the layout to the engine that publishes them.
+    """
+
+    adapter: Adapter
+    fingerprint: str
+
+    @property
+    def lora(self) -> LoraConfig:
+        return self.adapter.lora
+
+    @property
+    def nbytes(self) -> int:
+        return self.adapter.flat.nbytes
+
+    def on(self, shapes: Mapping[Site, SiteShape], device: torch.device) -> Adapter:
+        """The adapter with `shapes` on `device`: this very one if it is there already."""
+        if self.adapter.shapes and self.adapter.flat.device == device:
+            return self.adapter
+        adapter = Adapter(self.lora, shapes, device)
+        assert adapter.flat.shape == self.adapter.flat.shape
+        adapter.flat.copy_(self.adapter.flat)
+        return adapter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.lora, self.adapter.flat.cpu().numpy(), self.fingerprint)
+
+
+def _unpickled(lora: LoraConfig, flat: np.ndarray, fingerprint: str) -> AdapterExport:
+    adapter = Adapter(lora, {})
+    adapter.flat = torch.from_numpy(flat.copy())
+    return AdapterExport(adapter, fingerprint)

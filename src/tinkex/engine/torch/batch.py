@@ -44,7 +44,15 @@ class MicroBatch:
     cells: list[int]
 
 
-def pack(works: Mapping[int, Work], budget: int, device: torch.device) -> Iterator[MicroBatch]:
+@dataclass(frozen=True)
+class ItemGroup:
+    """The items of one micro-batch."""
+
+    items: list[Item]
+    backward: bool
+
+
+def cut(works: Mapping[int, Work], budget: int) -> Iterator[ItemGroup]:
     """Cut passes into micro-batches of about `budget` tokens (a longer datum is one of its own).
 
     Passes with and without a backward do not mix. A run's items are neighbours, long ones first, so that
@@ -60,7 +68,7 @@ def pack(works: Mapping[int, Work], budget: int, device: torch.device) -> Iterat
         runs = {run: place for place, run in enumerate(dict.fromkeys(item.run for item in items))}
         items.sort(key=lambda item: (runs[item.run], item.work, -item.example.tokens.size))
         for group in _cut(items, budget):
-            yield _micro_batch(group, backward, device)
+            yield ItemGroup(group, backward)
 
 
 def _cut(items: Iterable[Item], budget: int) -> Iterator[list[Item]]:
@@ -81,10 +89,10 @@ def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
     """The same items in two micro-batches."""
     middle = len(batch.items) // 2
     for items in (batch.items[:middle], batch.items[middle:]):
-        yield _micro_batch(items, batch.backward, batch.tokens_T.device)
+        yield micro_batch(items, batch.backward, batch.tokens_T.device)
 
 
-def _micro_batch(items: list[Item], backward: bool, device: torch.device) -> MicroBatch:
+def micro_batch(items: list[Item], backward: bool, device: torch.device) -> MicroBatch:
     examples = [item.example for item in items]
     lengths = [example.tokens.size for example in examples]
     tokens, counting = sum(lengths), np.arange(sum(lengths) + 1)

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from tinkex import store
 from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import ALPHA, Adapter, lay_out
 from tinkex.engine.torch.hooks import Sites
@@ -124,39 +122,12 @@ def _write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
-    """A temporary sibling to write into; renamed to `directory` if all goes well, else removed."""
-    if directory.exists() and not overwrite:
-        raise EngineError(f"{directory} already exists; choose another name", "user")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.tmp")
-    temporary.mkdir()
+    """`store.atomic_directory`; an existing directory is the user's mistake."""
     try:
-        yield temporary
-        for path in (*temporary.iterdir(), temporary) if sync else ():
-            _flush(path)
-        _rename(temporary, directory)
-        if sync:
-            _flush(directory.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _rename(temporary: Path, directory: Path) -> None:
-    if not directory.exists():
-        temporary.rename(directory)
-        return
-    replaced = temporary.with_suffix(".old")
-    directory.rename(replaced)
-    temporary.rename(directory)
-    shutil.rmtree(replaced)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with store.atomic_directory(directory, overwrite=overwrite, sync=sync) as temporary:
+            yield temporary
+    except store.LocationExistsError as error:
+        raise _user(str(error)) from None
 
 
 # -- loading -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinkex.engine import cuda as kernels
 from tinkex.engine.native.step import CompiledStep
-from tinkex.engine.streams import stream_key
+from tinkex.engine.rng import stream_key
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled, scaled_logprobs
 from tinkex.engine.torch.sequences import Sequence

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tinkex.engine import cuda as kernels
@@ -21,23 +23,29 @@ from tinkex.engine.protocol import (
     Command,
     CustomLoss,
     EngineConfig,
-    EngineError,
+    EngineLost,
+    ExportedAdapter,
+    Heartbeat,
+    Location,
     ModelInfo,
     Progress,
     R,
+    SampledTokens,
     SampleWork,
+    run_to_the_end,
 )
-from tinkex.engine.request import user_error
+from tinkex.engine.request import needs_token_bytes, user_error
+from tinkex.engine.token_bytes import TokenTable
 from tinkex.engine.torch import memory
+from tinkex.engine.torch.engine_thread import EngineThread
 from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Published, Request
-from tinkex.engine.torch.threads import ComputeThreads, apart, usable_cores
+from tinkex.engine.torch.sequences import Listener, Published, Request
+from tinkex.engine.torch.threads import SHARED, ComputeThreads, apart, usable_cores
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
-from tinkex.engine.torch.worker import Worker
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
@@ -77,22 +85,21 @@ class TorchEngine:
         cache = KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages, device, dtype)
         limits = Limits(context, config.max_batch, **_large_steps(decoder))
         pipeline, prefill = _captured_steps(decoder, cache, limits)
-        self._batch = Batch(decoder, cache, limits, pipeline, compiled, prefill)
+        lost = lambda: probe(device)  # noqa: E731
+        self._batch = Batch(decoder, cache, limits, pipeline, compiled, prefill, lost)
+        # Sums depend on how many threads share them: a deterministic engine does not change that under way.
+        threads = config.threads or (usable_cores() if config.deterministic else None)
         self._trainer = TorchTrainer(
             decoder,
             config.name or config.model,
             max_context=context,
             max_pass_tokens=config.max_pass_tokens,
+            share_from=0 if config.deterministic else SHARED,
         )
-        # Sums depend on how many threads share them: a deterministic engine does not change that under way.
-        threads = config.threads or (usable_cores() if config.deterministic else None)
-        if config.deterministic:
-            self._trainer.share_from = 0
-        self._worker = Worker(self._batch, lambda: ComputeThreads(threads).adjust, lambda: probe(device))
-        self._trainer.between = self._worker.between
-        self._batch.after_failure = self._worker.examine
-        self.trainer = _Trainer(self._worker, self._trainer)
-        self.sampler = _Sampler(self._worker, self._trainer, self._batch)
+        self._published: dict[str, Published] = {}
+        self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self.stats)
+        self.trainer = _Trainer(self._thread, self._trainer)
+        self.sampler = _Sampler(self._thread, self._trainer, self._batch, self._published, TokenTable(config))
         self.info = ModelInfo(
             arch=shape.arch,
             vocab_size=shape.vocab_size,
@@ -108,15 +115,19 @@ class TorchEngine:
         """Refuse an uploaded loss with anything in it that is not on the allow-list."""
         read_graph(loss)
 
+    def heartbeat(self) -> Heartbeat:
+        trouble = self._thread.trouble
+        return Heartbeat(not trouble, trouble, self._thread.stats, self.memory)
+
     @property
     def working(self) -> bool:
-        return self._worker.alive
+        return not self._thread.trouble
 
     def stats(self) -> dict[str, float]:
         pages = self._batch.cache.pages
         return {
             "adapters_live": self._trainer.adapters,
-            "adapters_published": len(self.sampler.published),
+            "adapters_published": len(self._published),
             "adapter_bytes": self._trainer.adapter_bytes,
             "kv_pages_total": pages.count,
             "kv_pages_used": pages.count - pages.available,
@@ -127,7 +138,7 @@ class TorchEngine:
         }
 
     def close(self) -> None:
-        self._worker.close()
+        self._thread.close()
 
 
 def probe(device: torch.device) -> None:
@@ -215,70 +226,113 @@ def _captured_steps(
 
 
 class _Trainer:
-    """The contract's trainer: any thread may call it, and waits for its turn."""
+    """The contract's trainer: any thread may submit."""
 
-    def __init__(self, worker: Worker, trainer: TorchTrainer) -> None:
-        self._worker, self._trainer = worker, trainer
+    def __init__(self, thread: EngineThread, trainer: TorchTrainer) -> None:
+        self._thread, self._trainer = thread, trainer
 
-    def run(self, command: Command[R], progress: Progress | None = None) -> R:
-        return self._worker.job(lambda: self._trainer.run(command, progress)).result()
+    def submit(self, command: Command[R]) -> Future[R]:
+        return self._thread.submit(lambda: self._trainer.execute(command))
+
+    def run(self, command: Command[Any], progress: Progress | None = None) -> Any:
+        return run_to_the_end(self, command, progress)
 
 
 class _Sampler:
     """The contract's sampler. Everything but waiting happens on the engine's thread."""
 
-    def __init__(self, worker: Worker, trainer: TorchTrainer, batch: Batch) -> None:
-        self._worker, self._trainer, self._batch = worker, trainer, batch
+    def __init__(
+        self,
+        thread: EngineThread,
+        trainer: TorchTrainer,
+        batch: Batch,
+        published: dict[str, Published],
+        table: TokenTable,
+    ) -> None:
+        self._thread, self._trainer, self._batch, self._table = thread, trainer, batch, table
+        self._published = published
         self._serial = itertools.count()
-        self.published: dict[str, Published] = {}
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        max_tokens = self._batch.check_work(work)  # refused here and now, even while a long pass runs
+        table = await self._table.get() if needs_token_bytes(work) else ()
+        with self._submitted(work, table) as future:
+            return await asyncio.wrap_future(future)
+
+    async def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
+        table = await self._table.get() if needs_token_bytes(work) else ()
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        pieces: deque[SampledTokens] = deque()
+
+        def wake(*_: object) -> None:  # on the engine's thread
+            if not ready.is_set():
+                loop.call_soon_threadsafe(ready.set)
+
+        def listen(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+            pieces.append(SampledTokens(index, tokens, logprobs))
+            wake()
+
+        with self._submitted(work, table, listen) as future:
+            future.add_done_callback(wake)
+            done = False
+            while not done:
+                await ready.wait()
+                ready.clear()
+                done = future.done()  # asked before the pieces are read: then none is missed
+                while pieces:
+                    yield pieces.popleft()
+            yield future.result()
+
+    @contextlib.contextmanager
+    def _submitted(
+        self, work: SampleWork, token_bytes: Sequence[bytes], listener: Listener | None = None
+    ) -> Iterator[Future[SampleResponse]]:
+        """Submit a request; leaving before it is done cancels it."""
+        max_tokens = self._batch.check_work(work)  # refused at once, even while a command runs
         future: Future[SampleResponse] = Future()
-        taken: list[Request] = []
+        admitted: list[Request] = []
 
         def submit() -> None:
             if not future.cancelled():
                 try:
-                    taken.append(self._batch.submit(work, max_tokens, self._find(work.adapter), future))
+                    published = self._find(work.adapter)
+                    request = self._batch.submit(work, max_tokens, published, future, token_bytes, listener)
+                    admitted.append(request)
                 except Exception as error:
                     future.set_exception(error)
 
-        self._worker.errand(submit)
+        self._thread.post(submit)
         try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            with contextlib.suppress(EngineError):  # closed: nothing is held any more
-                self._worker.errand(lambda: [self._batch.cancel(request) for request in taken])
-            raise
+            yield future
+        finally:
+            if not future.done() or future.cancelled():
+                future.cancel()
+                with contextlib.suppress(EngineLost):  # nothing is held any more
+                    self._thread.post(lambda: [self._batch.cancel(request) for request in admitted])
 
     def _find(self, name: str | None) -> Published | None:
-        if name is not None and name not in self.published:
+        if name is not None and name not in self._published:
             raise user_error(f"there is no published adapter {name!r} on this engine")
-        return None if name is None else self.published[name]
+        return None if name is None else self._published[name]
 
-    async def publish(self, source: str | Path, name: str) -> None:
+    async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
         def publish() -> None:
-            if name not in self.published:
-                if isinstance(source, Path):
-                    adapter = self._trainer.load(source)
-                else:
-                    adapter = self._trainer.adapter(source).snapshot()
+            if name not in self._published:
+                adapter = self._trainer.published(source)
                 root = f"adapter {next(self._serial)}".encode()  # a name may come back with other weights
-                self.published[name] = Published(name, adapter, root)
+                self._published[name] = Published(name, adapter, root)
 
-        await asyncio.wrap_future(self._worker.job(publish))
+        await asyncio.wrap_future(self._thread.submit(publish))
 
     async def retire(self, name: str) -> None:
         done: Future[None] = Future()
 
         def retire() -> None:
-            published = self.published.pop(name, None)
+            published = self._published.pop(name, None)
             if published is None:
                 done.set_result(None)
             else:
                 published.retired.append(done)
                 published.settle()
 
-        self._worker.errand(retire)
+        self._thread.post(retire)
         await asyncio.wrap_future(done)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.streams import exponentials
+from tinkex.engine.rng import exponentials
 from tinkex.types.outputs import TOPK_PADDING
 
 BLOCK = 256  # ids that are drawn among at once

@@ -11,9 +11,11 @@ Shapes: T tokens of a step, D width, N rows whose logits are needed, V vocabular
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -26,9 +28,10 @@ from tinkex.engine.native.step import CompiledStep, Row
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.drawing import TorchRows, draw_invariantly, draw_next, lora_of
+from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain, paged_attend
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sequences import Published, Request, Sequence, resolve, response
+from tinkex.engine.torch.sequences import Listener, Published, Request, Sequence, response
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
@@ -67,13 +70,14 @@ class Batch:
         pipeline: Pipeline | None = None,
         compiled: CompiledStep | None = None,
         prefill: Prefill | None = None,
+        probe: Callable[[], None] = lambda: None,
     ) -> None:
+        """`probe`, called when a step has failed, raises if the device is lost."""
         self.decoder, self.cache, self.limits = decoder, cache, limits
-        self._pipeline, self._compiled, self._prefill = pipeline, compiled, prefill
+        self._pipeline, self._compiled, self._prefill, self._probe = pipeline, compiled, prefill, probe
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.after_failure: Callable[[], None] = lambda: None  # called when a step has failed
         self._requests: set[Request] = set()
         self._device = decoder.unembed_weight.device
         if compiled is not None:
@@ -100,11 +104,16 @@ class Batch:
         max_tokens: int,
         published: Published | None,
         future: Future[SampleResponse],
+        token_bytes: Seq[bytes] = (),
+        listener: Listener | None = None,
     ) -> Request:
-        """Take in a request that `check_work` let pass."""
+        """Queue a request that `check_work` let pass. `listener` is called with each token drawn."""
         seed = seed_of(work)
-        stops = Stops(work, self.decoder.config.eos_ids)
-        request = Request(work, future, published, max_tokens, seed, stops, PromptScores(work, seed))
+        stops = Stops(work, self.decoder.config.eos_ids, token_bytes)
+        scores = PromptScores(work, seed)
+        request = Request(
+            work, future, published, max_tokens, seed, stops, scores, listener or work.on_tokens
+        )
         request.sequences = [Sequence(request, i) for i in range(work.num_samples)]
         request.unborn = request.sequences[1:]
         request.ahead = self._pipeline is not None and self._pipeline.serves(request)
@@ -190,7 +199,7 @@ class Batch:
         failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
         for request in {sequence.request for sequence in sequences} & self._requests:
             self._fail(request, failure)
-        self.after_failure()
+        self._probe()
 
     def _step_ahead(self, pipeline: Pipeline) -> bool:
         """Let the device decode one step ahead of us, if there is nothing else to do; True if that was all.
@@ -425,13 +434,11 @@ class Batch:
             sequence.reason = "stop"
         elif len(sequence.out) == request.max_tokens:
             sequence.reason = "length"
-        if request.work.on_tokens:
+        if request.listener:
             try:
-                request.work.on_tokens(
-                    sequence.index, np.array([token], np.int32), np.array([logprob], np.float32)
-                )
+                request.listener(sequence.index, np.array([token], np.int32), np.array([logprob], np.float32))
             except Exception as error:
-                self._fail(request, EngineError(f"on_tokens raised {type(error).__name__}: {error}"))
+                self._fail(request, EngineError(f"streaming failed: {type(error).__name__}: {error}"))
 
     def _finish(self) -> None:
         """Free the sequences that ended, and answer the requests whose last one did."""
@@ -441,11 +448,11 @@ class Batch:
         for request in dict.fromkeys(s.request for s in ended):
             if request in self._requests and all(s.reason for s in request.sequences):
                 self._end(request)
-                resolve(request.future, response(request))
+                settle(request.future, response(request))
 
     def _fail(self, request: Request, error: EngineError) -> None:
         self._end(request)
-        resolve(request.future, EngineError(error.message, error.category))  # each its own traceback
+        settle(request.future, copy.copy(error))  # each its own traceback
 
     def _end(self, request: Request) -> None:
         """Forget a request and free all it holds."""

@@ -5,18 +5,21 @@ Plain records, and how one becomes an answer. Knows nothing of steps or of the c
 
 from __future__ import annotations
 
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from tinkex.engine.protocol import EngineError, SampleWork
+from tinkex.engine.protocol import SampleWork
 from tinkex.engine.request import PromptScores, Stops
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.engine_thread import settle
 from tinkex.types.outputs import SampledSequence, SampleResponse, StopReason, TopkLogprobs
 
 _BASE = b"base"
+# Called on the engine's thread: the sample's index, its new tokens (int32) and their logprobs (float32).
+Listener = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
@@ -33,7 +36,7 @@ class Published:
         """Tell those who retired it, once nobody uses it."""
         if self.users == 0:
             for future in self.retired:
-                resolve(future, None)
+                settle(future, None)
             self.retired = []
 
 
@@ -48,6 +51,7 @@ class Request:
     seed: int
     stops: Stops
     scores: PromptScores
+    listener: Listener | None = None
     sequences: list[Sequence] = field(default_factory=list)
     unborn: list[Sequence] = field(default_factory=list)  # samples that wait for the first one's prompt
     cache_hits: int = 0
@@ -126,13 +130,3 @@ def _sampled(sequence: Sequence) -> SampledSequence:
         stop_detail=detail,
         stop_match=match,
     )
-
-
-def resolve(future: Future[Any], outcome: Any) -> None:
-    try:
-        if isinstance(outcome, EngineError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:  # cancelled at this very moment: nobody waits for it
-        pass

@@ -1,13 +1,14 @@
 """The trainer: runs commands on one decoder and the adapters that live on it.
 
 Passes of many runs share each micro-batch; a pass with wrong content fails alone, before anything of it is
-computed. Between micro-batches it calls `between`, so that an engine can decode meanwhile. One command at a
-time, on the caller's thread. Knows nothing of sessions, order, names on disk or sampling.
+computed. A command computes at most one micro-batch, so that an engine can decode between two. Executes on
+the caller's thread. Knows nothing of sessions, order, names on disk or sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from tinkex.engine import protocol as p
 from tinkex.engine.torch import checkpoint, memory
-from tinkex.engine.torch.adapters import Adapter, lay_out
+from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.attention import PackedAttend
-from tinkex.engine.torch.batch import MicroBatch, flat_inputs, halves, pack
+from tinkex.engine.torch.batch import ItemGroup, MicroBatch, cut, flat_inputs, halves, micro_batch
 from tinkex.engine.torch.examples import Limits, Work, read_pass
+from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.logprobs import GradOf, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
@@ -31,7 +33,7 @@ from tinkex.engine.torch.optim import adamw_step
 from tinkex.engine.torch.threads import SHARED, shared
 from tinkex.engine.torch.upload import from_device
 from tinkex.types.outputs import ForwardBackwardOutput
-from tinkex.types.params import LoraConfig
+from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.tensor import TensorData
 
 R = TypeVar("R")
@@ -49,11 +51,24 @@ class _State:
     failure: p.Failure | None = None
 
 
+@dataclass
+class _Ticket:
+    """A batch of passes under way: `done` of its micro-batches are computed."""
+
+    states: list[_State | p.Failure]
+    groups: list[ItemGroup]
+    done: int = 0
+
+    @property
+    def going(self) -> list[_State]:
+        return [state for state in self.states if isinstance(state, _State) and state.failure is None]
+
+
 class TorchTrainer:
     """Trains adapters on `decoder`; `base_model` is its name for the checkpoints' sake.
 
     >>> trainer = TorchTrainer(load_decoder("models/SmolLM2"), "SmolLM2")       # doctest: +SKIP
-    >>> trainer.run(CreateAdapter("run", LoraConfig(rank=8)))                    # doctest: +SKIP
+    >>> trainer.execute(CreateAdapter("run", LoraConfig(rank=8)))                    # doctest: +SKIP
     """
 
     def __init__(
@@ -64,52 +79,65 @@ class TorchTrainer:
         max_context: int | None = None,
         max_pass_tokens: int | None = None,
         recompute: bool | None = None,  # layers in the backward; None: as memory asks for
-        between: Callable[[], None] = lambda: None,
+        share_from: int = SHARED,  # work from which on threads share it
     ) -> None:
-        self.decoder, self.between = decoder, between
-        self.share_from = SHARED  # work from which on threads share it
+        self.decoder, self._share_from = decoder, share_from
         self.base = checkpoint.BaseModel.of(decoder, base_model)
         config = decoder.config
         self._limits = Limits(config.vocab_size, min(max_context or config.max_context, config.max_context))
         self._device, self._dtype = decoder.unembed_weight.device, decoder.unembed_weight.dtype
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
         self._adapters: dict[str, Adapter] = {}
+        self._tickets: dict[str, _Ticket] = {}
+        self._serial = itertools.count()
         if self._device.type == "cpu":
             memory.keep_pages(config, self._dtype.itemsize, self._pass_tokens())
 
-    def run(self, command: p.Command[R], progress: p.Progress | None = None) -> R:
-        """Do one command; what it returns is said by the command's type."""
+    def execute(self, command: p.Command[R]) -> R:
+        """Execute one command; its type says what it returns."""
         try:
-            return cast(R, self._dispatch(command, progress or (lambda fraction: None)))
+            return cast(R, self._dispatch(command))
         except OSError as error:  # a disk that is full or gone
             raise p.EngineError(f"{type(command).__name__} failed: {error}") from error
 
-    def _dispatch(self, command: p.Command[Any], progress: p.Progress) -> Any:
+    def run(self, command: p.Command[Any]) -> Any:
+        """Execute a command, and passes to their end."""
+        outcome = self.execute(command)
+        while isinstance(outcome, p.PassProgress):
+            outcome = self.execute(p.ContinuePasses(outcome.ticket))
+        return outcome
+
+    def _dispatch(self, command: p.Command[Any]) -> Any:
         match command:
             case p.CreateAdapter(run, lora):
                 return self._create(run, lora)
             case p.ForwardBackward(passes):
-                return self._forward_backward(passes, progress)
+                return self._begin(passes)
+            case p.ContinuePasses(ticket):
+                return self._continue(ticket)
             case p.OptimStep(run, params):
-                adapter = self.adapter(run)
-                with shared(4 * adapter.flat.numel(), self.share_from):  # an element is four products' work
-                    return adamw_step(adapter, params)
+                return self._step(run, params)
             case p.ClearGradients(run):
                 self.adapter(run).take_grad()
-                return None
-            case p.SaveAdapter(run, directory, optimizer, overwrite, sync):
+                return self._abandon(run)
+            case p.SaveAdapter(run, location, optimizer, overwrite, sync):
                 return checkpoint.save_adapter(
                     self.adapter(run),
-                    Path(directory),
+                    Path(location),
                     self.base,
                     optimizer=optimizer,
                     overwrite=overwrite,
                     sync=sync,
                 )
-            case p.LoadAdapter(run, directory, optimizer):
-                return self._load(run, Path(directory), optimizer)
+            case p.LoadAdapter(run, location, optimizer):
+                return self._load(run, Path(location), optimizer)
+            case p.ExportAdapter(run):
+                return AdapterExport(self.adapter(run).snapshot(), self.base.fingerprint)
             case p.DropAdapter(run):
                 self._adapters.pop(run, None)
+                return self._abandon(run)
+            case p.CheckLoss(loss):
+                read_graph(loss)
                 return None
         raise p.EngineError(f"{type(command).__name__} is not a command this trainer knows")
 
@@ -164,37 +192,83 @@ class TorchTrainer:
         if run in self._adapters:
             checkpoint.check_fits(self._adapters[run].lora, adapter.lora, directory)
         self._adapters[run] = adapter
+        self._abandon(run)
         return adapter.lora
+
+    def _step(self, run: str, params: AdamParams) -> dict[str, float]:
+        adapter = self.adapter(run)
+        if any(state.work.run == run for ticket in self._tickets.values() for state in ticket.going):
+            raise p.EngineError(f"run {run!r} has a pass under way: its gradients are not whole yet")
+        with shared(4 * adapter.flat.numel(), self._share_from):  # an element is four products' work
+            return adamw_step(adapter, params)
+
+    def published(self, source: p.Location | p.ExportedAdapter) -> Adapter:
+        """The adapter that a sampler is to publish, on this device; nothing will change it."""
+        if not isinstance(source, AdapterExport):
+            assert isinstance(source, str), f"{type(source).__name__} is of another kind of engine"
+            return self.load(Path(source))
+        if source.fingerprint != self.base.fingerprint:
+            raise p.EngineError(
+                f"the adapter was trained on the base model {source.fingerprint}, and this one is "
+                f"{self.base.name!r} ({self.base.fingerprint})",
+                "user",
+            )
+        return source.on(lay_out(self.decoder.sites(), source.lora, self._experts), self._device)
 
     # -- passes ----------------------------------------------------------------------------------------
 
-    def _forward_backward(
-        self, passes: tuple[p.Pass, ...], progress: p.Progress
-    ) -> list[ForwardBackwardOutput | p.Failure]:
-        outcomes: list[ForwardBackwardOutput | p.Failure | None] = [None] * len(passes)
-        states: dict[int, _State] = {}
-        for i, one in enumerate(passes):
+    def _begin(self, passes: tuple[p.Pass, ...]) -> p.PassProgress | list[p.PassOutcome]:
+        states: list[_State | p.Failure] = []
+        for one in passes:
             try:
                 self.adapter(one.run)
-                states[i] = _State(read_pass(one, self._limits))
+                states.append(_State(read_pass(one, self._limits)))
             except p.EngineError as error:
-                outcomes[i] = p.Failure(error.category, error.message)
-        self._compute(states, progress)
-        for i, state in states.items():
-            outcomes[i] = state.failure or _output(state)
-            if state.failure and state.work.backward:
-                self.adapter(state.work.run).take_grad()  # some of it may be in, and half must not count
-        return cast(list[ForwardBackwardOutput | p.Failure], outcomes)
+                states.append(p.Failure(error.category, error.message))
+        works = {i: state.work for i, state in enumerate(states) if isinstance(state, _State)}
+        name = f"pass-{next(self._serial)}"
+        self._tickets[name] = _Ticket(states, list(cut(works, self._pass_tokens())))
+        return self._continue(name)
 
-    def _compute(self, states: Mapping[int, _State], progress: p.Progress) -> None:
-        works = {i: state.work for i, state in states.items()}
-        batches = list(pack(works, self._pass_tokens(), self._device))
-        for done, batch in enumerate(batches):
-            if done:
-                self.between()
-            with shared(len(batch.tokens_T) * self.decoder.config.width**2, self.share_from):
+    def _continue(self, name: str) -> p.PassProgress | list[p.PassOutcome]:
+        ticket = self._tickets.get(name)
+        if ticket is None:
+            raise p.EngineError(f"no passes with the ticket {name!r} are under way")
+        if ticket.groups:
+            self._compute(ticket)
+        if ticket.done < len(ticket.groups):
+            return p.PassProgress(name, ticket.done, len(ticket.groups))
+        del self._tickets[name]
+        return [self._outcome(state) for state in ticket.states]
+
+    def _compute(self, ticket: _Ticket) -> None:
+        """The next micro-batch, without the passes that have failed."""
+        group = ticket.groups[ticket.done]
+        states = {i: state for i, state in enumerate(ticket.states) if isinstance(state, _State)}
+        items = [item for item in group.items if states[item.work].failure is None]
+        if items:
+            batch = micro_batch(items, group.backward, self._device)
+            with shared(len(batch.tokens_T) * self.decoder.config.width**2, self._share_from):
                 self._micro_batch(batch, states)
-            progress((done + 1) / len(batches))
+        ticket.done += 1
+
+    def _outcome(self, state: _State | p.Failure) -> p.PassOutcome:
+        if isinstance(state, p.Failure):
+            return state
+        if state.failure is None:
+            return _output(state)
+        if state.work.backward and state.work.run in self._adapters:
+            self._adapters[state.work.run].take_grad()  # some of it may be in, and half must not count
+        return state.failure
+
+    def _abandon(self, run: str) -> None:
+        """Fail the passes of `run` that are under way; a ticket without others is forgotten."""
+        for name, ticket in list(self._tickets.items()):
+            for state in ticket.going:
+                if state.work.run == run:
+                    state.failure = p.Failure("server", f"the pass of run {run!r} was abandoned")
+            if not ticket.going:
+                del self._tickets[name]
 
     def _pass_tokens(self) -> int:
         """How many tokens a micro-batch has."""

@@ -1,0 +1,191 @@
+"""The one thread of an engine: it executes training commands in order and decodes between any two of them.
+
+Other threads hand it functions in two ways. `submit` queues a command: one runs per turn, after the commands
+before it. `post` hands over something short (a request that arrives or is cancelled), which runs before the
+next decode step. Promises: when the thread ends, everything that was not done fails with EngineLost; an error
+after which the device cannot be used any more ends the thread. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol, TypeVar
+
+from tinkex.engine.protocol import EngineError, EngineLost
+
+log = logging.getLogger("tinkex")
+# A burst of requests ends when none has come for `_PAUSE` seconds, or after `_LONGEST`.
+_PAUSE, _LONGEST = 3e-4, 0.02
+_REPORT_EVERY = 0.01  # seconds, while decoding
+T = TypeVar("T")
+Queue = deque[tuple[Callable[[], Any], Future[Any]]]
+
+
+class DecodeLoop(Protocol):
+    """What the thread does between two commands, and whenever there is no command."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+    def fail_all(self, error: EngineError) -> None: ...
+
+
+class EngineThread:
+    """Starts its thread at once.
+
+    `begin` runs on it first; what it returns runs before every turn. `probe` raises if the device is lost; it
+    is called after each unexpected failure. `report` gives the stats that `stats` caches.
+    """
+
+    def __init__(
+        self,
+        decoding: DecodeLoop,
+        begin: Callable[[], Callable[[], None]] = lambda: lambda: None,
+        probe: Callable[[], None] = lambda: None,
+        report: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._decoding, self._begin, self._probe, self._report = decoding, begin, probe, report
+        self._why = "the engine was closed"
+        self._wake = threading.Condition()
+        self._commands: Queue = deque()
+        self._posted: Queue = deque()
+        self._closed = False
+        self._stats, self._reported = report(), 0.0
+        self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why the thread can do nothing any more; "" while it can."""
+        return self._why if self._closed else ""
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """The last report: taken after each command, on going idle, and regularly while decoding."""
+        return self._stats
+
+    def submit(self, command: Callable[[], T]) -> Future[T]:
+        """Queue a command."""
+        return self._put(self._commands, command)
+
+    def post(self, function: Callable[[], T]) -> Future[T]:
+        """Run something short before the next decode step."""
+        return self._put(self._posted, function)
+
+    def _put(self, queue: Queue, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._wake:
+            if self._closed:
+                raise EngineLost(self._why)
+            queue.append((function, future))
+            self._wake.notify()
+        return future
+
+    def close(self) -> None:
+        """Stop after the command or decode step that runs now; what is left fails."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- on the thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop(self._begin())
+        finally:
+            self._end()
+
+    def _loop(self, look: Callable[[], None]) -> None:
+        while not self._closed:
+            if rested := not (self._commands or self._posted or self._decoding.busy):
+                self._take_report()
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closed or self._commands or self._posted)
+            elif time.monotonic() > self._reported + _REPORT_EVERY:
+                self._take_report()
+            look()
+            if rested:
+                self._gather()
+            self._turn()
+            if self._commands and not self._closed:
+                self._do(*self._commands.popleft(), report=True)
+
+    def _gather(self) -> None:
+        """Admit a burst of requests before the first decode step, so that sizes do not vary by timing."""
+        end = time.monotonic() + _LONGEST
+        while time.monotonic() < end:
+            self._run_posted()
+            with self._wake:
+                self._wake.wait_for(lambda: self._posted or self._commands or self._closed, _PAUSE)
+            if not self._posted:
+                return
+
+    def _end(self) -> None:
+        with self._wake:
+            self._closed = True  # also when the thread dies of a bug: nothing more is accepted
+        self._run_posted()  # so that requests that just came are among those that fail
+        self._decoding.fail_all(EngineLost(self._why))
+        for _, future in self._commands:
+            settle(future, EngineLost(self._why))
+
+    def _run_posted(self) -> None:
+        while self._posted:
+            self._do(*self._posted.popleft())
+
+    def _turn(self) -> None:
+        self._run_posted()
+        if self._decoding.busy:
+            try:
+                self._decoding.step()
+            except Exception as error:  # a bug, since a step fails its own requests: the thread goes on
+                if self._device_works():
+                    message = f"decoding failed: {type(error).__name__}: {error}"
+                    self._decoding.fail_all(EngineError(message))
+
+    def _do(self, function: Callable[[], Any], future: Future[Any], report: bool = False) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            outcome = function()
+        except EngineError as error:
+            outcome = error
+        except Exception as error:
+            outcome = EngineError(f"{type(error).__name__}: {error}")
+            outcome.__cause__ = error
+            self._device_works()
+        if report:
+            self._take_report()
+        settle(future, outcome)
+
+    def _take_report(self) -> None:
+        self._stats, self._reported = self._report(), time.monotonic()
+
+    def _device_works(self) -> bool:
+        """Close if not: some errors of a GPU last for the rest of the process."""
+        try:
+            self._probe()
+        except Exception as error:
+            self._why = f"the device has failed, and only a restart helps: {error}"
+            log.error("%s", self._why)
+            self._closed = True
+        return not self._closed
+
+
+def settle(future: Future[Any], outcome: Any) -> None:
+    """Give a future its result or error; one that was cancelled meanwhile is left alone."""
+    try:
+        if isinstance(outcome, EngineError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass
