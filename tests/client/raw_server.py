@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from tinkex.client.http1 import Http1
+from tinkex.client.http1 import Http1Client
 
 Handler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -26,7 +26,7 @@ async def serving(handler: Handler):
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    http = Http1(url, timeout=20, connect_timeout=2, keep=4)
+    http = Http1Client(url, timeout=20, connect_timeout=2, keep=4)
     try:
         yield http, url
     finally:

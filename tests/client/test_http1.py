@@ -1,4 +1,4 @@
-"""The hand-written HTTP/1.1: every way an answer can be framed, cut at every byte."""
+"""HTTP/1.1 over plain TCP: every framing of a response, cut at every byte, whole and streamed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from tests.client.raw_server import FRAMED, answering, serving
-from tinkex.client.http1 import Http1
+from tests.client.raw_server import FRAMED, Handler, answering, serving
+from tinkex.client.http1 import Http1Client, HttpStream
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ async def test_an_answer_cut_at_any_byte_is_the_same_answer(kind: str) -> None:
     raw, body = FRAMED[kind]
     for cut in range(1, len(raw)):
         async with serving(answering(raw[:cut], raw[cut:])) as (http, url):
-            status, headers, got = await http.execute("POST", url + "/x", {}, b"ask")
+            status, headers, got, _ = await http.execute("POST", url + "/x", {}, b"ask")
             assert (status, got) == (int(raw.split(b"HTTP/1.1 ")[-1][:3]), body)
             assert headers.get("x-a") == ("b" if kind == "length" else None)
 
@@ -45,7 +45,7 @@ async def test_a_packed_answer_is_unpacked() -> None:
     packed = gzip.compress(b"hello" * 100)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
     async with serving(answering(head + packed)) as (http, url):
-        _, headers, body = await http.execute("GET", url + "/x", {}, None)
+        _, headers, body, _ = await http.execute("GET", url + "/x", {}, None)
     assert body == b"hello" * 100
     assert "content-encoding" not in headers
 
@@ -138,7 +138,7 @@ async def test_what_is_no_answer_is_a_connection_error(raw: bytes) -> None:
 
 async def test_silence_is_a_timeout_and_a_header_cannot_hide_another() -> None:
     async with serving(answering()) as (_, url):
-        http = Http1(url, timeout=0.1, connect_timeout=1, keep=1)
+        http = Http1Client(url, timeout=0.1, connect_timeout=1, keep=1)
         with pytest.raises(TimeoutError):
             await http.execute("GET", url + "/x", {}, None)
         with pytest.raises(ConnectionError, match="line break"):
@@ -176,7 +176,7 @@ async def test_a_way_that_fell_silent_is_left_with_all_its_connections() -> None
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
     async with serving(answer) as (_, url):
-        http = Http1(url, timeout=2, connect_timeout=4, keep=4)
+        http = Http1Client(url, timeout=2, connect_timeout=4, keep=4)
         await asyncio.gather(*(http.execute("GET", url + "/x", {}, None) for _ in range(4)))
         assert len(known) == 4
         silent |= known
@@ -199,7 +199,7 @@ async def test_a_request_given_up_half_way_is_not_sent_to_its_end(end: str) -> N
         got.set_result(size)
 
     async with serving(slow) as (_, url):
-        http = Http1(url, timeout=0.3 if end == "timeout" else 20, connect_timeout=2, keep=4)
+        http = Http1Client(url, timeout=0.3 if end == "timeout" else 20, connect_timeout=2, keep=4)
         sending = asyncio.create_task(http.execute("POST", url + "/x", {}, bytes(50_000_000)))
         if end == "cancel":
             await asyncio.sleep(0.3)
@@ -208,3 +208,136 @@ async def test_a_request_given_up_half_way_is_not_sent_to_its_end(end: str) -> N
             await sending
         go.set()
         assert await asyncio.wait_for(got, 20) < 50_000_000
+
+
+# -- streams -----------------------------------------------------------------------------------------------
+
+
+def opened(url: str, silence: float = 5.0, body: bytes | None = b"{}") -> asyncio.Future[HttpStream]:
+    http = Http1Client(url, timeout=silence, connect_timeout=2, keep=1)
+    return asyncio.ensure_future(http.stream("POST", f"{url}/x?y=1", {"x-a": "b"}, body))
+
+
+async def whole(stream: HttpStream) -> bytes:
+    try:
+        return b"".join([piece async for piece in stream])
+    finally:
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_every_framing_cut_at_every_byte(framing: str) -> None:
+    raw, body = FRAMED[framing]
+    for cut in range(1, len(raw), 3):
+        async with serving(answering(raw[:cut], raw[cut:])) as (_, url):
+            stream = await opened(url)
+            assert stream.status == 200
+            assert await whole(stream) == body
+
+
+async def test_a_body_that_ends_with_its_connection() -> None:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nX-B: c\r\n\r\nhel")
+        await writer.drain()
+        writer.write(b"lo")
+        writer.close()
+
+    async with serving(answer) as (_, url):
+        stream = await opened(url)
+        assert stream.headers == {"x-b": "c"}
+        assert await whole(stream) == b"hello"
+
+
+async def test_pieces_are_given_as_they_come() -> None:
+    """H7: no accumulation."""
+    go = asyncio.Event()
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\none\r\n")
+        await writer.drain()
+        await go.wait()
+        writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with serving(answer) as (_, url):
+        stream = await opened(url)
+        assert await anext(stream) == b"one"
+        go.set()
+        assert await whole(stream) == b"two"
+
+
+async def test_the_request_is_sent_whole() -> None:
+    seen: list[bytes] = []
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend([head, await reader.readexactly(4)])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async with serving(answer) as (_, url):
+        assert await whole(await opened(url, body=b"body")) == b""
+    lines = seen[0].decode().split("\r\n")
+    assert lines[0] == "POST /x?y=1 HTTP/1.1"
+    assert {"x-a: b", "content-length: 4", f"host: {url.removeprefix('http://')}"} <= set(lines)
+    assert seen[1] == b"body"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"HTTP/1.1 200", b"SMTP ready\r\n\r\n", b"HTTP/1.1 two OK\r\n\r\n", b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,
+    ],
+)  # fmt: skip
+async def test_what_breaks_off_or_is_no_answer_is_an_oserror(raw: bytes) -> None:
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+        writer.close()
+
+    async with serving(answer) as (_, url):
+        with pytest.raises(OSError):
+            await whole(await opened(url))
+
+
+async def test_silence_is_a_timeout_before_and_after_the_head() -> None:
+    async def head_only(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+        await asyncio.sleep(3)
+
+    async def nothing(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(3)
+
+    handlers: list[Handler] = [head_only, nothing]
+    for handler in handlers:
+        async with serving(handler) as (_, url):
+            with pytest.raises(TimeoutError, match=r"no word for 0\.1 s"):
+                await whole(await opened(url, silence=0.1))
+
+
+async def test_closing_is_noticed_by_the_server_at_once() -> None:
+    """K5: so that it stops its work."""
+    gone = asyncio.Event()
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(2)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        try:
+            await reader.read()
+        finally:
+            gone.set()
+
+    async with serving(answer) as (_, url):
+        stream = await opened(url)
+        assert await anext(stream) == b"x"
+        await stream.aclose()
+        await asyncio.wait_for(gone.wait(), 2)
+
+
+async def test_a_host_that_is_not_there() -> None:
+    async with serving(answering(b"")) as (_, url):
+        pass
+    with pytest.raises(OSError):
+        await opened(url)

@@ -1,39 +1,65 @@
-"""HTTP/1.1 over plain TCP: for servers on this machine or this network, where requests are many and cheap.
+"""HTTP/1.1 over plain TCP, parsed by httptools.
 
-A third of the CPU of a full HTTP library, because it does a third: no TLS, no proxies, no redirects, no
-HTTP/2 (https:// goes through http_library.py). Promises: arrays are written without being copied;
-a connection is used again only after a whole answer; one that the server closed while it was idle is replaced
-without anyone noticing, unless that is news (`resend`). Raises OSError and nothing else. Knows nothing of
+It costs a third of the CPU of a full HTTP library, because it has no TLS, proxies, redirects or HTTP/2
+(http_library.py has). Promises: arrays are written without a copy; a connection is reused only after a whole
+response; one that the server closed while idle is replaced silently, unless `resend` is off; each stream has
+a connection of its own, and closing the stream closes it. Raises OSError and nothing else. Knows nothing of
 Tinker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
+
+import httptools
 
 from tinkex.wire.codec import unpack
 
 Body = bytes | Sequence[bytes | memoryview]
 MAX_HEAD = 64 * 1024
-MAX_BODY = 1 << 30  # bytes that an answer may unpack to, or that are believed to come
-SCRATCH = 64 * 1024  # bytes that are read at once, unless they go where they will stay
+MAX_BODY = 1 << 30  # bytes that a response may unpack to, or that are allocated on its word
+SCRATCH = 64 * 1024  # bytes of the read buffer; longer bodies are received in place
+STREAM_BUFFER = 256 * 1024  # unread bytes of a stream at which the socket is no longer read
 
 
-Answer = tuple[int, dict[str, str], bytes]  # status, headers by their names in lower case, body
+class HttpStream(Protocol):
+    """A response whose body is still arriving: iterate over it, and close it in any case."""
+
+    status: int
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """By their names in lower case."""
+        ...
+
+    def __aiter__(self) -> HttpStream: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    async def aclose(self) -> None: ...
 
 
-class Stale(ConnectionError):
-    """A connection that was idle turned out to be closed: nothing of an answer came."""
+class HttpResponse(NamedTuple):
+    """One HTTP response, its headers by their names in lower case; the body of a stream is yet to come."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    stream: HttpStream | None = None
 
 
-class Http1:
-    """Connections to one server, those not in use kept for the next request.
+class StaleConnectionError(ConnectionError):
+    """A connection that had been idle turned out to be closed: no byte of a response came."""
 
-    Without `resend` a request that was written goes out once: that its connection broke is an error, though
-    it may only have been idle for too long. A poll for many must know when the server went away.
+
+class Http1Client:
+    """Connections to one server; those not in use are kept for the next request.
+
+    `timeout` limits the wait for a whole response, and in a stream the silence between two pieces. Without
+    `resend` a request goes out once: a poll for many must see that the server closed its connection.
     """
 
     def __init__(
@@ -44,46 +70,62 @@ class Http1:
         self._origin, self._netloc = f"{parts.scheme}://{parts.netloc}", parts.netloc
         self._timeout, self._connect_timeout = timeout, connect_timeout
         self._keep, self._resend = keep, resend
-        self._idle: list[_Connection] = []
-        self._scratch = memoryview(bytearray(SCRATCH))  # all connections are one loop's: none keeps it
+        self._idle: list[_Http1Connection] = []
+        self._scratch = memoryview(bytearray(SCRATCH))  # shared: one loop reads one connection at a time
         self._closed = False
 
-    async def execute(self, method: str, url: str, headers: dict[str, str], content: Body | None) -> Answer:
-        """Send one request and read its answer. `url` is one of this server's."""
-        target = url.removeprefix(self._origin) or "/"
-        pieces = write_request(method, target, {"host": self._netloc, **headers}, content)
+    async def execute(
+        self, method: str, url: str, headers: dict[str, str], content: Body | None
+    ) -> HttpResponse:
+        """Send one request and read its response. `url` is one of this server's."""
+        pieces = self._request(method, url, headers, content)
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_open:
                 continue
             try:
-                return await self._on(connection, pieces, method)
-            except Stale:
-                if not self._resend or method == "DELETE":  # which may have been done, and is not there twice
+                return await self._exchange(connection, pieces)
+            except StaleConnectionError:
+                # The server may have executed it: a second DELETE would find nothing.
+                if not self._resend or method == "DELETE":
                     raise
-        connection = await self._connect()
-        return await self._on(connection, pieces, method)
+        return await self._exchange(await self._connect(), pieces)
 
-    async def _on(self, connection: _Connection, pieces: list[bytes | memoryview], method: str) -> Answer:
+    async def stream(
+        self, method: str, url: str, headers: dict[str, str], content: Body | None
+    ) -> HttpStream:
+        """Send one request; the response, once its head is there."""
+        pieces = self._request(method, url, headers, content)
+        stream = Http1Stream(await self._connect(), self._timeout)
+        await stream.open(pieces)
+        return stream
+
+    def _request(
+        self, method: str, url: str, headers: dict[str, str], content: Body | None
+    ) -> list[bytes | memoryview]:
+        target = url.removeprefix(self._origin) or "/"
+        return write_request(method, target, {"host": self._netloc, **headers}, content)
+
+    async def _exchange(self, connection: _Http1Connection, pieces: list[bytes | memoryview]) -> HttpResponse:
         try:
-            answer = await connection.exchange(pieces, method, self._timeout)
+            response = await connection.exchange(pieces, self._timeout)
         except BaseException as error:
-            connection.close()  # half of an answer may still be on its way
+            connection.close()  # half of a response may still arrive
             if isinstance(error, TimeoutError):
-                self._close_idle()  # where the way itself fell silent (a VPN, a sleep), they are dead too
+                self._close_idle()  # if the network path itself is dead (VPN, sleep), so are they
             raise
         if connection.reusable and len(self._idle) < self._keep and not self._closed:
             self._idle.append(connection)
         else:
             connection.close()
-        return answer
+        return response
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _Http1Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._scratch), self._host, self._port
+                    lambda: _Http1Connection(self._scratch), self._host, self._port
                 )
         except TimeoutError:
             raise ConnectionError(
@@ -103,7 +145,7 @@ class Http1:
 def write_request(
     method: str, target: str, headers: dict[str, str], body: Body | None
 ) -> list[bytes | memoryview]:
-    """A request as what is to be written, the body as it is."""
+    """A request as a list of buffers to write; the body's own are not copied."""
     parts: list[bytes | memoryview] = []
     if body is not None:
         parts = [body] if isinstance(body, bytes) else list(body)
@@ -116,174 +158,215 @@ def write_request(
     return [head.encode("latin-1", "replace"), *parts]
 
 
-def read_head(raw: bytes) -> tuple[str, int, dict[str, str]]:
-    """Version, status and headers of an answer; `raw` goes up to its empty line. ValueError if it is none."""
-    first, *lines = raw[:-4].decode("latin-1").split("\r\n")
-    version, status = first.split(" ", 2)[:2]
-    if not version.startswith("HTTP/1."):
-        raise ValueError(first[:40])
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return version, int(status), headers
+class Http1Stream:
+    """A response over plain TCP that is read while it arrives."""
+
+    def __init__(self, connection: _Http1Connection, silence: float) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._connection, self._silence = connection, silence
+
+    async def open(self, pieces: list[bytes | memoryview]) -> None:
+        """Send the request and read the head of the response."""
+        connection = self._connection
+        try:
+            connection.start(pieces, streaming=True)
+            await connection.wait(self._silence, f"no word for {self._silence:g} s")
+            if encoding := connection.headers.get("content-encoding"):
+                raise ConnectionError(f"a stream in {encoding}, which was not asked for")
+        except BaseException:
+            connection.close()
+            raise
+        self.status, self.headers = connection.status, connection.headers
+
+    def __aiter__(self) -> Http1Stream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        connection = self._connection
+        while not connection.chunks and connection.is_active:
+            await connection.wait(self._silence, f"no word for {self._silence:g} s")
+        if not (piece := connection.take()):
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        self._connection.close()
 
 
-class _Connection(asyncio.BufferedProtocol):
-    """One socket, one exchange at a time. A long body is read into its place, without being copied."""
+class _Http1Connection(asyncio.BufferedProtocol):
+    """One socket and its parser; one exchange at a time.
+
+    The parser calls `on_…`. A long body of known length is received in its final place, past the parser.
+    """
 
     def __init__(self, scratch: memoryview) -> None:
         self._scratch = scratch
-        self._transport: asyncio.Transport | None = None
-        self._body: bytearray | None = None  # a long body, as far as it has come
-        self._place: memoryview | None = None  # what of it is still to come
-        self._waiter: asyncio.Future[Answer] | None = None
-        self._used = self._again = False
+        self._socket: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._place: memoryview | None = None  # the part of a long body that is yet to come
+        self._used = self._streaming = self._paused = False
+        self.is_active = False  # is a response expected, or arriving?
         self.reusable = False
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.chunks: list[bytes] = []  # of the body, as they arrived
 
-    # -- asking --------------------------------------------------------------------------------------
+    # -- the exchange --------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self._socket is not None and not self._socket.is_closing()
 
-    async def exchange(self, pieces: list[bytes | memoryview], method: str, timeout: float) -> Answer:
-        if self._transport is None:
-            raise Stale("the server closed the connection")
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        self._again, self._used = self._used, True
-        self._buffer = b""
-        self._head: tuple[int, dict[str, str]] | None = None
-        self._chunks: list[bytes] = []
-        self._pending = bytearray()
-        self._left: int | None = None  # bytes of the body, or of a chunk, still to come; None: not known
-        self._chunked = False
-        self._body = self._place = None
-        self._bodiless = method == "HEAD"
-        self.reusable = False
-        timer = loop.call_later(timeout, self._fail, TimeoutError(f"no answer within {timeout:g} s"))
-        self._transport.writelines(pieces)
-        try:
-            return await waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
+    async def exchange(self, pieces: list[bytes | memoryview], timeout: float) -> HttpResponse:
+        """Send a request and read the whole response."""
+        self.start(pieces)
+        await self.wait(timeout, f"no answer within {timeout:g} s")
+        body = self.take()
+        if encoding := self.headers.pop("content-encoding", ""):
+            try:
+                body = unpack(body, encoding, MAX_BODY)
+            except ValueError as error:
+                raise ConnectionError(f"not an HTTP answer: {error}") from None
+        return HttpResponse(self.status, self.headers, body)
+
+    def start(self, pieces: list[bytes | memoryview], *, streaming: bool = False) -> None:
+        """Write a request. `wait` then waits for its response; when `streaming`, for the next part of it."""
+        if self._socket is None:
+            raise StaleConnectionError("the server closed the connection")
+        self._reused, self._used = self._used, True
+        self._received = 0  # bytes, until the head is complete
+        self._has_head = self._until_eof = False
+        self._streaming, self.is_active, self.reusable = streaming, True, False
+        self._error = self._place = None
+        self.status, self.headers, self.chunks = 0, {}, []
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
+        self._socket.writelines(pieces)
+
+    async def wait(self, timeout: float, message: str) -> None:
+        """Wait for what the parser signals next; raise what went wrong instead."""
+        if self._error is None:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout, self._fail, TimeoutError, message)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+
+    def take(self) -> bytes:
+        """The body as far as it has arrived, and not been taken yet."""
+        chunks, self.chunks = self.chunks, []
+        if self._paused and self._socket is not None:
+            self._paused = False
+            self._socket.resume_reading()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()  # a request that was given up half way is not to be sent to its end
+        if self._socket is not None:
+            self._socket.abort()  # without sending the rest of a request that was given up
 
-    def _fail(self, error: Exception) -> None:
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
+            self._waiter.set_result(None)
 
-    # -- reading -------------------------------------------------------------------------------------
+    def _fail(self, kind: type[OSError], message: str) -> None:
+        if self._error is None:
+            self._error = kind(message)
+        self._wake()
+
+    def _complete(self) -> None:
+        self.is_active = False
+        self._wake()
+
+    # -- the socket ----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        self._socket = cast(asyncio.Transport, transport)  # uvloop's is not declared as one
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        if self._waiter is None or self._waiter.done():
+        self._socket = self._parser = None
+        if not self.is_active:
             return
-        if self._head is not None and self._left is None and not self._chunked and exc is None:
-            self._guard(self._finish)  # a body without a length ends with its connection
-        elif self._again and self._head is None and not self._buffer:
-            self._fail(Stale("the server closed the connection"))
+        if self._until_eof and exc is None:
+            self._complete()
+        elif self._reused and not self._received:
+            self._fail(StaleConnectionError, "the server closed the connection")
         else:
-            self._fail(ConnectionResetError(f"the connection broke off: {exc or 'closed by the server'}"))
+            self._fail(ConnectionResetError, f"the connection broke off: {exc or 'closed by the server'}")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._place or self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._waiter is None or self._waiter.done():
-            return self.close()  # nobody asked
-        if self._place is None:
-            return self._guard(self._read, bytes(self._scratch[:nbytes]))
-        self._place = self._place[nbytes:]
-        if not self._place:
-            self._guard(self._finish)
-
-    def _guard(self, read: Callable[..., None], *args: bytes) -> None:
-        try:
-            read(*args)
-        except (ValueError, IndexError) as error:  # InvalidInputError is one
-            self._fail(ConnectionError(f"not an HTTP answer: {error}"))
-
-    def _read(self, data: bytes) -> None:
-        if self._head is None:
-            data = self._read_head(self._buffer + data)
-        if self._head is not None and self._waiter is not None and not self._waiter.done():
-            self._read_body(data)
-
-    def _read_head(self, data: bytes) -> bytes:
-        """Take the head off `data` once it is whole; what is left belongs to the body."""
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > MAX_HEAD:
-                raise ValueError("its head has no end")
-            self._buffer = data
-            return b""
-        version, status, headers = read_head(data[: end + 4])
-        self._buffer, data = b"", data[end + 4 :]
-        if status < 200:  # "continue" and the like: the answer is still to come
-            return self._read_head(data)
-        self._head = (status, headers)
-        if self._bodiless or status in (204, 304):
-            self._left = 0
-        elif "chunked" in headers.get("transfer-encoding", ""):
-            self._chunked = True
-        elif "content-length" in headers:
-            self._left = int(headers["content-length"])
-        closing = headers.get("connection", "").lower() == "close" or version == "HTTP/1.0"
-        self.reusable = self._left is not None and not closing
-        if self._left == 0:
-            self._finish()
-        return data
-
-    def _read_body(self, data: bytes) -> None:
-        if self._chunked:
-            return self._read_chunks(data)
-        if self._left is not None and SCRATCH < self._left - len(data) < MAX_BODY and not self._chunks:
-            self._body = bytearray(self._left)
-            self._body[: len(data)] = data
-            self._place = memoryview(self._body)[len(data) :]
+        if not self.is_active or self._parser is None:
+            return self.close()  # bytes that belong to no request
+        if self._place is not None:
+            self._place = self._place[nbytes:]
+            if not self._place:
+                self._place = self._parser = None  # which has not seen the body, and expects it
+                self._complete()
             return
-        self._chunks.append(data)
-        if self._left is not None:
-            self._left -= len(data)
-            if self._left < 0:
-                raise ValueError("its body is longer than it said")
-            if self._left == 0:
-                self._finish()
+        self._received += nbytes
+        try:
+            self._parser.feed_data(self._scratch[:nbytes])
+        except httptools.HttpParserError as error:
+            return self._fail(ConnectionError, f"not an HTTP answer: {error.__context__ or error}")
+        if self._received > MAX_HEAD and not self._has_head:
+            self._fail(ConnectionError, "not an HTTP answer: its head has no end")
+        elif self._streaming:
+            self._signal_stream()
+        elif not self.is_active:
+            self._wake()  # only now: bytes after the body would have been an error
+        elif self._has_head:
+            self._receive_in_place()
 
-    def _read_chunks(self, data: bytes) -> None:
-        """A body of unknown length: a size in hex, that many bytes, a line break, and so on until 0."""
-        self._pending += data
-        while True:
-            if self._left is None:
-                end = self._pending.find(b"\r\n")
-                if end < 0:
-                    return
-                self._left = int(self._pending[:end].split(b";")[0], 16)
-                del self._pending[: end + 2]
-            if len(self._pending) < self._left + 2:
-                return
-            if self._left == 0:
-                return self._finish()  # trailers are not for us: the connection ends with this answer
-            self._chunks.append(bytes(self._pending[: self._left]))
-            del self._pending[: self._left + 2]
-            self._left = None
+    def _signal_stream(self) -> None:
+        if self._has_head:
+            self._wake()
+        if sum(map(len, self.chunks)) > STREAM_BUFFER and self._socket is not None and not self._paused:
+            self._paused = True
+            self._socket.pause_reading()
 
-    def _finish(self) -> None:
-        assert self._head is not None
-        status, headers = self._head
-        body: bytes = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        if self._body is not None:  # a bytearray: whoever reads bytes reads this
-            body, self._body, self._place = self._body, None, None  # type: ignore[assignment]
-        if encoding := headers.pop("content-encoding", ""):
-            body = unpack(body, encoding, MAX_BODY)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result((status, headers, body))
+    def _receive_in_place(self) -> None:
+        """Receive the rest of a long body where it will stay."""
+        length = int(self.headers.get("content-length", 0))
+        arrived = sum(map(len, self.chunks))
+        if SCRATCH < length - arrived < MAX_BODY and "transfer-encoding" not in self.headers:
+            body = bytearray(length)
+            body[:arrived] = b"".join(self.chunks)
+            self._place = memoryview(body)[arrived:]
+            self.chunks = [body]  # type: ignore[list-item]  # used as bytes
+
+    # -- the parser ----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if not self.is_active:
+            raise ValueError("its body is longer than it said")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # "continue" and the like: the response is yet to come
+            self.headers.clear()
+            return
+        self._has_head = True
+        self.reusable = self._parser.should_keep_alive()
+        framed = "content-length" in self.headers or "transfer-encoding" in self.headers
+        self._until_eof = not framed and self.status not in (204, 304)
+
+    def on_body(self, body: bytes) -> None:
+        self.chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._has_head:
+            self.is_active = False

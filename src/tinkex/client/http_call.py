@@ -9,16 +9,26 @@ transport.py's, on which socket http_pools.py's.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tinkex import tracing
 from tinkex._version import __version__
-from tinkex.client.http_pools import Answer
+from tinkex.client.http1 import HttpResponse
 from tinkex.client.loop import off_loop
 from tinkex.client.transport import AnyOp, CallContext
-from tinkex.errors import APIError, APIResponseValidationError, InvalidInputError, Request, Response
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APITimeoutError,
+    InvalidInputError,
+    Request,
+    Response,
+    status_error,
+)
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
 from tinkex.wire.ops import Pool
@@ -94,7 +104,7 @@ async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: 
     return encoded
 
 
-async def decode(call: Call, answer: Answer, base_url: str, pace: Pace) -> Any:
+async def decode(call: Call, answer: HttpResponse, base_url: str, pace: Pace) -> Any:
     """What the server said: an operation's reply, or the result that was awaited."""
     if (awaiting := call.context.awaiting) is not None:
         read = partial(codec.decode_result, awaiting, answer.status, answer.headers, answer.body)
@@ -118,3 +128,37 @@ async def decode(call: Call, answer: Answer, base_url: str, pace: Pace) -> Any:
 def owner_of(request: Any) -> str:
     """Whose request it is, for sharing limits: a sampler's, a run's, or nobody's in particular."""
     return getattr(request, "sampling_session_id", None) or getattr(request, "model_id", None) or ""
+
+
+# -- errors ---------------------------------------------------------------------------------------------
+
+
+def connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
+    """No answer came."""
+    request = Request(op.method, url)
+    if isinstance(cause, TimeoutError) and not isinstance(cause, ConnectionError):
+        return APITimeoutError(request, f"no answer from {op.method} {url} in time")
+    return APIConnectionError(request, f"no connection to {url}: {root_cause(cause)}")
+
+
+def root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__
+
+
+def answer_error(op: AnyOp, url: str, status: int, headers: Mapping[str, str], body: bytes) -> APIError:
+    """An answer came that is a refusal."""
+    text, parsed = codec.decode_error(status, headers, body)
+    said = body[:4096].decode(errors="replace")
+    response = Response(status, dict(headers.items()), said, Request(op.method, url))
+    return status_error(f"{status} from {op.method} {url}: {text}", response, parsed)
+
+
+def with_history(error: APIError, tries: int, elapsed: float, state: str = "") -> APIError:
+    """The error, saying how often and how long it was tried, and what is known of the host."""
+    tried = f"{tries} attempts in {elapsed:.1f} s" if tries > 1 else ""
+    if history := "; ".join(filter(None, (tried, state))):
+        error.message = f"{error.message} ({history})"
+        error.args = (error.message,)
+    return error

@@ -1,4 +1,4 @@
-"""The HTTP library: TLS, HTTP/2 and proxies, for all that http1.py does not do. Only this module knows it.
+"""TLS, HTTP/2 and proxies through pyqwest. No other module imports it.
 
 Raises OSError and LIBRARY_ERRORS, and nothing else. Knows nothing of Tinker.
 """
@@ -14,36 +14,39 @@ from functools import partial
 
 import pyqwest
 
-from tinkex.client.http1 import Body
+from tinkex.client.http1 import Body, HttpResponse, HttpStream
 
 LIBRARY_ERRORS = (pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError)
-SILENCE = 5.0  # seconds without an answer to anything, before a connection may be thought dead
+SILENCE = 5.0  # seconds without any response, after which a connection may be dead
 
 
-class Library:
-    """The HTTP library: TLS, HTTP/2, proxies."""
+class LibraryClient:
+    """Connections of one kind of traffic.
 
-    def __init__(self, timeout: float, connect_timeout: float, keep: int, *, endless: bool) -> None:
+    `streaming`: `timeout` limits the silence between two pieces of a response, not the whole of it.
+    """
+
+    def __init__(self, timeout: float, connect_timeout: float, keep: int, *, streaming: bool) -> None:
         self._patience = min(SILENCE, 0.9 * timeout)
-        self._heard = 0.0  # when anything came, by time.monotonic()
+        self._last_response = 0.0  # by time.monotonic()
         limit = _limit(timeout)
         self._make = partial(
             pyqwest.HTTPTransport,
-            timeout=None if endless else limit,
-            read_timeout=limit if endless else None,  # of a stream: only silence is limited
+            timeout=None if streaming else limit,
+            read_timeout=limit if streaming else None,
             connect_timeout=_limit(connect_timeout),
             pool_max_idle_per_host=keep,
             tls_include_system_certs=True,
             follow_redirects=False,
             enable_otel=False,
         )
-        self._transport: pyqwest.HTTPTransport | None = None  # made when it is needed, and after it was left
+        self._transport: pyqwest.HTTPTransport | None = None  # created on first use, and after a dead one
 
     @contextmanager
     def _in_use(self) -> Generator[pyqwest.HTTPTransport]:
-        """The connections, which are left when nothing comes over them any more.
+        """The connections; dropped after a request that timed out while nothing else was answered.
 
-        With HTTP/2 all else would go the same way. What is under way there may still come to its end.
+        With HTTP/2 every later request would go over the same dead connection. Requests under way keep it.
         """
         if self._transport is None:
             self._transport = self._make()
@@ -51,24 +54,26 @@ class Library:
         transport, sent = self._transport, time.monotonic()
         try:
             yield transport
-            self._heard = time.monotonic()
-        except (TimeoutError, asyncio.CancelledError):  # our own time, or the caller's
+            self._last_response = time.monotonic()
+        except (TimeoutError, asyncio.CancelledError):  # our own timeout, or the caller's
             waited = time.monotonic() - sent
-            if waited > self._patience and self._heard < sent and transport is self._transport:
+            if waited > self._patience and self._last_response < sent and transport is self._transport:
                 self._transport = None
             raise
 
     async def execute(
         self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> tuple[int, Mapping[str, str], bytes]:
+    ) -> HttpResponse:
+        """Send one request and read its response."""
         body = b"".join(content) if isinstance(content, list) else content
         with self._in_use():
             response = await self._client.execute(method, url, headers, body)  # type: ignore[arg-type]
-        return response.status, response.headers, response.content  # type: ignore[return-value]
+        return HttpResponse(response.status, response.headers, response.content)  # type: ignore[arg-type]
 
     async def stream(
         self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> LibraryStream:
+    ) -> HttpStream:
+        """Send one request; the response, once its head is there."""
         body = b"".join(content) if isinstance(content, list) else content
         request = pyqwest.Request(method, url, pyqwest.Headers(headers), body)  # type: ignore[arg-type]
         with self._in_use() as transport:
@@ -80,12 +85,12 @@ class Library:
 
 
 def _limit(seconds: float) -> float | None:
-    """As the library says it, which knows no infinity."""
+    """As pyqwest takes it: None instead of infinity."""
     return None if math.isinf(seconds) else seconds
 
 
 class LibraryStream:
-    """An answer of the HTTP library, whose body is still coming."""
+    """A response that is read while it arrives."""
 
     def __init__(self, response: pyqwest.Response) -> None:
         self.status: int = response.status

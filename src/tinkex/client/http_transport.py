@@ -20,13 +20,25 @@ from typing import Any
 from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client.credentials import CommandCredential, Credential, JwtCredential
-from tinkex.client.event_stream import read_events
-from tinkex.client.failures import answer_error, connection_error, root_cause, with_history
-from tinkex.client.http_call import SAMPLES, Call, Pace, decode, encode, headers_of, owner_of
+from tinkex.client.http1 import HttpResponse
+from tinkex.client.http_call import (
+    SAMPLES,
+    Call,
+    Pace,
+    answer_error,
+    connection_error,
+    decode,
+    encode,
+    headers_of,
+    owner_of,
+    root_cause,
+    with_history,
+)
 from tinkex.client.http_library import LIBRARY_ERRORS
-from tinkex.client.http_pools import Answer, HttpPools, capacities, is_answer
+from tinkex.client.http_pools import HttpPools, capacities, is_reply
 from tinkex.client.limits import FairLimiter, shared_host, shared_rate_limit
 from tinkex.client.retry import Attempt, RetryPolicy, retryable
+from tinkex.client.sse import read_events
 from tinkex.client.transport import CLOSED, NO_CONTEXT, AnyOp, CallContext
 from tinkex.config import Timeouts, is_loopback
 from tinkex.errors import (
@@ -184,7 +196,7 @@ class HttpTransport:
 
     # -- until there is an answer ------------------------------------------------------------------------
 
-    async def _answered(self, call: Call) -> Answer:
+    async def _answered(self, call: Call) -> HttpResponse:
         """Send until there is an answer, by the one policy."""
         while True:
             if self._host.breaker.is_open:
@@ -194,7 +206,7 @@ class HttpTransport:
                 break
             except _Failed as failed:
                 if _is_gone(call, failed.attempt):
-                    return Answer(204, {}, b"")
+                    return HttpResponse(204, {}, b"")
                 attempt, call.error = failed.attempt, failed.error
                 if attempt.status == 401 and self._may_renew(call):
                     continue
@@ -273,7 +285,7 @@ class HttpTransport:
         url = self.base_url + ops.GET_HEALTH.path
         try:
             async with asyncio.timeout(min(PROBE_TIMEOUT, self.timeouts.request)):
-                http = self._pools.http(Pool.SESSION, url)
+                http = self._pools.client(Pool.SESSION, url)
                 await http.execute("GET", url, dict(self._headers), None)
         except LIBRARY_ERRORS as cause:
             raise ConnectionError(root_cause(cause)) from cause
@@ -291,7 +303,7 @@ class HttpTransport:
         tries = 1 if retryable(failed.status, failed.empty_body) else 0
         return failed.status in JSON_ONLY and call.tries == tries
 
-    async def _in_json(self, call: Call) -> Answer | None:
+    async def _in_json(self, call: Call) -> HttpResponse | None:
         """The answer to the same request in JSON; None if it was not about protobuf after all."""
         try:
             answer = await self._try(call, proto=False)
@@ -316,7 +328,7 @@ class HttpTransport:
 
     # -- one try -----------------------------------------------------------------------------------------
 
-    async def _try(self, call: Call, *, proto: bool) -> Answer:
+    async def _try(self, call: Call, *, proto: bool) -> HttpResponse:
         """Send once; anything but a usable answer is `_Failed`."""
         op, url = call.op, self.base_url + call.op.path
         probing = await self._rate.turn() if op in SAMPLES else False
@@ -347,7 +359,7 @@ class HttpTransport:
         self._host.answered()
         if op in SAMPLES and answer.status not in PAUSES:
             self._rate.succeeded()
-        if is_answer(op, answer.status):
+        if is_reply(op, answer.status):
             return answer
         attempt = Attempt(
             answer.status, answer.headers, empty_body=not answer.body, took=time.monotonic() - began

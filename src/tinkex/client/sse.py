@@ -1,16 +1,22 @@
-"""Server-sent events, decoded as the bytes come.
+"""Server-sent events: the decoder, and a sample's events read from a streamed response.
 
-Promises: the events of a stream do not depend on where it was cut; each is given as soon as its last byte is
-there, whether lines end in CR, LF or CRLF; nothing is kept but the event that is under way. Follows the HTML
-standard (section 9.2.6), except that `end` gives what an unterminated tail holds instead of dropping it.
-Knows nothing of sockets, nor of what an event means.
+Promises: the events do not depend on how the bytes were cut; each is given as soon as its last byte is there,
+whether lines end in CR, LF or CRLF; only the unfinished event is buffered. Follows the HTML standard (section
+9.2.6), except that `end` returns an unterminated last event instead of dropping it. A sample's stream that
+ends without its last event is a StreamBrokenError. Knows neither sockets nor retries.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from tinkex.errors import InvalidInputError
+from tinkex.client.http1 import HttpStream
+from tinkex.client.http_call import root_cause
+from tinkex.client.http_library import LIBRARY_ERRORS
+from tinkex.errors import APIResponseValidationError, InvalidInputError, Request, Response, StreamBrokenError
+from tinkex.types.sampling import SampleEvent
+from tinkex.wire.event_codec import read_event
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_EVENT = 1 << 28  # bytes; what is longer is no event but a mistake
@@ -97,3 +103,30 @@ class SSEDecoder:
     def _bounded(self, size: int) -> None:
         if size > MAX_EVENT:
             raise InvalidInputError(f"an event of more than {MAX_EVENT} bytes")
+
+
+async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEvent, None]:
+    """The events in the answer of `url`; stop at the last one, or it is said to be missing."""
+    request = Request("POST", url)
+    try:
+        async for sent in _server_sent(streamed):
+            if (event := read_event(sent.event, sent.data)) is not None:
+                yield event
+    except (OSError, *LIBRARY_ERRORS) as cause:
+        raise StreamBrokenError(request, f"{url} broke off: {root_cause(cause)}") from None
+    except InvalidInputError as error:
+        response = Response(streamed.status, streamed.headers, "", request)
+        what = f"POST {url}: an event cannot be read: {error}"
+        raise APIResponseValidationError(response, None, what) from error
+    raise StreamBrokenError(request, f"{url} broke off: it ended without its result")
+
+
+async def _server_sent(streamed: HttpStream) -> AsyncGenerator[ServerSentEvent, None]:
+    if "text/event-stream" not in (kind := streamed.headers.get("content-type", "")):
+        raise InvalidInputError(f"text/event-stream was expected, got {kind or 'nothing'}")
+    decoder = SSEDecoder()
+    async for piece in streamed:
+        for event in decoder.feed(piece):
+            yield event
+    if (tail := decoder.end()) is not None:
+        yield tail
