@@ -249,7 +249,7 @@ async def test_a_body_that_ends_with_its_connection() -> None:
 
 
 async def test_pieces_are_given_as_they_come() -> None:
-    """H7: no accumulation."""
+    """No accumulation."""
     go = asyncio.Event()
 
     async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -318,7 +318,7 @@ async def test_silence_is_a_timeout_before_and_after_the_head() -> None:
 
 
 async def test_closing_is_noticed_by_the_server_at_once() -> None:
-    """K5: so that it stops its work."""
+    """So that it stops its work."""
     gone = asyncio.Event()
 
     async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
