@@ -1,4 +1,4 @@
-# Every target does its own set-up: Python 3.11+, pip and make are all that must be there.
+# Every target sets up what it needs: Python 3.11+, pip and make are the only requirements.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,18 +8,21 @@ OFFICIAL := .venv-official
 CLIENT_PIP = $(@D)/bin/pip --disable-pip-version-check --retries 10
 TINKERS := 0.26.0 0.13.1 0.4.1
 COOKBOOK := 0.5.8
+# `make setup TORCH_INDEX=URL` takes torch from that package index, TORCH_INDEX=none from pip's own.
+TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
+FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
+.PHONY: help setup check test test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## create .venv with the project, its extras and the dev tools
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
-	@echo "Setting up $(VENV) with packages from pip's index: minutes the first time, nothing after that."
+	@echo "Setting up $(VENV) with packages from pip's index: minutes the first time, seconds afterwards."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q 'pip==25.3'
-	$(PIP) install -q -c constraints.txt torch==2.13.0
+	$(PIP) install -q -c constraints.txt $(TORCH_OPTIONS) torch==2.13.0
 	$(PIP) install -q -c constraints.txt -e '.[all]' --group dev
 	touch $@
 
@@ -30,6 +33,9 @@ check: setup     ## ruff, pyright, import-linter, and gates of our own
 	$(BIN)/pyright -p pyright-engine.json
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.gates
+
+test-fast: setup ## what to run before every commit: under a minute on two cores
+	$(BIN)/python -m pytest -n 2 -m '$(FAST)' $(ARGS)
 
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -55,7 +61,7 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 
 .venv-cookbook/.ready: tests/compat/cookbook/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(CLIENT_PIP) install -q -c $< torch==2.13.0
+	$(CLIENT_PIP) install -q -c $< $(TORCH_OPTIONS) torch==2.13.0
 	$(CLIENT_PIP) install -q -c $< tinker==0.36.0 'tinker-cookbook[tutorials]==$(COOKBOOK)' inspect-ai \
 	    pytest-asyncio
 	touch $@
@@ -71,13 +77,13 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 .venv-cookbook-tinkex/.ready: tests/compat/cookbook/constraints.txt pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -v '^tinker==' $< > $(@D)/packages.txt
-	$(CLIENT_PIP) install -q --no-deps -r $(@D)/packages.txt
+	$(CLIENT_PIP) install -q --no-deps $(TORCH_OPTIONS) -r $(@D)/packages.txt
 	$(CLIENT_PIP) install -q -c $< -e '.[engine]'
 	touch $@
 
 .venv-tinker-%/.ready: tests/compat/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(CLIENT_PIP) install -q -c $< tinker==$* torch==2.13.0
+	$(CLIENT_PIP) install -q -c $< $(TORCH_OPTIONS) tinker==$* torch==2.13.0
 	touch $@
 
 .venv-openai/.ready: tests/compat/constraints.txt
@@ -100,7 +106,7 @@ bench-line: setup $(OFFICIAL)/.ready  ## the official client on `tinkex serve` b
 
 $(OFFICIAL)/.ready: bench/official-constraints.txt
 	test -x $(OFFICIAL)/bin/python || $(PYTHON) -m venv $(OFFICIAL)
-	$(CLIENT_PIP) install -q -c $< tinker==0.36.0 torch==2.13.0
+	$(CLIENT_PIP) install -q -c $< $(TORCH_OPTIONS) tinker==0.36.0 torch==2.13.0
 	touch $@
 
 proto: .venv-proto/.ready  ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
