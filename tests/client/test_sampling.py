@@ -319,7 +319,7 @@ def test_the_batch_poller_forgets_what_failed_or_was_cancelled(stub: Stub, servi
     for _ in range(20):
         with pytest.raises(RequestFailedError):
             sampler.sample(PROMPT, 1, PARAMS).result(20)
-    poller: Any = sampler._batch
+    poller: Any = sampler._sender._batch
     eventually(lambda: not poller._waiting and len(poller._early) + len(poller._retrieved) < 5)
 
 

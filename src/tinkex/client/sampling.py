@@ -1,57 +1,48 @@
-"""SamplingClient: draws from a base model or a published adapter, thousands of requests at a time.
+"""SamplingClient: samples from a base model or a published adapter, thousands of requests at a time.
 
-Promises: requests are independent of each other and fail alone; a result that the server forgot is asked
-for anew; a cancelled request is cancelled on the server too; copies travel to other processes. Knows nothing
-of how a call travels.
+Promises: the official names, parameters and defaults; bad input is refused at the call; a sampler can be
+pickled, or described by a handle, and used in other processes. A pickle or handle holds the source of the
+credential, never the credential. sample_sender.py sends the requests.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import base64
+import json
 import logging
-import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import replace
+import weakref
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from tinkex.client import loop as background
-from tinkex.client import sampler_copies, samples, tokenizer_files
-from tinkex.client.calls import checks_timeouts
-from tinkex.client.future import APIFuture, owned, start
-from tinkex.client.limits import FairLimiter
-from tinkex.client.poller import BatchPoller, retrieve
-from tinkex.client.progress import Progress
+from tinkex.client import tokenizer_files
+from tinkex.client.future import APIFuture, Within, check_timeout, owned, start
 from tinkex.client.queue_state import QueueStats
-from tinkex.client.retry import RetryConfig, RetryPolicy, check_wishes
-from tinkex.client.server_connection import ServerConnection, check_headers
+from tinkex.client.retry import RetryConfig, check_wishes
+from tinkex.client.sample_sender import SampleSender, check_request
+from tinkex.client.server_connection import check_headers, connect, may_travel
 from tinkex.client.session import Session
-from tinkex.client.streaming import Feed, SampleStream, draw, unsupported
+from tinkex.client.streaming import SampleStream, TokenBuffer
 from tinkex.client.telemetry import Telemetry
-from tinkex.client.transport import CallContext
-from tinkex.errors import APIStatusError, ClientClosedError, ExpiredError, InvalidInputError, TinkerError
+from tinkex.config import Timeouts
+from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.types.data import ModelInput
-from tinkex.types.futures import CancelFutureRequest
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     GetSamplerRequest,
     GetSamplerResponse,
-    JoinSamplingSessionRequest,
-    SampleEvent,
     SampleRequest,
 )
 from tinkex.types.tensor import TensorData
 from tinkex.wire import ops
 
 log = logging.getLogger("tinkex")
-CLONE_STRIDE = 1_000_000_000  # seq ids of one copy of a sampler
 
 
-@checks_timeouts
 class SamplingClient:
-    """A sampler. Made by `create_sampling_client` and `save_weights_and_get_sampling_client`.
+    """A sampler, created by `create_sampling_client` or `save_weights_and_get_sampling_client`.
 
     >>> prompt = ModelInput.from_ints(tokens)                                   # doctest: +SKIP
     >>> future = sampler.sample(prompt, 4, SamplingParams(max_tokens=64))
@@ -76,17 +67,8 @@ class SamplingClient:
         self.model_path = model_path
         self.retry_config = retry_config or RetryConfig()
         self._record_stability_info = record_stability_info
-        self._clone = clone
-        self._ready: asyncio.Task[None] | None = None
-        self._seq = itertools.count()
-        self._first_seq = 0  # of a copy: where its own numbers begin, known once it is ready
-        self._gate = FairLimiter(1)  # sized when the server's settings are known
-        self._batch: BatchPoller | None = None
         self._watch = session.watch(f"sampler {sampling_session_id}", self.on_queue_state_change)
-        self._context = CallContext(
-            owner=sampling_session_id, retry=retry_config, observer=self._watch.submitting
-        )
-        self._progress = Progress(sampling_session_id)
+        self._sender = SampleSender(session, sampling_session_id, retry_config, self._watch, clone=clone)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
@@ -102,16 +84,20 @@ class SamplingClient:
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """`num_samples` continuations of `prompt`."""
+        """Draw `num_samples` continuations of `prompt`.
+
+        >>> response = sampler.sample(prompt, 1, SamplingParams(max_tokens=64, temperature=0.7)).result()
+        >>> response.sequences[0].tokens                                        # doctest: +SKIP
+        """
         request = SampleRequest(
-            prompt, sampling_params, num_samples, self._sampling_session_id, next(self._seq),
+            prompt, sampling_params, num_samples, self._sampling_session_id, self._sender.next_seq(),
             prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs, target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k, prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )  # fmt: skip
         self._check(request)
-        return start(lambda: self._sample(request), "sample")
+        return start(lambda: self._sender.send(request), "sample")
 
     async def sample_async(
         self,
@@ -127,6 +113,8 @@ class SamplingClient:
         *,
         timeout: float | None = None,
     ) -> SampleResponse:
+        """Like `sample`, awaited; cancelling the task that awaits it cancels the sample."""
+        check_timeout(timeout)
         future = self.sample(
             prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
             topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
@@ -147,12 +135,15 @@ class SamplingClient:
         prompt_logprobs_last_n: int | None = None,
         timeout: float | None = None,
     ) -> SampleStream:
-        """The same as `sample`, token by token: iterate it with `for` or `async for`.
+        """Like `sample`, token by token: iterate over the stream with `for` or `async for`.
 
-        `timeout` limits the wait for each next piece; running out of it cancels nothing. Not every server
-        has streams: one that does not raises StreamingUnsupportedError.
+        `timeout` limits the wait for each next piece; a timeout cancels nothing. A server without streams
+        raises StreamingUnsupportedError.
+
+        `for new in sampler.sample_stream(prompt, SamplingParams(max_tokens=64)): print(new.tokens)`
         """
-        # Without a seq id: what breaks off is cancelled by the server, and must not be found again.
+        check_timeout(timeout)
+        # No seq id: the server cancels a stream that breaks off, and must not find it again on a resend.
         request = SampleRequest(
             prompt, sampling_params, num_samples, self._sampling_session_id,
             prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs,
@@ -161,137 +152,63 @@ class SamplingClient:
             record_stability_info=self._record_stability_info,
         )  # fmt: skip
         self._check(request)
-        feed = Feed()
-        return SampleStream(feed, start(lambda: self._stream(request, feed), "sample_stream"), timeout)
-
-    async def _stream(self, request: SampleRequest, feed: Feed) -> SampleResponse:
-        transport = self._connection.transport
-
-        def observe(state: str, reason: str | None) -> None:
-            self._progress.made()
-            self._watch(state, reason)
-
-        def opening() -> AsyncGenerator[SampleEvent, None]:
-            return transport.stream(request, self._context)
-
-        def drawing() -> Awaitable[SampleResponse]:
-            again = self.retry_config.enable_retry_logic and not self._connection.config.sample_no_retries
-            wishes = replace(self.retry_config, enable_retry_logic=again)
-            policy = transport.policy.tuned(wishes)
-            return draw(opening, feed, policy, wishes, observe)
-
-        with self._connection.reporting(ops.STREAM_SAMPLE.name):
-            try:
-                response = await self._admitted(drawing)
-            except APIStatusError as error:
-                raise unsupported(error, request) from None
-        return samples.checked(response, request)
+        buffer = TokenBuffer()
+        done = start(lambda: self._sender.stream(request, buffer), "sample_stream")
+        return SampleStream(buffer, done, timeout)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
-        """log p(token | what is before it) for each token of `prompt`; None for the first."""
+        """Compute the logprob of each token of `prompt` given those before it; None for the first.
+
+        >>> sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()    # doctest: +SKIP
+        """
         request = SampleRequest(
-            prompt, SamplingParams(max_tokens=1), 1, self._sampling_session_id, next(self._seq),
+            prompt, SamplingParams(max_tokens=1), 1, self._sampling_session_id, self._sender.next_seq(),
             prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )  # fmt: skip
         self._check(request)
 
         async def score() -> list[float | None]:
-            return samples.prompt_logprobs(await self._sample(request))
+            logprobs = (await self._sender.send(request)).prompt_logprobs
+            if logprobs is None:
+                raise TinkerError("the server did not return the prompt's logprobs")
+            return logprobs
 
         return start(score, "compute_logprobs")
 
     async def compute_logprobs_async(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None, *, timeout: float | None = None
     ) -> list[float | None]:
+        """Like `compute_logprobs`, awaited; cancelling the task that awaits it cancels the request."""
+        check_timeout(timeout)
         return await owned(self.compute_logprobs(prompt, prompt_logprobs_last_n), timeout)
 
     def _check(self, request: SampleRequest) -> None:
         self._connection.check_open()
-        samples.check_request(request)
-
-    def _sample(self, request: SampleRequest) -> Coroutine[Any, Any, SampleResponse]:
-        return self._admitted(lambda: self._sample_patiently(request))
-
-    async def _admitted(self, sample: Callable[[], Awaitable[SampleResponse]]) -> SampleResponse:
-        """Sample within this client's limits, and give up if nothing moves any more."""
-        await self._open()
-        with self._progress:
-            async with self._gate.permit():
-                return await sample()
-
-    async def _sample_patiently(self, request: SampleRequest) -> SampleResponse:
-        if self._first_seq:
-            request = replace(request, seq_id=self._first_seq + (request.seq_id or 0))
-        for tries in itertools.count(1):
-            try:
-                return await self._sample_once(request)
-            except ClientClosedError:
-                raise
-            except (ExpiredError, *self.retry_config.retryable_exceptions):
-                # Expired: the server no longer has the result (it restarted, say); ask for a new one.
-                if not self.retry_config.enable_retry_logic or self._connection.config.sample_no_retries:
-                    raise
-            await asyncio.sleep(RetryPolicy().tuned(self.retry_config).backoff(tries))
-            request = replace(request, seq_id=self._first_seq + next(self._seq))
-        raise AssertionError("unreachable")
-
-    async def _sample_once(self, request: SampleRequest) -> SampleResponse:
-        promise = await self._connection.call(ops.SAMPLE, request, self._context)
-        try:
-            if self._batch is not None:
-                response = await self._batch.retrieve(ops.SAMPLE, promise.request_id, self._watch)
-            else:
-                response = await retrieve(
-                    self._connection, ops.SAMPLE, promise.request_id, observe=self._watch,
-                    owner=self._sampling_session_id,
-                )  # fmt: skip
-        except asyncio.CancelledError:
-            background.spawn(_cancel(self._connection, promise.request_id))
-            raise
-        return samples.checked(response, request, promise.sample_sequence_ids)
-
-    async def _open(self) -> None:
-        """Learn the server's settings and this copy's number, before the first sample."""
-        if self._ready is None or (self._ready.done() and self._ready.exception() is not None):
-            self._ready = asyncio.get_running_loop().create_task(self._get_ready())
-        if not self._ready.done():
-            await asyncio.shield(self._ready)
-
-    async def _get_ready(self) -> None:
-        await self._session.open()
-        config = self._connection.config
-        clone_id = 0
-        if self._clone and config.sample_join_sampling_session:
-            request = JoinSamplingSessionRequest(sampling_session_id=self._sampling_session_id)
-            clone_id = (await self._connection.call(ops.JOIN_SAMPLING_SESSION, request)).client_counter
-        elif self._clone:
-            clone_id = random.SystemRandom().randint(1, CLONE_STRIDE - 1)
-        self._first_seq = clone_id * CLONE_STRIDE
-        self._gate.resize(self.retry_config.max_connections or config.sample_max_concurrent_requests)
-        if config.sample_use_retrieve_futures:
-            self._batch = BatchPoller(self._connection, self._sampling_session_id, clone_id)
-        if self.retry_config.enable_stuck_detection and config.sample_enable_stuck_detection:
-            self._progress.watch(self.retry_config.progress_timeout)
+        check_request(request)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
-        """Called when the server pauses or resumes this sampler; override it to be told."""
+        """Called when the server pauses or resumes this sampler; override it in a subclass."""
 
     @property
     def queue_stats(self) -> QueueStats:
-        """How often this sampler was paused, why, and for how long."""
+        """How often the server paused this sampler, why, and for how long."""
         return self._watch.stats()
 
-    # -- what this sampler is ----------------------------------------------------------------------------
+    # -- about the sampler -------------------------------------------------------------------------------
 
     def get_base_model(self, *, timeout: float | None = None) -> str:
-        """The name of the base model under what it samples from."""
-        return self._info().result(timeout).base_model
+        """Return the name of the base model.
+
+        >>> sampler.get_base_model()                                            # doctest: +SKIP
+        """
+        return Within(timeout).result(self._info()).base_model
 
     async def get_base_model_async(self, *, timeout: float | None = None) -> str:
-        return (await self._info().result_async(timeout)).base_model
+        """Like `get_base_model`, awaited."""
+        return (await Within(timeout).result_async(self._info())).base_model
 
     def _info(self) -> APIFuture[GetSamplerResponse]:
         return self._connection.submit(
@@ -299,20 +216,22 @@ class SamplingClient:
         )
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Any:
-        """The base model's tokenizer (a transformers one), cached."""
-        return start(self._tokenizer, "tokenizer").result(timeout)
+        """Load the base model's tokenizer, a transformers one; it is cached.
 
-    # No coroutine function: programs that wrap all of those expect the official ones alone.
+        `sampler.get_tokenizer().decode(tokens)`
+        """
+        return Within(timeout).result(start(self._tokenizer, "tokenizer"))
+
+    # Not a coroutine function: programs that patch every coroutine function expect only the official ones.
     def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
-        return start(self._tokenizer, "tokenizer").result_async(timeout)
+        """Like `get_tokenizer`, awaited."""
+        return Within(timeout).result_async(start(self._tokenizer, "tokenizer"))
 
     async def _tokenizer(self) -> Any:
-        request = GetSamplerRequest(sampler_id=self._sampling_session_id)
-        model = (await self._connection.call(ops.GET_SAMPLER, request)).base_model
-        return await tokenizer_files.load(self._connection, model)
+        return await tokenizer_files.load(self._connection, (await self._info()).base_model)
 
     def get_telemetry(self) -> Telemetry | None:
-        """What tells the server of failures; None unless that was asked for."""
+        """Return what reports failures to the server; None unless telemetry is on."""
         return self._connection.telemetry
 
     def __repr__(self) -> str:
@@ -320,23 +239,20 @@ class SamplingClient:
 
     # -- copies in other processes -----------------------------------------------------------------------
 
-    def _state(self, timeout: float | None = None) -> dict[str, Any]:
-        """All that another process needs to make a copy of this sampler."""
-        return {
-            **sampler_copies.way_of(self._connection, self),
-            "session_id": start(self._session.open).result(timeout),
-            "sampling_session_id": self._sampling_session_id,
-            "record_stability_info": self._record_stability_info,
-            "base_model": self.base_model,
-            "model_path": self.model_path,
-        }
-
     def __reduce__(self):
-        return _from_state, (self._state(), self.retry_config)
+        return _from_state, (self._state(None), self.retry_config)
 
     def get_sampler_handle(self, *, timeout: float | None = None) -> str:
-        """A string from which another process can make this sampler; it holds no credential."""
-        return sampler_copies.to_handle(self._state(timeout), self.retry_config)
+        """Return a string from which another process can create this sampler; it holds no credential.
+
+        >>> handle = sampler.get_sampler_handle()                               # doctest: +SKIP
+        >>> copy = SamplingClient.from_sampler_handle(handle)
+        """
+        check_timeout(timeout)
+        # Exception classes stay here: the other process may not have them.
+        config = asdict(replace(self.retry_config, retryable_exceptions=()))
+        state = {**self._state(timeout), "retry_config": config}
+        return base64.urlsafe_b64encode(json.dumps(state).encode()).decode()
 
     @staticmethod
     def from_sampler_handle(
@@ -345,16 +261,67 @@ class SamplingClient:
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
     ) -> SamplingClient:
-        """The sampler that `get_sampler_handle` described, with headers besides those that came along."""
+        """Create the sampler that a handle describes; the headers are sent besides the handle's own."""
         more = check_headers(default_headers_overrides)
         try:
-            state, config = sampler_copies.from_handle(handle)
+            state: dict[str, Any] = json.loads(base64.urlsafe_b64decode(handle))
+            config: dict[str, Any] = {**state.pop("retry_config"), "retryable_exceptions": ()}
             state["headers"] = {**state.get("headers", {}), **more}
-            return _from_state(state, config, api_key=api_key)
+            return _from_state(state, RetryConfig(**config), api_key=api_key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, TinkerError):
                 raise
             raise InvalidInputError("not a sampler handle; make one with get_sampler_handle()") from None
+
+    def _state(self, timeout: float | None) -> dict[str, Any]:
+        """What another process needs to create this sampler; headers that may be credentials are left out."""
+        connection = self._connection
+        if not connection.base_url:
+            raise TypeError(
+                "this sampler runs inside this process and cannot be sent to another one; start a server "
+                "with `tinkex serve` to share it"
+            )
+        if left := [name for name, value in connection.headers.items() if not may_travel(name, value)]:
+            log.warning(
+                "%r travels without the header %s, which may hold a credential: "
+                "SamplingClient.from_sampler_handle(…, default_headers_overrides=…) takes it there",
+                self, ", ".join(left),
+            )  # fmt: skip
+        return {
+            "base_url": connection.base_url,
+            "headers": {name: value for name, value in connection.headers.items() if name not in left},
+            "timeouts": asdict(connection.timeouts),
+            "credential": connection.credential_source,
+            "session_id": start(self._session.open).result(timeout),
+            "sampling_session_id": self._sampling_session_id,
+            "record_stability_info": self._record_stability_info,
+            "base_model": self.base_model,
+            "model_path": self.model_path,
+        }
+
+
+_joined: weakref.WeakValueDictionary[tuple[Any, ...], Session] = weakref.WeakValueDictionary()
+
+
+def _from_state(
+    state: dict[str, Any], retry_config: RetryConfig, *, api_key: str | None = None
+) -> SamplingClient:
+    """Create a sampler from `SamplingClient._state`. Equal connections share a session and its heartbeat."""
+    headers, timeouts = state.get("headers", {}), Timeouts(**state.get("timeouts", {}))
+    source = None if api_key else state["credential"]
+    connection = connect(state["base_url"], api_key, source=source, headers=headers, timeouts=timeouts)
+    key = (
+        state["base_url"], state["session_id"], connection.credential_source, api_key or "",
+        tuple(sorted(headers.items())), timeouts,
+    )  # fmt: skip
+    session = _joined.get(key)
+    if session is None or session.connection.closed:
+        session = _joined[key] = Session(connection, session_id=state["session_id"])
+    return SamplingClient(
+        session, state["sampling_session_id"], clone=True, retry_config=retry_config,
+        record_stability_info=state["record_stability_info"],
+        base_model=state.get("base_model"), model_path=state.get("model_path"),
+    )  # fmt: skip
 
 
 def open_sampler(
@@ -388,21 +355,3 @@ def open_sampler(
         )  # fmt: skip
 
     return start(create, "create_sampling_session")
-
-
-def _from_state(
-    state: dict[str, Any], retry_config: RetryConfig, *, api_key: str | None = None
-) -> SamplingClient:
-    return SamplingClient(
-        sampler_copies.joined_session(state, api_key), state["sampling_session_id"], clone=True,
-        retry_config=retry_config, record_stability_info=state["record_stability_info"],
-        base_model=state.get("base_model"), model_path=state.get("model_path"),
-    )  # fmt: skip
-
-
-async def _cancel(connection: ServerConnection, request_id: str) -> None:
-    """Tell the server that nobody waits any more; it may not care."""
-    try:
-        await connection.transport.call(ops.CANCEL_FUTURE, CancelFutureRequest(request_id=request_id))
-    except TinkerError as error:
-        log.debug("sample %s could not be cancelled on the server: %s", request_id, error)

@@ -1,22 +1,17 @@
-"""SampleStream: the tokens of a sample as they are drawn, and the whole response at the end.
+"""SampleStream: the tokens of a sample as the server draws them, and the whole response at the end.
 
-Promises: one object for `for` and `async for`, from any thread and event loop; leaving it (close, the end of
-its `with` block, its last reference gone) frees what it held on the server at once; a stream that breaks off
-is begun anew only if nothing of it had come, and otherwise raises an error that has what came. Tokens wait
-here until they are asked for: never more than the response itself. Knows nothing of HTTP.
+Promises: one object for `for` and `async for`, from any thread and event loop; closing it (by `close`, the
+end of its `with` block, or garbage collection) cancels the sample on the server at once. A stream that breaks
+off after its first token raises an error that holds the received tokens. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import itertools
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,28 +19,20 @@ import numpy as np
 
 from tinkex.client import loop as background
 from tinkex.client.future import APIFuture, completed
-from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy
 from tinkex.errors import (
-    APIStatusError,
-    ClientClosedError,
-    ExpiredError,
-    RequestFailedError,
-    StreamBrokenError,
-    StreamingUnsupportedError,
     TinkerError,
 )
-from tinkex.types.futures import Pending, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
-from tinkex.types.sampling import SampleEvent, SampleRequest
+from tinkex.types.sampling import SampleEvent
 
 Opening = Callable[[], AsyncGenerator[SampleEvent, None]]
 
 
-class Feed:
-    """Tokens on their way from the background loop to whoever iterates."""
+class TokenBuffer:
+    """A thread-safe queue of tokens between the background loop and the iterating thread or event loop."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a stream may be collected, and its feed ended, within any of these
+        self._lock = threading.RLock()  # reentrant: a garbage collection inside may end the buffer
         self._ready: deque[NewTokens] = deque()
         self._waiting: deque[APIFuture[NewTokens | None]] = deque()
         self._over = False
@@ -62,13 +49,13 @@ class Feed:
         self._serve()
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Mark the end: later takes return None."""
         with self._lock:
             self._over = True
         self._serve()
 
     def take(self) -> APIFuture[NewTokens | None]:
-        """The next tokens; None if there will be none."""
+        """A future of the next tokens; of None at the end."""
         background.check_fork()
         with self._lock:
             if self._ready and not self._waiting:
@@ -79,14 +66,14 @@ class Feed:
         return future
 
     def give_back(self, taken: APIFuture[NewTokens | None]) -> None:
-        """Whoever took it does not wait any longer: what it got, or would have got, is the next one's."""
+        """Undo a take whose wait was interrupted: its tokens go to the next take."""
         if not taken.cancel() and not taken.exception() and (new := taken.result()) is not None:
             with self._lock:
                 self._ready.appendleft(new)
             self._serve()
 
     def _serve(self) -> None:
-        """Bring those who wait and what is there together; futures are resolved outside the lock."""
+        """Resolve waiting takes with the tokens that are ready, outside the lock."""
         while True:
             with self._lock:
                 if not self._waiting or not (self._ready or self._over):
@@ -100,7 +87,7 @@ class Feed:
                         self._ready.appendleft(new)
 
     def received(self) -> list[NewTokens]:
-        """What has come of each sequence that has begun, in one piece."""
+        """The tokens received so far, concatenated for each sequence."""
         with self._lock:
             parts = list(self._all)
         return [
@@ -114,7 +101,7 @@ class Feed:
 
 
 class SampleStream:
-    """A sample under way: iterate it for its tokens, and ask it for the `result`.
+    """A sample in progress: iterate over its tokens, and call `result` for the response.
 
     >>> with sampler.sample_stream(prompt, SamplingParams(max_tokens=64)) as stream:    # doctest: +SKIP
     ...     for new in stream:
@@ -122,9 +109,11 @@ class SampleStream:
     ...     response = stream.result()
     """
 
-    def __init__(self, feed: Feed, done: APIFuture[SampleResponse], timeout: float | None = None) -> None:
-        self._feed, self._done, self._timeout = feed, done, timeout
-        done.when_done(lambda _: feed.end())
+    def __init__(
+        self, buffer: TokenBuffer, done: APIFuture[SampleResponse], timeout: float | None = None
+    ) -> None:
+        self._buffer, self._done, self._timeout = buffer, done, timeout
+        done.when_done(lambda _: buffer.end())
         finalizer = weakref.finalize(self, _leave, done)
         finalizer.atexit = False
 
@@ -134,11 +123,11 @@ class SampleStream:
         return self
 
     def __next__(self) -> NewTokens:
-        taken = self._feed.take()
+        taken = self._buffer.take()
         try:
             new = taken.result(self._timeout)
         except BaseException:
-            self._feed.give_back(taken)
+            self._buffer.give_back(taken)
             raise
         if new is None:
             self._raise_if_failed()
@@ -149,11 +138,11 @@ class SampleStream:
         return self
 
     async def __anext__(self) -> NewTokens:
-        taken = self._feed.take()
+        taken = self._buffer.take()
         try:
             new = await taken.result_async(self._timeout)
         except BaseException:
-            self._feed.give_back(taken)
+            self._buffer.give_back(taken)
             raise
         if new is None:
             self._raise_if_failed()
@@ -166,25 +155,27 @@ class SampleStream:
 
     @property
     def received(self) -> list[NewTokens]:
-        """What has come so far: for each sequence that has begun, its tokens in one piece."""
-        return self._feed.received()
+        """The tokens received so far, concatenated for each sequence."""
+        return self._buffer.received()
 
-    # -- the whole ---------------------------------------------------------------------------------------
+    # -- the response ------------------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> SampleResponse:
-        """The whole response, as `sample()` gives it; need not be iterated to come."""
+        """The whole response, as `sample()` returns it; the stream need not be iterated."""
         return self._done.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> SampleResponse:
+        """Like `result`, awaited."""
         return await self._done.result_async(timeout)
 
-    # -- the end -----------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop sampling, if it goes on; what came already can still be iterated."""
+        """Cancel the sample if it is still running; received tokens can still be iterated."""
         _leave(self._done)
 
     async def aclose(self) -> None:
+        """Like `close`, for `contextlib.aclosing`."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -207,62 +198,4 @@ def _leave(done: APIFuture[SampleResponse]) -> None:
         background.check_fork()
         done.cancel()
     except (TinkerError, RuntimeError):
-        pass  # a forked child, or an interpreter on its way out
-
-
-# -- on the background loop ------------------------------------------------------------------------------
-
-
-async def draw(
-    opening: Opening, feed: Feed, policy: RetryPolicy, config: RetryConfig, observe: Callable[..., None]
-) -> SampleResponse:
-    """Sample, handing tokens to `feed` as they come; again, by the one policy, while none have come."""
-    started = time.monotonic()
-    for tries in itertools.count(1):
-        try:
-            return await _draw_once(opening, feed, observe)
-        except ClientClosedError:
-            raise
-        except StreamBrokenError as error:
-            error.received = feed.received()
-            attempt = Attempt(cause=error, reached=True)
-            delay = policy.decide(attempt, tries, time.monotonic() - started)
-            if feed.begun or delay is None:
-                raise
-        except (ExpiredError, *config.retryable_exceptions):
-            if feed.begun or not config.enable_retry_logic:
-                raise
-            delay = policy.backoff(tries)
-        await asyncio.sleep(delay)
-    raise AssertionError("unreachable")
-
-
-async def _draw_once(opening: Opening, feed: Feed, observe: Callable[..., None]) -> SampleResponse:
-    async with aclosing(opening()) as events:
-        async for event in events:
-            if isinstance(event, NewTokens):
-                observe("active", None)
-                feed.put(event)
-            elif isinstance(event, Pending):
-                observe(event.queue_state, event.queue_state_reason)
-            elif isinstance(event, RequestFailedResponse):
-                error = RequestFailedError(
-                    f"sample failed ({event.category}): {event.error}", "", event.category
-                )
-                error.received = feed.received()
-                raise error
-            else:
-                return event
-    raise StreamBrokenError(message="the stream ended without its result")
-
-
-def unsupported(error: APIStatusError, request: SampleRequest) -> APIStatusError:
-    """The error, or another if it says that this server has no streams at all."""
-    about_the_sampler = (request.sampling_session_id or "") in error.message
-    if error.status_code not in (404, 405) or about_the_sampler:
-        return error
-    return StreamingUnsupportedError(
-        f"this server offers no streams of samples: use sample() instead ({error.message})",
-        error.response,
-        error.body,
-    )
+        pass  # in a forked child, or while the interpreter exits
