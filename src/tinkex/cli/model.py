@@ -22,7 +22,7 @@ from tinkex.cli.place import connected, is_local, where
 from tinkex.config import Settings
 
 if TYPE_CHECKING:
-    from tinkex.models.shelf import Kept
+    from tinkex.models import LocalModel
     from tinkex.types.config import SupportedModel
 
 
@@ -67,9 +67,9 @@ def list_models(substring: str) -> None:
 
 def _show_here(count: str, found: list[SupportedModel]) -> None:
     """All of these can be trained and sampled; what differs is what is on disk."""
-    from tinkex.models import DEFAULT, here
+    from tinkex.models import DEFAULT, listed
 
-    disk = {kept.name: kept for kept in here(_shelf())}
+    disk = {kept.name: kept for kept in listed(_shelf())}
     rows = [{**model.model_dump(), **_kept(disk.get(model.model_name or ""))} for model in found]
     if wants_json():
         show_json({"models": rows})
@@ -89,9 +89,9 @@ def list_local() -> None:
 
     The same as `tinkex model list` where no server is in use.
     """
-    from tinkex.models import CATALOGUE, here
+    from tinkex.models import CATALOGUE, listed
 
-    disk = here(_shelf())
+    disk = listed(_shelf())
     rows = [{"name": kept.name, **_kept(kept)} for kept in disk]
     for entry in CATALOGUE.values():
         if entry.name not in {kept.name for kept in disk}:
@@ -106,7 +106,7 @@ def list_local() -> None:
 _DISK = (Column("Weights"), Column("Size", right=True), Column("Place"))
 
 
-def _kept(kept: Kept | None) -> dict[str, Any]:
+def _kept(kept: LocalModel | None) -> dict[str, Any]:
     """What is said of a model's files, in JSON."""
     if kept is None:
         return {"weights": None, "bytes": None, "path": None}
@@ -136,13 +136,13 @@ def pull(name: str | None) -> None:
 @click.argument("name")
 def path(name: str) -> None:
     """Print where the model called NAME is on this machine; fails if it is not."""
-    from tinkex.models import can_be_named, find
+    from tinkex.models import find, is_fetchable
 
     place = find(name, _shelf())
     if place is None:
         way = (
             f"`tinkex model pull {name}` fetches it"
-            if can_be_named(name)
+            if is_fetchable(name)
             else "see `tinkex model list-local`"
         )
         raise click.ClickException(f"{name!r} is not on this machine; {way}")

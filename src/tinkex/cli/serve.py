@@ -15,7 +15,7 @@ import click
 from tinkex.cli.numbers import Finite, Whole
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError, TinkerError
-from tinkex.models import DEFAULT, can_be_named
+from tinkex.models import DEFAULT, is_fetchable
 
 _LEVELS = ("debug", "info", "warning", "error")
 MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engine]'"
@@ -138,7 +138,7 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     path = Path(place).expanduser()
     if path.exists() or any_place:
         return name, str(path.resolve()) if path.exists() else place
-    if not can_be_named(place):
+    if not is_fetchable(place):
         raise InvalidInputError(
             f"--model {spec!r}: there is no directory or file {place}, and no model of that name to fetch"
         )

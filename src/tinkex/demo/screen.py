@@ -17,7 +17,7 @@ import click
 
 from tinkex.charts import sparkline, terminal_chart, write_png
 from tinkex.errors import TinkerError
-from tinkex.models.shelf import weights_of
+from tinkex.models.local_files import weights_of
 
 WIDTH = 80
 

