@@ -82,7 +82,6 @@ def test_a_program_sees_its_own_arguments_and_neighbours(tmp_path: Path, module:
     [
         ("import tinker.lib.internal_client_holder", "has no 'tinker.lib.internal_client_holder'"),
         ("from tinker.types.tensor_date import TensorData", "has no 'tinker.types.tensor_date'"),
-        ("import tinker; tinker.Timeout", "use ServiceClient(timeouts=tinkex.Timeouts(…))"),
         ("import tinker; tinker.SamplingParms", "no counterpart of tinker.SamplingParms"),
         ("from tinker import nothing", "cannot import name 'nothing'"),
     ],

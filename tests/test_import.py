@@ -14,8 +14,7 @@ import pytest
 import tinkex
 from tinkex import types
 
-# What the official package exports at its top, 0.36.0 but for Timeout,
-# RequestOptions, APIResponse and AsyncAPIResponse, which belong to the HTTP library of its generated client.
+# What the official package, 0.36.0, lists in its `__all__`.
 OFFICIAL = """
     TrainingClient ServiceClient SamplingClient RestClient AdminClient APIFuture auth AdamOptimizerConfig
     AdamParams DimuonOptimizerConfig DimuonParams OptimParams Checkpoint CheckpointType Datum DmelChunk
@@ -25,7 +24,7 @@ OFFICIAL = """
     TinkerError APIError APIStatusError APITimeoutError APIConnectionError APIResponseValidationError
     RequestFailedError BadRequestError AuthenticationError BillingError PermissionDeniedError NotFoundError
     ConflictError UnprocessableEntityError RateLimitError InternalServerError ExperimentalWarning types
-    LossHandle PerDatumLossFn __version__ __title__
+    LossHandle PerDatumLossFn RequestOptions Timeout __version__ __title__
 """
 OFFICIAL_TYPES = """
     AccessibleSearchOwner ActiveSessionStatusQuery AdamOptimizerConfig AdamParams AuditLogEntry

@@ -22,7 +22,6 @@ from tests.server.conftest import Running
 from tests.service.harness import MODEL, config, datum
 from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient, tracing
 from tinkex.client import loop as background
-from tinkex.client import service as client_module
 from tinkex.client.queue_state import QueueWatch
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
@@ -68,7 +67,7 @@ def service(
     else:
         local = Service(settings, FakeEngine)
         transport = LocalTransport(local)
-        monkeypatch.setattr(client_module, "embedded", lambda settings: ServerConnection(transport, settings))
+        monkeypatch.setattr("tinkex.local.connection", lambda settings: ServerConnection(transport, settings))
         client = ServiceClient()
         yield client
         client.close().result(10)

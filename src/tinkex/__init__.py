@@ -14,7 +14,7 @@ from tinkex._version import __version__
 __title__ = "tinkex"
 
 _CLIENT = {
-    "ServiceClient": "tinkex.client.service",
+    "ServiceClient": "tinkex.embedded",
     "TrainingClient": "tinkex.client.training",
     "SamplingClient": "tinkex.client.sampling",
     "RestClient": "tinkex.client.rest",
@@ -23,8 +23,10 @@ _CLIENT = {
     "LossHandle": "tinkex.client.custom_loss",
     "PerDatumLossFn": "tinkex.client.custom_loss",
     "RecoveryPolicy": "tinkex.recovery",
+    "RequestOptions": "tinkex.config",
     "RetryConfig": "tinkex.client.retry",
     "SampleStream": "tinkex.client.streaming",
+    "Timeout": "tinkex.config",
     "Timeouts": "tinkex.config",
     "render_chat": "tinkex.tokenizers",
 }
@@ -51,7 +53,7 @@ _HOME: dict[str, str] = {
     **dict.fromkeys(_TYPES, "tinkex.types"),
     **dict.fromkeys(_ERRORS, "tinkex.errors"),
 }
-_MODULES = ("auth", "autograd", "errors", "recovery", "regularizers", "types")
+_MODULES = ("auth", "errors", "recovery", "regularizers", "types")
 
 # The checker has the names from the imports at the end of this file.
 __all__ = ["__title__", "__version__", *_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -62,18 +64,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"tinkex.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
-    if name == "ServiceClient":
-        # Here, so that no client module knows the engine's side.
-        setattr(module, "embedded", _embedded)  # noqa: B010
-    value = getattr(module, name)
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return value
-
-
-def _embedded(settings: Any) -> Any:
-    """The connection to a service in this process, for a client with neither a key nor a server."""
-    return importlib.import_module("tinkex.local").connection(settings)
 
 
 def __dir__() -> list[str]:
@@ -82,7 +74,6 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from tinkex import auth as auth
-    from tinkex import autograd as autograd
     from tinkex import errors as errors
     from tinkex import recovery as recovery
     from tinkex import regularizers as regularizers
@@ -94,10 +85,12 @@ if TYPE_CHECKING:
     from tinkex.client.rest import RestClient as RestClient
     from tinkex.client.retry import RetryConfig as RetryConfig
     from tinkex.client.sampling import SamplingClient as SamplingClient
-    from tinkex.client.service import ServiceClient as ServiceClient
     from tinkex.client.streaming import SampleStream as SampleStream
     from tinkex.client.training import TrainingClient as TrainingClient
+    from tinkex.config import RequestOptions as RequestOptions
+    from tinkex.config import Timeout as Timeout
     from tinkex.config import Timeouts as Timeouts
+    from tinkex.embedded import ServiceClient as ServiceClient
     from tinkex.errors import *  # noqa: F403
     from tinkex.recovery import RecoveryPolicy as RecoveryPolicy
     from tinkex.tokenizers import render_chat as render_chat

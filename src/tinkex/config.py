@@ -32,8 +32,9 @@ import ipaddress
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypedDict
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import InvalidInputError
@@ -42,6 +43,7 @@ from tinkex.strict import check_seconds, strict
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
 LOCAL = "local"  # as a base URL: models run in this process, whatever keys there are
+UNSET: Any = object()
 
 
 @strict
@@ -59,6 +61,42 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             check_seconds(f"Timeouts.{name}", value)
+
+
+@strict
+class Timeout:
+    """Time limits of one HTTP request in seconds, as the official package exports them; None: no limit.
+
+    No call takes one, here or there: it is for programs that name it. Ours are `Timeouts`.
+
+    >>> Timeout(60, connect=5)
+    Timeout(connect=5, read=60, write=60, pool=60)
+    """
+
+    timeout: InitVar[float | None] = 60.0  # of what is not given by itself
+    connect: float | None = field(default=UNSET, kw_only=True)
+    read: float | None = field(default=UNSET, kw_only=True)
+    write: float | None = field(default=UNSET, kw_only=True)
+    pool: float | None = field(default=UNSET, kw_only=True)
+
+    def __post_init__(self, timeout: float | None) -> None:
+        for name, value in vars(self).copy().items():
+            limit = timeout if value is UNSET else value
+            if limit is not None:
+                check_seconds(f"Timeout.{name}", limit)
+            object.__setattr__(self, name, limit)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of one HTTP request, as the official package exports them; no call takes them."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float | Timeout | None
+    params: Mapping[str, object]
+    extra_json: Mapping[str, object]
+    idempotency_key: str
+    follow_redirects: bool
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Embedded mode: a service and its engine behind the client's transport, inside the user's process.
 
 Promises: the same client, the same service, no HTTP and no codec in between; one service per home directory
-and process, shared by every ServiceClient and started by the first call. Injected into the client by
-`tinkex/__init__`, so that no client module knows the engine's side.
+and process, shared by every ServiceClient and started by the first call. tinkex/embedded.py hands
+it to the client, which imports neither this module nor the service.
 """
 
 from __future__ import annotations

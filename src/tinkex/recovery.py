@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from tinkex.client.rest import RestClient
 from tinkex.client.run_watch import RunWatch
-from tinkex.client.service import ServiceClient
+from tinkex.client.service import RemoteServiceClient
 from tinkex.client.story import Slots, Story, drive, drive_async
 from tinkex.client.training import TrainingClient
 from tinkex.errors import (
@@ -158,7 +158,7 @@ class RecoveryPolicy:
 
     def run(
         self,
-        service: ServiceClient,
+        service: RemoteServiceClient,
         create: Callable[[], TrainingClient],
         train: Callable[[TrainingClient, int], T],
         *,
@@ -172,7 +172,7 @@ class RecoveryPolicy:
 
     async def run_async(
         self,
-        service: ServiceClient,
+        service: RemoteServiceClient,
         create: Callable[[], Awaitable[TrainingClient]],
         train: Callable[[TrainingClient, int], Awaitable[T]],
         *,
@@ -266,7 +266,9 @@ class RecoveryPolicy:
 class _Run:
     """One loop's run, through all its lives."""
 
-    def __init__(self, service: ServiceClient, create: Callable[[], Any], checkpoint: str | None) -> None:
+    def __init__(
+        self, service: RemoteServiceClient, create: Callable[[], Any], checkpoint: str | None
+    ) -> None:
         if checkpoint is not None:
             ParsedCheckpointTinkerPath.from_tinker_path(checkpoint)
         self.service = service

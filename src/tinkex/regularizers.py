@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tinkex import autograd
 from tinkex.client import passes
 from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossChecks, LossHandle, torch_gradients
 from tinkex.errors import InvalidInputError
@@ -400,12 +399,6 @@ def _pairs(name: str, pairs: Pairs | None, count: int, neighbours: bool) -> list
 
 
 # -- terms of one's own ----------------------------------------------------------------------------------
-
-
-def from_numpy(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:
-    """A term from a function `fn(data, logprobs) -> scalar` in numpy; its gradient is tinkex.autograd's."""
-    whole = autograd.loss(lambda data, logprobs: (fn(data, logprobs), None))
-    return Term(name, lambda data, logprobs: whole.value_and_gradients(data, logprobs)[:2])
 
 
 def from_torch(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:

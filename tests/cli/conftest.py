@@ -17,7 +17,6 @@ from tests.service.harness import MODEL, config, datum
 from tinkex import AdamParams, ServiceClient
 from tinkex.cli import main
 from tinkex.client import loop as background
-from tinkex.client import service as client_module
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport
@@ -84,7 +83,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     else:
         service = Service(settings, FakeEngine)
         transport = LocalTransport(service)
-        monkeypatch.setattr(client_module, "embedded", lambda given: ServerConnection(transport, given))
+        monkeypatch.setattr("tinkex.local.connection", lambda given: ServerConnection(transport, given))
         place, client = Place({"TINKEX_HOME": str(tmp_path / "home")}), ServiceClient()
         stop = lambda: _on_loop(service.stop)  # noqa: E731
     train(client, place)

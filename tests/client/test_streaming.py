@@ -41,7 +41,6 @@ from tinkex import (
     Timeouts,
 )
 from tinkex.client import loop as background
-from tinkex.client import service as client_module
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.protocol import EngineConfig
 from tinkex.local import LocalTransport
@@ -81,7 +80,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         else:
             service = Service(config)
             transport = LocalTransport(service)
-            patch.setattr(client_module, "embedded", lambda settings: ServerConnection(transport, settings))
+            patch.setattr("tinkex.local.connection", lambda settings: ServerConnection(transport, settings))
             yield Place(service, ServiceClient)
             asyncio.run_coroutine_threadsafe(service.stop(), background.get_loop()).result(20)
 

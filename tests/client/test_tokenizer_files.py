@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.stub import Stub, status
-from tinkex import TinkerError, TokenizerError
-from tinkex.client.service import ServiceClient
+from tinkex import ServiceClient, TinkerError, TokenizerError
 
 WORDS = {"[UNK]": 0, "hello": 1, "world": 2}
 

@@ -32,7 +32,6 @@ from tinkex import (
     TrainingClient,
     UnprocessableEntityError,
 )
-from tinkex.client import service as client_module
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport
@@ -72,7 +71,7 @@ def connect(
         def local(user: str) -> ServiceClient:
             transport = LocalTransport(service, Caller(user, same_machine=True))
             monkeypatch.setattr(
-                client_module, "embedded", lambda settings: ServerConnection(transport, settings)
+                "tinkex.local.connection", lambda settings: ServerConnection(transport, settings)
             )
             return remember(ServiceClient())
 

@@ -23,7 +23,6 @@ from tinkex import (
     TensorData,
     TrainingClient,
 )
-from tinkex.client import service as client_module
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.protocol import EngineConfig, build_engine
 from tinkex.local import LocalTransport
@@ -53,7 +52,7 @@ def service(
             patch.delenv(name, raising=False)
         if request.param == "embedded":
             inside = Service(config, build_engine)
-            patch.setattr(client_module, "embedded", lambda s: ServerConnection(LocalTransport(inside), s))
+            patch.setattr("tinkex.local.connection", lambda s: ServerConnection(LocalTransport(inside), s))
             client = ServiceClient()
             stop: Callable[[], object] = lambda: on_loop(inside.stop)  # noqa: E731
         else:

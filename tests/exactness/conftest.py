@@ -20,7 +20,6 @@ from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.exactness.reference import Reference
 from tinkex import AdamParams, Datum, ModelInput, SamplingClient, ServiceClient, TensorData, TrainingClient
 from tinkex.client import loop as background
-from tinkex.client import service as client_module
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.protocol import EngineConfig, build_engine
 from tinkex.local import LocalTransport
@@ -47,7 +46,7 @@ class World:
     def user(self, name: str) -> ServiceClient:
         transport = LocalTransport(self.service, Caller(name, same_machine=True))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client_module, "embedded", lambda settings: ServerConnection(transport, settings))
+            patch.setattr("tinkex.local.connection", lambda settings: ServerConnection(transport, settings))
             self.clients.append(ServiceClient(base_url="local"))
         return self.clients[-1]
 

@@ -26,7 +26,6 @@ from tinkex import (
     ServiceClient,
     TensorData,
     TrainingClient,
-    autograd,
 )
 from tinkex import regularizers as reg
 
@@ -124,19 +123,6 @@ def whole_batch(client: ServiceClient, run: TrainingClient, data: list[Datum]) -
     return run.forward_backward_custom(data, preference)
 
 
-@autograd.loss
-def tempered_in_numpy(data: Sequence[Datum], logprobs: list[Any]) -> Any:
-    total: Any = 0.0
-    for datum, x in zip(data, logprobs, strict=True):
-        old, gain = (datum.loss_fn_inputs[key].to_numpy() for key in ("old", "gain"))
-        total += 0.1 * ((x - old) ** 2).sum() - np.log1p(np.exp((x - old).mean())) * gain.sum()
-    return total, {"datums": len(data)}
-
-
-def in_numpy(client: ServiceClient, run: TrainingClient, data: list[Datum]) -> Any:
-    return run.forward_backward_custom(data, tempered_in_numpy)
-
-
 def regularized(client: ServiceClient, run: TrainingClient, data: list[Datum]) -> Any:
     return run.forward_backward_custom(
         data, reg.regularized("cross_entropy", [0.1 * reg.l2(around="ref_logprobs")])
@@ -210,7 +196,6 @@ CASES = {
     "kl_divergence": Case("kl_divergence", teacher, kl),
     "kl_divergence of weighted candidates": Case("kl_divergence", weighted_teacher, kl, width=3),
     "a loss uploaded as a graph": Case("custom", own, formulas.summed(formulas.tempered), send=uploaded),
-    "a loss in numpy": Case("custom", own, formulas.summed(formulas.tempered), send=in_numpy),
     "a loss of the whole batch": Case("custom", referred, formulas.preference, send=whole_batch),
     "a regularized loss": Case("custom", referred, formulas.summed(formulas.pulled), send=regularized),
     "a regularized ppo": Case("custom", rollout(0.4), formulas.summed(formulas.tethered), send=tethered),

@@ -18,7 +18,6 @@ from tests.engine.tiny import tiny_model
 from tests.service.child import MODEL, SocketTransport
 from tests.service.harness import datum
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
-from tinkex.client import service as client_module
 from tinkex.client.server_connection import ServerConnection
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +56,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def loop(socket: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[float]]:
     """Passes and steps sent ahead, saves among them; yields what came of each step."""
     monkeypatch.setattr(
-        client_module, "embedded", lambda settings: ServerConnection(SocketTransport(socket), settings)
+        "tinkex.local.connection", lambda settings: ServerConnection(SocketTransport(socket), settings)
     )
     service = ServiceClient()
     run = service.create_lora_training_client(MODEL, rank=4, seed=5)

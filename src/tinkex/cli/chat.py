@@ -21,7 +21,7 @@ from tinkex.models import DEFAULT
 
 if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
-    from tinkex.client.service import ServiceClient
+    from tinkex.client.service import RemoteServiceClient
     from tinkex.types.params import SamplingParams
 
 # Control characters, but for tab and newline: a model may say what terminals obey.
@@ -69,7 +69,7 @@ def chat(
                 _answer(conversation, line)
 
 
-def _sampler(service: ServiceClient, model: str) -> SamplingClient:
+def _sampler(service: RemoteServiceClient, model: str) -> SamplingClient:
     if model.startswith("tinker://"):
         return service.create_sampling_client(model_path=model)
     return service.create_sampling_client(base_model=model)

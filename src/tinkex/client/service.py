@@ -7,7 +7,7 @@ Promises: made without any traffic; the session opens with the first run or samp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,17 +46,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tinkex")
 
-# Builds a connection to a service in this process; set by `tinkex/__init__`, so that no client module ever
-# imports the engine's side.
-embedded: Callable[[Settings], ServerConnection] | None = None
-
 
 @checks_timeouts
-class ServiceClient:
-    """The way to a Tinker server: the one given, TINKER_BASE_URL's, or the hosted one.
+class RemoteServiceClient:
+    """A ServiceClient that always uses a server: the one given, TINKER_BASE_URL's, or the hosted one.
 
-    >>> with ServiceClient(base_url="http://127.0.0.1:8000") as service:        # doctest: +SKIP
-    ...     run = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)
+    `tinkex.ServiceClient` (tinkex/embedded.py) adds the service in this process.
     """
 
     def __init__(
@@ -88,9 +83,10 @@ class ServiceClient:
         headers = check_headers(default_headers_overrides)
         settings = Settings.read()
         here = base_url == LOCAL or (settings.embedded and not (base_url or api_key))
-        if embedded is not None and here:
-            connection = embedded(replace(settings, base_url=base_url or settings.base_url))
-        else:
+        connection = None
+        if here:
+            connection = self._connect_embedded(replace(settings, base_url=base_url or settings.base_url))
+        if connection is None:
             connection = connect(
                 base_url, api_key, settings=settings, headers=headers, timeouts=timeouts, telemetry=telemetry
             )
@@ -100,6 +96,10 @@ class ServiceClient:
             queue_observer=queue_state_observer,
         )  # fmt: skip
         self._losses: dict[tuple[str, str], LossHandle] = {}  # by session and what they compute
+
+    def _connect_embedded(self, settings: Settings) -> ServerConnection | None:
+        """Connect to a service in this process; None: use a server. Overridden in tinkex/embedded.py."""
+        return None
 
     # -- the server --------------------------------------------------------------------------------------
 

@@ -44,10 +44,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
 # modules of tinker.types that are not called after one of their types
 _TYPE_MODULES = {"billing_usage_request", "current_checkpoint_storage_usage_request", "optimizer", "shared"}
 _SAME = {"AwaitableConcurrentFuture": "APIFuture"}
-_INSTEAD = {
-    "Timeout": "ServiceClient(timeouts=tinkex.Timeouts(…))",
-    "RequestOptions": "timeout= of the call in question",
-}
 
 
 def install() -> None:
@@ -100,8 +96,7 @@ class _Alias(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         except ModuleNotFoundError:
             pass
-        instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"tinkex has no counterpart of {self.__name__}.{name}{instead}")
+        raise AttributeError(f"tinkex has no counterpart of {self.__name__}.{name}")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(n for s in _sources(self.__name__) or () for n in _names(s))})
