@@ -297,10 +297,6 @@ class RemoteServiceClient:
         finally:
             await theirs.close()
 
-    def _session_alive(self) -> APIFuture[bool]:
-        """Whether the server still has this client's session; if not, another is opened (tinkex.recovery)."""
-        return start(self._session.alive, "session_heartbeat")
-
     # -- losses ------------------------------------------------------------------------------------------
 
     def create_custom_loss(
