@@ -27,7 +27,7 @@ def strange_ports() -> None:
     """Free ports come round again: what clients of an earlier test know of one is not for a later test's."""
     if (limits := sys.modules.get("tinkex.client.limits")) is not None:
         limits._hosts.clear()
-        limits._shared.clear()
+        limits._rate_limits.clear()
 
 
 @pytest.fixture(scope="session")

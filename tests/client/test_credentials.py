@@ -15,12 +15,11 @@ import pytest
 
 import tinkex.auth
 from tests.stub import Stub, status
+from tinkex.client.credential_store import CredentialStore, StoredKey
 from tinkex.client.credentials import (
     CommandCredential,
-    CredentialStore,
     JwtCredential,
     KeyCredential,
-    StoredKey,
     check_key,
     decode_claims,
     resolve,

@@ -99,7 +99,7 @@ def test_one_sample_does_not_wait_for_another_samplers_thousands(stub: Stub, ser
     greedy = service.create_sampling_client(base_model="stub/base", timeout=20)
     modest = service.create_sampling_client(base_model="stub/base", timeout=20)
     transport: Any = service._connection.transport
-    limiter = transport._gates[Pool.SAMPLE]
+    limiter = transport._permits[Pool.SAMPLE]
     stub.script("asample", *[delay(0.02)] * 3000)
     many = [greedy.sample(PROMPT, 1, PARAMS) for _ in range(3000)]
     stub.wait_for("asample", 50)
@@ -119,7 +119,7 @@ def test_polls_are_shared_too(stub: Stub, service: ServiceClient) -> None:
     greedy = service.create_sampling_client(base_model="stub/base", timeout=20)
     modest = service.create_sampling_client(base_model="stub/base", timeout=20)
     transport: Any = service._connection.transport
-    polls = transport._gates[Pool.RETRIEVE]
+    polls = transport._permits[Pool.RETRIEVE]
     stub.hold("asample")
     many = [greedy.sample(PROMPT, 1, PARAMS) for _ in range(polls.capacity * 3)]
     eventually(lambda: polls.used == polls.capacity and len(polls) > polls.capacity, timeout=20)

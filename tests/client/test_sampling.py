@@ -267,7 +267,7 @@ def test_samples_that_wait_to_be_sent_can_be_cancelled_and_leave_no_gap(stub: St
         future.cancel()
     for future in futures[1::2]:
         assert future.result(10).sequences[0].tokens == [1, 2, 3, 4]
-    limiter = sampler._connection.transport._gates[Pool.SAMPLE]
+    limiter = sampler._connection.transport._permits[Pool.SAMPLE]
     eventually(lambda: limiter.used == 0 and len(limiter) == 0)
 
 

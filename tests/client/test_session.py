@@ -139,7 +139,7 @@ def test_nothing_in_the_process_remembers_a_client_that_is_gone(stub: Stub) -> N
 
     def remembered() -> list[str]:
         leased = [lease.connection.base_url for lease in session._leases]
-        kept = map(str, [*limits._shared, *limits._hosts, *leased])
+        kept = map(str, [*limits._rate_limits, *limits._hosts, *leased])
         return [each for each in kept if stub.url in each]
 
     for ends in (close, lambda service: None):

@@ -1,15 +1,13 @@
-"""One call, as HTTP says it: its headers, the bytes of its request, and what the bytes of its answer mean.
+"""One operation as HTTP: its headers, the encoding of its request, the decoding of its response, its errors.
 
-Promises: bodies that take long to build or to read are built and read off the event loop, and of those that
-are not so quick either it handles one at a time, with a look at everything else in between; an answer that
-cannot be read is an APIResponseValidationError. Decides nothing: when and how often a call is sent is
-transport.py's, on which socket http_pools.py's.
+Promises: large bodies are encoded and decoded in a worker thread; medium ones on the event loop, one at a
+time, with other work in between; a response that cannot be decoded is an APIResponseValidationError. Decides
+nothing: transport and retries are http_transport.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,10 +31,10 @@ from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
 from tinkex.wire.ops import Pool
 
-# From where on encoding or decoding leaves the loop, as it may take more than a millisecond. Arrays are not
-# copied into or out of protobuf: there it is their number that counts.
-BIG_BODY = 128 * 1024  # bytes of JSON
-BIG_PROTO = 1024 * 1024  # bytes of an answer
+# Above these sizes a body takes more than about a millisecond, and leaves the event loop.
+# Protobuf bodies hold views of arrays instead of copies: its cost is in the number of datums.
+BIG_JSON = 128 * 1024  # bytes
+BIG_PROTO = 1024 * 1024  # bytes of a response
 MANY_DATUMS = 128  # of a pass
 
 SAMPLES = (ops.SAMPLE, ops.STREAM_SAMPLE)
@@ -44,7 +42,7 @@ SAMPLES = (ops.SAMPLE, ops.STREAM_SAMPLE)
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call: what the caller said of it (see `CallContext`), and how it has gone so far."""
+    """One call, and the state of its attempts."""
 
     op: AnyOp
     request: Any
@@ -53,10 +51,15 @@ class Call:
     idempotency_key: str
     owner: str
     tries: int = 0  # that failed
-    started: float | None = None  # since when its time is running, by time.monotonic()
-    error: APIError | None = None  # of the last try
-    token: str = field(default="", repr=False)  # what the last try was authorised with
+    started: float | None = None  # when its retry budget began, by time.monotonic()
+    error: APIError | None = None  # of the last attempt
+    token: str = field(default="", repr=False)  # the credential of the last attempt
     renewed: bool = False  # was it refused for its token, and sent again with another?
+
+
+def owner_of(request: Any) -> str:
+    """The sampler or run that a request belongs to, for fair limits; "" if it belongs to none."""
+    return getattr(request, "sampling_session_id", None) or getattr(request, "model_id", None) or ""
 
 
 def headers_of(call: Call, encoded: codec.Encoded, given: dict[str, str]) -> dict[str, str]:
@@ -79,7 +82,7 @@ def headers_of(call: Call, encoded: codec.Encoded, given: dict[str, str]) -> dic
 
 
 class Pace:
-    """Big bodies that are handled on the event loop: one each time it has looked at everything else."""
+    """Lets the event loop run everything else between two bodies that it handles itself."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -90,10 +93,10 @@ class Pace:
 
 
 async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: Pace) -> codec.Encoded:
-    """A request's path, query, headers and body, to be written at once. `proto`, `compress`: for passes."""
+    """A request's path, query, headers and body. `proto` and `compress` concern forward_backward only."""
     compress = compress and op is ops.FORWARD_BACKWARD
     write = partial(codec.encode_request, op, request, proto=proto, compress=compress)
-    if codec.request_size(request, BIG_BODY) < BIG_BODY:
+    if codec.request_size(request, BIG_JSON) < BIG_JSON:
         return write()
     views = proto and not compress and isinstance(request, ForwardBackwardRequest)
     if views and len(request.forward_backward_input.data) <= MANY_DATUMS:
@@ -104,37 +107,32 @@ async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: 
     return encoded
 
 
-async def decode(call: Call, answer: HttpResponse, base_url: str, pace: Pace) -> Any:
-    """What the server said: an operation's reply, or the result that was awaited."""
+async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) -> Any:
+    """An operation's reply, or the result that was awaited."""
+    status, headers, body = response.status, response.headers, response.body
     if (awaiting := call.context.awaiting) is not None:
-        read = partial(codec.decode_result, awaiting, answer.status, answer.headers, answer.body)
+        read = partial(codec.decode_result, awaiting, status, headers, body)
     else:
-        read = partial(codec.decode_reply, call.op, answer.status, answer.headers, answer.body)
-    big = BIG_PROTO if codec.PROTO in answer.headers.get("content-type", "") else BIG_BODY
+        read = partial(codec.decode_reply, call.op, status, headers, body)
     try:
-        if len(answer.body) >= big:
+        if len(body) < BIG_JSON:
+            return read()
+        if len(body) >= BIG_PROTO or codec.PROTO not in headers.get("content-type", ""):
             return await off_loop(read)
-        if len(answer.body) >= BIG_BODY:
-            await pace.turn()
+        await pace.turn()
         return read()
     except InvalidInputError as error:
         url = base_url + call.op.path
-        response = Response(answer.status, answer.headers, "", Request(call.op.method, url))
-        raise APIResponseValidationError(
-            response, answer.body[:4096], f"{call.op.method} {url}: the answer cannot be read: {error}"
-        ) from error
+        message = f"{call.op.method} {url}: the answer cannot be read: {error}"
+        refused = Response(status, headers, "", Request(call.op.method, url))
+        raise APIResponseValidationError(refused, body[:4096], message) from error
 
 
-def owner_of(request: Any) -> str:
-    """Whose request it is, for sharing limits: a sampler's, a run's, or nobody's in particular."""
-    return getattr(request, "sampling_session_id", None) or getattr(request, "model_id", None) or ""
-
-
-# -- errors ---------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------
 
 
 def connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
-    """No answer came."""
+    """No response came."""
     request = Request(op.method, url)
     if isinstance(cause, TimeoutError) and not isinstance(cause, ConnectionError):
         return APITimeoutError(request, f"no answer from {op.method} {url} in time")
@@ -147,16 +145,17 @@ def root_cause(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def answer_error(op: AnyOp, url: str, status: int, headers: Mapping[str, str], body: bytes) -> APIError:
-    """An answer came that is a refusal."""
+def response_error(op: AnyOp, url: str, response: HttpResponse) -> APIError:
+    """The server refused the call."""
+    status, headers, body = response.status, response.headers, response.body
     text, parsed = codec.decode_error(status, headers, body)
-    said = body[:4096].decode(errors="replace")
-    response = Response(status, dict(headers.items()), said, Request(op.method, url))
-    return status_error(f"{status} from {op.method} {url}: {text}", response, parsed)
+    shown = body[:4096].decode(errors="replace")
+    answer = Response(status, dict(headers.items()), shown, Request(op.method, url))
+    return status_error(f"{status} from {op.method} {url}: {text}", answer, parsed)
 
 
 def with_history(error: APIError, tries: int, elapsed: float, state: str = "") -> APIError:
-    """The error, saying how often and how long it was tried, and what is known of the host."""
+    """The error, with how often and how long it was tried, and the state of the host's circuit."""
     tried = f"{tries} attempts in {elapsed:.1f} s" if tries > 1 else ""
     if history := "; ".join(filter(None, (tried, state))):
         error.message = f"{error.message} ({history})"

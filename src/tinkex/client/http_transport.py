@@ -1,8 +1,9 @@
 """`HttpTransport`: calls to a Tinker server over HTTP.
 
-Promises: one call, one answer or one typed error; retries by the one policy (retry.py); so many calls under
-way for each kind of traffic, which runs and samplers share fairly. What a call looks like as HTTP is
-http_call.py's, and how bytes travel http_pools.py's. Knows nothing of sessions, runs or futures.
+Promises: one reply or one typed error for each call; retries by the one policy (retry.py); limits on the
+requests in flight for each kind of traffic, shared fairly between runs and samplers. A call waits in one
+place, `_attempt`, before it is sent. Encoding is in http_call.py, sockets are in http_pools.py. Knows nothing
+of sessions, runs or futures.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tinkex.client.http_call import (
     SAMPLES,
     Call,
     Pace,
-    answer_error,
     connection_error,
     decode,
     encode,
     headers_of,
     owner_of,
+    response_error,
     root_cause,
     with_history,
 )
@@ -56,22 +57,23 @@ from tinkex.wire.ops import Pool
 
 log = logging.getLogger("tinkex")
 
-LOST_NOTICE = 10.0  # seconds of silence from a server that did answer, before it is said
-PROBE_TIMEOUT = 10.0  # seconds for one look at whether a host is back
-JSON_ONLY = (400, 415, 422, 500)  # how servers that only speak JSON refuse a protobuf body
-IMPATIENT = (504, 524)  # proxies that do not wait for a poll as long as the server holds it
+LOST_NOTICE = 10.0  # seconds without a response from a server that did respond, before a warning
+PROBE_TIMEOUT = 10.0  # seconds for one probe of an unreachable host
+JSON_ONLY = (400, 415, 422, 500)  # how servers without protobuf refuse a protobuf body
+PROXY_TIMEOUTS = (504, 524)  # from proxies that give up a long poll before the server does
 PAUSES = {402: "paused_billing", 429: "paused_rate_limit"}  # statuses that mean "later", as queue states
+_UNLIMITED = nullcontext()
 
 
-class _Failed(Exception):
-    """One try that failed: what the policy needs to know, and the error it would be."""
+class _FailedAttemptError(Exception):
+    """One attempt that failed: what the policy needs to know, and the error it would be."""
 
     def __init__(self, attempt: Attempt, error: APIError) -> None:
         self.attempt, self.error = attempt, error
 
 
 def _body_limits(config: ClientConfigResponse) -> dict[str, int]:
-    """Bytes of requests on their way to the server at a time, for the operations that have big ones."""
+    """Bytes of request bodies in flight, for the operations that have large ones."""
     return {
         ops.SAMPLE.name: config.sample_dispatch_bytes_semaphore_size,
         ops.FORWARD_BACKWARD.name: config.fwdbwd_dispatch_bytes_semaphore_size,
@@ -79,7 +81,7 @@ def _body_limits(config: ClientConfigResponse) -> dict[str, int]:
 
 
 class HttpTransport:
-    """A Tinker server over HTTP."""
+    """A Tinker server over HTTP. `direct`: no proxy stands before it. Implements `Transport`."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class HttpTransport:
         credential_cmd: str | None = None,
     ) -> None:
         self.base_url = base_url
-        self.credential: Credential = credential
+        self.credential = self._exchange_credential = credential
         self.timeouts = timeouts or Timeouts()
         self.policy = RetryPolicy(
             connect_budget=self.timeouts.unreachable, lost_budget=self.timeouts.lost, enabled=retries
@@ -101,12 +103,13 @@ class HttpTransport:
         self._credential_cmd = credential_cmd
         https = base_url.startswith("https")
         caps = capacities(https)
-        # Without TLS or a proxy in between, a request costs a third.
         plain = not https and (direct or is_loopback(base_url))
         self._pools = HttpPools(base_url, self.timeouts, caps, plain=plain)
-        self._gates = {pool: FairLimiter(cap) for pool, cap in caps.items()}
-        self._bodies = {op: FairLimiter(size) for op, size in _body_limits(ClientConfigResponse()).items()}
-        self._bodies[ops.STREAM_SAMPLE.name] = self._bodies[ops.SAMPLE.name]
+        self._permits = {pool: FairLimiter(cap) for pool, cap in caps.items()}
+        self._body_bytes = {
+            op: FairLimiter(size) for op, size in _body_limits(ClientConfigResponse()).items()
+        }
+        self._body_bytes[ops.STREAM_SAMPLE.name] = self._body_bytes[ops.SAMPLE.name]
         self._rate = shared_rate_limit(base_url, credential.identity)
         self._host = shared_host(base_url)
         self._pace = Pace()
@@ -114,16 +117,15 @@ class HttpTransport:
         process = uuid.uuid4().hex  # a counter behind one uuid is cheaper than a uuid for each request
         self._ids = (f"{process}-{n}" for n in itertools.count())
         self._compress = False
-        self._no_retries = False  # of samples: the server wants none
-        self._reached = False
-        self._heard = 0.0  # when the server last answered anything, by time.monotonic()
+        self._no_retries = False  # of samples: the server's settings forbid them
+        self._reached = False  # has the server ever responded?
+        self._last_response = 0.0  # by time.monotonic(), below 500
         self._silent_since: float | None = None
         self._speaks_proto: bool | None = None  # None: not known yet
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._in_flight: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def open(self) -> ClientConfigResponse:
-        """Fetch the server's settings and apply those that say how to talk to it."""
         config = ClientConfigResponse()
         try:
             config = await self.call(ops.GET_CLIENT_CONFIG, ClientConfigRequest(sdk_version=__version__))
@@ -131,34 +133,33 @@ class HttpTransport:
             pass  # an older or other server: the defaults describe it
         self._compress = config.proto_compress_fwdbwd
         self._no_retries = config.sample_no_retries
-        self.policy = self.policy.with_billing(config.billing_exception_max_pause_duration_sec)
+        self.policy = replace(self.policy, billing_budget=config.billing_exception_max_pause_duration_sec)
         for op, size in _body_limits(config).items():
-            self._bodies[op].resize(size)
-        if config.pjwt_auth_enabled and not isinstance(self.credential, JwtCredential):
-            inner, command = self.credential, self._credential_cmd
-            preferred = config.credential_default_source == "credential_cmd"
-            if preferred and command and inner.source != "argument":
-                inner = CommandCredential(command)
-            self.credential = JwtCredential(inner, self.call)
+            self._body_bytes[op].resize(size)
+        if config.pjwt_auth_enabled and self.credential is self._exchange_credential:
+            by_command = config.credential_default_source == "credential_cmd"
+            if by_command and self._credential_cmd and self.credential.source != "argument":
+                self._exchange_credential = CommandCredential(self._credential_cmd)
+            self.credential = JwtCredential(self._exchange_credential, self.call)
         return config
 
     async def aclose(self) -> None:
-        """End every call under way with ClientClosedError, and let go of the connections."""
+        """End every call in flight with ClientClosedError, and close the connections."""
         self._closed = True
-        for task in self._under_way:
+        for task in self._in_flight:
             task.cancel()
         await self._pools.aclose()
 
     # -- calls and streams -------------------------------------------------------------------------------
 
     async def call(self, op: AnyOp, request: Any, context: CallContext = NO_CONTEXT) -> Any:
-        pool = Pool.SAMPLE if context.ready else op.pool  # a result that is there needs no long poll
-        # One key for one logical operation: however often it is sent, it is done once.
+        pool = Pool.SAMPLE if context.ready else op.pool  # fetching a result that is there is no long poll
+        # One idempotency key for all attempts: the server executes the operation once.
         key = "" if op.method == "GET" else next(self._ids)
-        owner = context.owner or owner_of(request) or key  # what is nobody's takes a turn of its own
+        owner = context.owner or owner_of(request) or key
         call = Call(op, request, context, pool, key, owner)
         with self._until_closed(), tracing.span(f"transport {op.name}", kind="client", within=True):
-            return await decode(call, await self._answered(call), self.base_url, self._pace)
+            return await decode(call, await self._respond(call), self.base_url, self._pace)
 
     async def stream(
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
@@ -166,25 +167,25 @@ class HttpTransport:
         op = ops.STREAM_SAMPLE
         call = Call(op, request, context, op.pool, next(self._ids), context.owner or owner_of(request))
         with self._until_closed():
-            async with self._gates[op.pool].permit(owner=call.owner):
+            async with self._permits[op.pool].permit(owner=call.owner):
                 with tracing.span(f"transport {op.name}", kind="client", within=True):
-                    streamed = (await self._answered(call)).stream
-                assert streamed is not None, "what is no stream is no answer to stream_sample"
+                    response = (await self._respond(call)).stream
+                assert response is not None, "stream_sample replies with a stream"
                 try:
-                    async with aclosing(read_events(streamed, self.base_url + op.path)) as events:
+                    async with aclosing(read_events(response, self.base_url + op.path)) as events:
                         async for event in events:
                             yield event
                 finally:
-                    await streamed.aclose()
+                    await response.aclose()
 
     @contextmanager
     def _until_closed(self) -> Generator[None]:
-        """A call, or a stream: ended by `aclose`, with the error that says so."""
+        """Register the current task, so that `aclose` can end it with the error that says so."""
         if self._closed:
             raise ClientClosedError(CLOSED)
         task = asyncio.current_task()
         assert task is not None
-        self._under_way.add(task)
+        self._in_flight.add(task)
         try:
             yield
         except asyncio.CancelledError:
@@ -192,20 +193,18 @@ class HttpTransport:
                 raise ClientClosedError(CLOSED) from None
             raise
         finally:
-            self._under_way.discard(task)
+            self._in_flight.discard(task)
 
-    # -- until there is an answer ------------------------------------------------------------------------
+    # -- attempts, until there is a response -------------------------------------------------------------
 
-    async def _answered(self, call: Call) -> HttpResponse:
-        """Send until there is an answer, by the one policy."""
+    async def _respond(self, call: Call) -> HttpResponse:
+        """Send until there is a response, by the one policy."""
         while True:
-            if self._host.breaker.is_open:
-                await self._host_back(call)
             try:
-                answer = await self._try(call, proto=self._speaks_proto is not False)
+                response = await self._attempt(call, proto=self._speaks_proto is not False)
                 break
-            except _Failed as failed:
-                if _is_gone(call, failed.attempt):
+            except _FailedAttemptError as failed:
+                if _is_deleted(call, failed.attempt):
                     return HttpResponse(204, {}, b"")
                 attempt, call.error = failed.attempt, failed.error
                 if attempt.status == 401 and self._may_renew(call):
@@ -219,16 +218,81 @@ class HttpTransport:
             self._speaks_proto = True
         if call.context.observer is not None:
             call.context.observer("active", None)
-        return answer
+        return response
+
+    async def _attempt(self, call: Call, *, proto: bool) -> HttpResponse:
+        """Wait until the call may be sent, and send it once; all but a reply is a `_FailedAttemptError`.
+
+        In this order it waits for the host (if its circuit is open), the rate limit, the credential, the
+        bytes of its body and a permit. The credential comes before the permit: fetching a token is a call
+        too, and must not wait for calls that wait for it.
+        """
+        if self._host.breaker.is_open:
+            await self._wait_for_host(call)
+        op, url = call.op, self.base_url + call.op.path
+        probing = await self._rate.turn() if op in SAMPLES else False
+        began = time.monotonic()
+        try:
+            call.token = await self._api_key(call)
+            async with self._room_for_body(call), self._permit(call):
+                # Encoded only now: of thousands that wait, none holds its body in memory.
+                encoded = await encode(
+                    op, call.request, proto=proto, compress=self._compress, pace=self._pace
+                )
+                url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
+                headers = headers_of(call, encoded, self._headers)
+                began = time.monotonic()
+                response = await self._pools.send(op, call.pool, url, headers, encoded.content)
+        except (OSError, *LIBRARY_ERRORS) as cause:
+            if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
+                self._host.failed(cause)  # a slow host is reachable
+            attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
+            raise _FailedAttemptError(attempt, connection_error(op, url, cause)) from None
+        finally:
+            if probing:
+                self._rate.finish_probe()
+        self._note_response(op, response.status)
+        if is_reply(op, response.status):
+            return response
+        attempt = Attempt(
+            response.status, response.headers, empty_body=not response.body, took=time.monotonic() - began
+        )
+        raise _FailedAttemptError(attempt, response_error(op, url, response))
+
+    def _note_response(self, op: AnyOp, status: int) -> None:
+        self._reached, self._silent_since = True, None
+        if status < 500:  # else it may be a proxy's
+            self._last_response = time.monotonic()
+        self._host.answered()
+        if op in SAMPLES and status not in PAUSES:
+            self._rate.succeeded()
+
+    async def _api_key(self, call: Call) -> str:
+        is_exchange = call.op is ops.GET_AUTH_TOKEN  # a JWT is asked for with the key itself
+        credential = self._exchange_credential if is_exchange else self.credential
+        return credential.current() or await credential.token()
+
+    def _room_for_body(self, call: Call) -> AbstractAsyncContextManager[object]:
+        if (limiter := self._body_bytes.get(call.op.name)) is None:
+            return _UNLIMITED
+        return limiter.permit(codec.request_size(call.request), call.owner)
+
+    def _permit(self, call: Call) -> AbstractAsyncContextManager[object]:
+        """A permit of the call's kind of traffic; `stream` holds its own until it ends."""
+        if call.op is ops.STREAM_SAMPLE:
+            return _UNLIMITED
+        return self._permits[call.pool].permit(owner=call.owner)
+
+    # -- after a failed attempt --------------------------------------------------------------------------
 
     async def _pause(self, call: Call, failed: Attempt, error: APIError) -> None:
-        """Wait until the next try is due; raise `error` if there shall be none."""
+        """Wait until the next attempt is due; raise `error` if there shall be none."""
         op, now = call.op, time.monotonic()
-        if self._is_held(call, failed):
+        if self._was_long_poll(call, failed):
             call.tries, call.started = 0, now
         call.tries += 1
         if call.started is None:
-            call.started = now - failed.took  # waiting for a turn to send is not held against the server
+            call.started = now - failed.took  # the wait for a permit does not count against the server
         elapsed = now - call.started
         patient = op.pool in (Pool.SAMPLE, Pool.STREAM)
         delay = self._policy(call).decide(failed, call.tries, elapsed, patient=patient)
@@ -237,11 +301,11 @@ class HttpTransport:
         if delay is None or not op.retry:
             raise with_history(error, call.tries, elapsed)
         if not failed.status:
-            self._say_if_lost(failed.cause)
+            self._warn_if_lost(failed.cause)
         if op in SAMPLES and failed.status in PAUSES:
             self._rate.pause(delay)
             if failed.status == 429:
-                call.started = now + delay  # queueing is no failure: what comes after it has its whole time
+                call.started = now + delay  # queueing is no failure: the retry budget begins after it
         elif failed.status or not self._host.breaker.is_open:
             await asyncio.sleep(delay)
 
@@ -249,24 +313,46 @@ class HttpTransport:
         policy = self.policy if call.context.retry is None else self.policy.tuned(call.context.retry)
         return replace(policy, enabled=False) if self._no_retries and call.op in SAMPLES else policy
 
-    def _is_held(self, call: Call, failed: Attempt) -> bool:
-        """Did we, or a proxy, not wait for a poll as long as a server that answers everything else holds it?
+    def _was_long_poll(self, call: Call, failed: Attempt) -> bool:
+        """Did a long poll outlast our timeout or a proxy's, while the server responds to other calls?
 
-        Some hold one for many minutes. It is a "not yet" then, and no sign that anything is wrong.
+        Some servers hold a poll for many minutes. It is a "not yet" then, and no failure.
         """
-        timed_out = isinstance(failed.cause, TimeoutError) or failed.status in IMPATIENT
-        return call.op is ops.RETRIEVE_FUTURE and timed_out and self._heard > time.monotonic() - failed.took
+        timed_out = isinstance(failed.cause, TimeoutError) or failed.status in PROXY_TIMEOUTS
+        is_alive = self._last_response > time.monotonic() - failed.took
+        return call.op is ops.RETRIEVE_FUTURE and timed_out and is_alive
 
     def _may_renew(self, call: Call) -> bool:
-        """Can it have been the token's fault, so that another is worth a try? Once for each call."""
-        if call.renewed or call.op is ops.GET_AUTH_TOKEN or not isinstance(self.credential, JwtCredential):
+        """Is another token worth an attempt? Once for each call."""
+        if call.renewed or call.op is ops.GET_AUTH_TOKEN or not self.credential.refused(call.token):
             return False
         call.renewed = True
-        self.credential.refused(call.token)
         return True
 
-    async def _host_back(self, call: Call) -> None:
-        """Wait, with everybody else, until the host can be reached; raise once this call's time is up."""
+    def _may_want_json(self, call: Call, failed: Attempt) -> bool:
+        """Was the first protobuf body refused as by a server that only speaks JSON?
+
+        What may pass (a 500, a proxy's 400) must have come twice.
+        """
+        if self._speaks_proto is not None or call.op is not ops.FORWARD_BACKWARD:
+            return False
+        tries = 1 if retryable(failed.status, failed.empty_body) else 0
+        return failed.status in JSON_ONLY and call.tries == tries
+
+    async def _in_json(self, call: Call) -> HttpResponse | None:
+        """The response to the same request in JSON; None if it was not about protobuf after all."""
+        try:
+            response = await self._attempt(call, proto=False)
+        except _FailedAttemptError:
+            return None
+        self._speaks_proto = False
+        log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
+        return response
+
+    # -- a host that cannot be reached -------------------------------------------------------------------
+
+    async def _wait_for_host(self, call: Call) -> None:
+        """Wait, with all other callers, until the host can be reached; raise when this call's time is up."""
         if call.started is None:
             call.started = time.monotonic()
         breaker, policy = self._host.breaker, self._policy(call)
@@ -279,41 +365,20 @@ class HttpTransport:
         raise with_history(error, call.tries, time.monotonic() - call.started, breaker.state())
 
     async def _probe(self) -> None:
-        """Does the host answer, whatever it says? OSError if not."""
+        """Does the host respond, whatever it says? OSError if not."""
         if self._closed:
             raise ClientClosedError(CLOSED)
         url = self.base_url + ops.GET_HEALTH.path
         try:
             async with asyncio.timeout(min(PROBE_TIMEOUT, self.timeouts.request)):
-                http = self._pools.client(Pool.SESSION, url)
-                await http.execute("GET", url, dict(self._headers), None)
+                await self._pools.client(Pool.SESSION, url).execute("GET", url, dict(self._headers), None)
         except LIBRARY_ERRORS as cause:
             raise ConnectionError(root_cause(cause)) from cause
         except OSError:
-            self._say_if_lost(self._host.breaker.cause)
+            self._warn_if_lost(self._host.breaker.cause)
             raise
 
-    def _may_want_json(self, call: Call, failed: Attempt) -> bool:
-        """Was a first protobuf body refused as by a server that only speaks JSON?
-
-        What may pass (a 500, a proxy's 400) must have come twice.
-        """
-        if self._speaks_proto is not None or call.op is not ops.FORWARD_BACKWARD:
-            return False
-        tries = 1 if retryable(failed.status, failed.empty_body) else 0
-        return failed.status in JSON_ONLY and call.tries == tries
-
-    async def _in_json(self, call: Call) -> HttpResponse | None:
-        """The answer to the same request in JSON; None if it was not about protobuf after all."""
-        try:
-            answer = await self._try(call, proto=False)
-        except _Failed:
-            return None
-        self._speaks_proto = False
-        log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
-        return answer
-
-    def _say_if_lost(self, cause: BaseException | None) -> None:
+    def _warn_if_lost(self, cause: BaseException | None) -> None:
         if not self._reached:
             return
         now = time.monotonic()
@@ -326,67 +391,7 @@ class HttpTransport:
                 self.base_url, cause, self.policy.lost_budget,
             )  # fmt: skip
 
-    # -- one try -----------------------------------------------------------------------------------------
 
-    async def _try(self, call: Call, *, proto: bool) -> HttpResponse:
-        """Send once; anything but a usable answer is `_Failed`."""
-        op, url = call.op, self.base_url + call.op.path
-        probing = await self._rate.turn() if op in SAMPLES else False
-        began = time.monotonic()
-        try:
-            # Before the turn: fetching a token is a call too, and must not wait for those that wait for it.
-            call.token = await self._api_key(call)
-            async with self._room(call), self._turn(call):
-                # Encoded only now: thousands may wait for their turn, and none shall hold its body meanwhile.
-                encoded = await encode(
-                    op, call.request, proto=proto, compress=self._compress, pace=self._pace
-                )
-                url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
-                headers = headers_of(call, encoded, self._headers)
-                began = time.monotonic()
-                answer = await self._pools.send(op, call.pool, url, headers, encoded.content)
-        except (OSError, *LIBRARY_ERRORS) as cause:
-            if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
-                self._host.failed(cause)  # who is merely slow is there
-            attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
-            raise _Failed(attempt, connection_error(op, url, cause)) from None
-        finally:
-            if probing:
-                self._rate.finish_probe()
-        self._reached, self._silent_since = True, None
-        if answer.status < 500:  # else it may be a proxy's
-            self._heard = time.monotonic()
-        self._host.answered()
-        if op in SAMPLES and answer.status not in PAUSES:
-            self._rate.succeeded()
-        if is_reply(op, answer.status):
-            return answer
-        attempt = Attempt(
-            answer.status, answer.headers, empty_body=not answer.body, took=time.monotonic() - began
-        )
-        raise _Failed(attempt, answer_error(op, url, answer.status, answer.headers, answer.body))
-
-    async def _api_key(self, call: Call) -> str:
-        credential = self.credential
-        if call.op is ops.GET_AUTH_TOKEN and isinstance(credential, JwtCredential):
-            credential = credential.inner  # a JWT is asked for with the key itself
-        if api_key := credential.current():
-            return api_key
-        return await credential.token()
-
-    def _room(self, call: Call) -> AbstractAsyncContextManager[object]:
-        """Room for a request's body among those being sent; one larger than all of it goes alone."""
-        if (gate := self._bodies.get(call.op.name)) is None:
-            return nullcontext()
-        return gate.permit(codec.request_size(call.request), call.owner)
-
-    def _turn(self, call: Call) -> AbstractAsyncContextManager[object]:
-        """A place among the calls of one kind; `stream` holds one of its own for as long as it lasts."""
-        if call.op is ops.STREAM_SAMPLE:
-            return nullcontext()
-        return self._gates[call.pool].permit(owner=call.owner)
-
-
-def _is_gone(call: Call, failed: Attempt) -> bool:
-    """Was it deleted by an earlier try, whose answer got lost?"""
+def _is_deleted(call: Call, failed: Attempt) -> bool:
+    """Did an earlier attempt, whose response was lost, delete it already?"""
     return failed.status == 404 and call.op.method == "DELETE" and isinstance(call.error, APIConnectionError)

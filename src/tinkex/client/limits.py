@@ -1,8 +1,8 @@
-"""How much may be under way at once: gates, and what all clients of a process know of a server together.
+"""Limits that requests wait for: fair permits, and the state that all clients of one server share.
 
-Promises: O(1) for every acquire and release however many wait; owners take turns, and those of one owner are
-first come first served; a waiter that is cancelled gives its place up. Lives on the background loop; knows
-nothing of what is being limited.
+Promises: every acquire and release is O(1); owners (runs, samplers) take turns, and the requests of one owner
+are first in, first out; a cancelled waiter gives up its place. Runs on the background loop. Knows nothing of
+what is limited.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tinkex.errors import ClientClosedError
 
 
 class FairLimiter:
-    """At most `capacity` units at a time; one request larger than all of it may pass alone.
+    """A semaphore of `capacity` units with one queue per owner, served round-robin.
 
-    Owners take turns: whoever asks for one thing does not wait for all that another has asked for before.
+    A request for more units than there are is admitted alone.
 
     >>> limiter = FairLimiter(2)  # async with limiter.permit(1, owner="a run"): …
     """
@@ -47,7 +47,7 @@ class FairLimiter:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(units)  # it had just been let in
+                self.release(units)  # it was admitted in the same iteration of the loop
             raise
 
     def release(self, units: int = 1) -> None:
@@ -60,16 +60,16 @@ class FairLimiter:
 
     def _admit(self) -> None:
         while self._waiting:
-            owner, lane = next(iter(self._waiting.items()))
-            units, turn = lane[0]
+            owner, queue = next(iter(self._waiting.items()))
+            units, turn = queue[0]
             if not turn.done() and not self._fits(units):
                 return
-            lane.popleft()
-            if not lane:
+            queue.popleft()
+            if not queue:
                 del self._waiting[owner]
             elif not turn.done():
                 self._waiting.move_to_end(owner)
-            if not turn.done():  # else it was cancelled while waiting
+            if not turn.done():  # else it was cancelled
                 self.used += units
                 turn.set_result(None)
 
@@ -79,7 +79,7 @@ class FairLimiter:
 
 
 class Permit:
-    """Units of a limiter, held from the beginning of an `async with` block to its end."""
+    """Units of a limiter for the length of an `async with` block."""
 
     __slots__ = ("_limiter", "_owner", "_units")
 
@@ -94,10 +94,10 @@ class Permit:
 
 
 class RateLimit:
-    """A pause that one 429 imposes on everyone who shares the same server and credential.
+    """A pause that one 429 imposes on all clients with the same server and credential.
 
-    While a pause lasts nobody sends; afterwards the waiters go one by one, each freed by the answer to the
-    one before, until an answer shows that the server takes work again.
+    Nobody sends during the pause. Afterwards waiters send one at a time, each after the response to the one
+    before, until a response shows that the server accepts work again.
     """
 
     def __init__(self) -> None:
@@ -106,8 +106,7 @@ class RateLimit:
         self._probe = FairLimiter(1)
 
     def pause(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._until = max(self._until, loop.time() + seconds)
+        self._until = max(self._until, asyncio.get_running_loop().time() + seconds)
         self._cautious = True
 
     def succeeded(self) -> None:
@@ -118,7 +117,7 @@ class RateLimit:
         return not self._cautious
 
     async def turn(self) -> bool:
-        """Wait until sending makes sense; True if this caller is the probe and must `finish_probe`."""
+        """Wait until sending makes sense; True if this caller is the probe and must call `finish_probe`."""
         if not self._cautious:
             return False
         await self._probe.acquire()
@@ -129,29 +128,16 @@ class RateLimit:
         except BaseException:
             self._probe.release()
             raise
-        if self._cautious:
-            return True
-        self._probe.release()
-        return False
+        if not self._cautious:
+            self._probe.release()
+        return self._cautious
 
     def finish_probe(self) -> None:
         self._probe.release()
 
 
-_shared: weakref.WeakValueDictionary[tuple[str, str], RateLimit] = weakref.WeakValueDictionary()
-
-
-def shared_rate_limit(base_url: str, identity: str) -> RateLimit:
-    """The rate limit of one server and credential, the same object for every client of the process."""
-    key = (base_url, identity)
-    limit = _shared.get(key)
-    if limit is None:
-        limit = _shared[key] = RateLimit()
-    return limit
-
-
 class Host:
-    """One server, for everyone who calls it: whether it can be reached, and waiting together if it cannot."""
+    """One server's circuit breaker: whether it can be reached, and a shared wait for when it cannot."""
 
     def __init__(self) -> None:
         self.breaker = Breaker()
@@ -168,21 +154,21 @@ class Host:
 
     def _wake(self) -> None:
         for waiter in self._waiting:
-            _let_go(waiter)
+            _resolve(waiter)
 
     async def reachable(
         self, within: float, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]
     ) -> bool:
-        """Wait until the host answers; False if it did not `within` so many seconds.
+        """Wait until the host responds; False if it did not `within` so many seconds.
 
-        One caller's `probe` (which raises OSError if it is in vain) is tried at a time, `delay(n)` seconds
-        after n were in vain.
+        One caller's `probe`, which raises OSError if the host does not respond, runs at a time; the next one
+        starts `delay(n)` seconds after the n-th.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within
         while self.breaker.is_open:
             waiter: asyncio.Future[None] = loop.create_future()
-            timer = loop.call_at(until, _let_go, waiter)
+            timer = loop.call_at(until, _resolve, waiter)
             self._waiting.add(waiter)
             if self._prober is None:
                 self._prober = loop.create_task(self._probe(probe, delay))
@@ -196,7 +182,7 @@ class Host:
         return not self.breaker.is_open
 
     async def _probe(self, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]) -> None:
-        """Ask whether it is back: once, and again for as long as somebody waits."""
+        """Probe once, and again while anybody waits."""
         try:
             while self.breaker.is_open:
                 await asyncio.sleep(self.breaker.last + delay(self.breaker.probes) - time.monotonic())
@@ -205,7 +191,7 @@ class Host:
                 except OSError as cause:
                     self.failed(cause)
                 except ClientClosedError:
-                    return  # whoever else waits goes on probing
+                    return  # the other waiters start a prober of their own
                 else:
                     self.answered()
                 if not self._waiting:
@@ -215,17 +201,20 @@ class Host:
             self._wake()
 
 
-def _let_go(waiter: asyncio.Future[None]) -> None:
+def _resolve(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
+_rate_limits: weakref.WeakValueDictionary[tuple[str, str], RateLimit] = weakref.WeakValueDictionary()
 _hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
+
+
+def shared_rate_limit(base_url: str, identity: str) -> RateLimit:
+    """The rate limit of one server and credential, the same object for every client of the process."""
+    return _rate_limits.setdefault((base_url, identity), RateLimit())
 
 
 def shared_host(base_url: str) -> Host:
     """The host behind a URL, the same object for every client of the process."""
-    host = _hosts.get(base_url)
-    if host is None:
-        host = _hosts[base_url] = Host()
-    return host
+    return _hosts.setdefault(base_url, Host())

@@ -15,7 +15,7 @@ from datetime import date, datetime
 from tinkex.client.admin import AdminClient
 from tinkex.client.calls import check_id, warn_caller
 from tinkex.client.checkpoints import CheckpointMethods
-from tinkex.client.credentials import JwtCredential, decode_claims
+from tinkex.client.credentials import decode_claims
 from tinkex.client.future import APIFuture, Within, check_timeout, start
 from tinkex.client.rest_results import Listing, RunMetrics, check_page_size
 from tinkex.client.transport import CallContext
@@ -319,7 +319,7 @@ class RestClient(CheckpointMethods):
         await self._connection.open()
         credential = self._connection.transport.credential
         token = await credential.token() if credential is not None else ""
-        claims = credential.claims if isinstance(credential, JwtCredential) else decode_claims(token)
+        claims = decode_claims(token)
         if "sub" not in claims:
             raise CredentialError(
                 f"whoami reads a JWT, and {self._connection.base_url or 'the local service'} takes plain API "

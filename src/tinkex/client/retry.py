@@ -1,19 +1,19 @@
-"""The one retry policy: what is asked again, when, and for how long.
+"""The one retry policy: what is retried, when, and for how long.
 
     no connection, never reached before   every failure within 10 s, then an error that names the URL
-    no connection, reached before         said at 10 s, retried for 5 minutes
+    no connection, reached before         a warning at 10 s, retried for 5 minutes
     402 billing                           every 5 s, for as long as the server's settings allow
     408, 409, 429, 5xx, empty 400         Retry-After if given, else jittered backoff, for 5 minutes;
                                           429 on sampling: no limit but the progress timeout
-    a poll held longer than we wait       for as long as the server answers other calls
+    a poll held longer than our timeout   for as long as the server responds to other calls
     401 on a JWT                          once, with another JWT
     anything else                         never
 
-After a few failures to connect in a row the circuit of that host is open (`Breaker`): all its callers then
-wait for one probe together, each for as long as the table gives it, instead of each knocking by itself.
+After a few failures to connect in a row the host's circuit opens (`Breaker`): all its callers then wait for
+one shared probe, each for as long as the table allows, instead of retrying by themselves.
 
 `x-should-retry` overrides the table; `retry-after-ms` beats `retry-after` in seconds, which beats a date.
-Pure: decides from a failure and the time spent, sleeps nowhere, knows no HTTP library.
+Pure: it decides from a failure and the elapsed time. It never sleeps and knows no HTTP library.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tinkex.strict import check_seconds, strict
 
 NO_HEADERS: Mapping[str, str] = {}
 MAX_RETRY_AFTER = 60.0
-_dice = random.Random()  # not the global ones: a seed of the user's gives the same numbers, retries or not
+_random = random.Random()  # not the global one: retries must not consume numbers of a user's seed
 
 
 @strict
 class RetryConfig:
-    """How a sampling client queues and retries; the fields are the official ones.
+    """How a sampling client queues and retries; the fields are those of the official SDK.
 
-    `max_connections` caps the samples in flight (None: what the server allows). Without any success for
-    `progress_timeout` seconds a sample that is being retried gives up.
+    `max_connections` limits the samples in flight (None: what the server allows). When no sample has
+    succeeded for `progress_timeout` seconds, those in flight fail.
     """
 
     max_connections: int | None = None
@@ -48,58 +48,52 @@ class RetryConfig:
     jitter_factor: float = 0.25
     enable_retry_logic: bool = True
     enable_stuck_detection: bool = True
-    retryable_exceptions: tuple[type[BaseException], ...] = ()  # retried besides what the policy retries
+    retryable_exceptions: tuple[type[BaseException], ...] = ()  # retried in addition to the policy's
 
     def __post_init__(self) -> None:
-        if self.max_connections is not None and not _is_count(self.max_connections):
-            raise InvalidInputError(
-                f"RetryConfig.max_connections must be a whole number from 1 on, got {self.max_connections!r}"
-            )
+        if (count := self.max_connections) is not None and (type(count) is not int or count < 1):
+            raise self._wrong("max_connections", "a whole number from 1 on")
         for name in ("progress_timeout", "retry_delay_base", "retry_delay_max"):
             check_seconds(f"RetryConfig.{name}", getattr(self, name))
         jitter = self.jitter_factor
         if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-            raise InvalidInputError(f"RetryConfig.jitter_factor must be a number in [0, 1], got {jitter!r}")
+            raise self._wrong("jitter_factor", "a number in [0, 1]")
         for name in ("enable_retry_logic", "enable_stuck_detection"):
             if not isinstance(getattr(self, name), bool):
-                given = getattr(self, name)
-                raise InvalidInputError(f"RetryConfig.{name} must be True or False, got {given!r}")
+                raise self._wrong(name, "True or False")
         kinds = self.retryable_exceptions
         if not isinstance(kinds, tuple) or not all(
             isinstance(k, type) and issubclass(k, BaseException) for k in kinds
         ):
-            raise InvalidInputError(
-                f"RetryConfig.retryable_exceptions must be a tuple of exception classes, got {kinds!r}"
-            )
+            raise self._wrong("retryable_exceptions", "a tuple of exception classes")
+
+    def _wrong(self, name: str, allowed: str) -> InvalidInputError:
+        return InvalidInputError(f"RetryConfig.{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
 def check_wishes(retry_config: object, record_stability_info: object) -> None:
-    """Refuse what a sampler cannot be made with."""
+    """Refuse settings that a sampler cannot be made with."""
     if retry_config is not None and not isinstance(retry_config, RetryConfig):
         raise InvalidInputError(f"retry_config must be a RetryConfig, got {type(retry_config).__name__}")
     if not isinstance(record_stability_info, bool):
         raise InvalidInputError(f"record_stability_info must be True or False, got {record_stability_info!r}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 @dataclass(frozen=True)
 class Attempt:
-    """One failed try: an HTTP status with its headers, or (status 0) no answer and its cause."""
+    """One failed attempt: an HTTP status with its headers, or status 0, no response and its cause."""
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
     cause: BaseException | None = None
     empty_body: bool = False
-    reached: bool = False  # has this host ever answered?
+    reached: bool = False  # has this host ever responded?
     took: float = 0.0  # seconds from sending to failing
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Decides after each failed try; one instance serves every request of a connection."""
+    """Decides after each failed attempt; one instance serves every request of a transport."""
 
     connect_budget: float = 10.0
     lost_budget: float = 300.0
@@ -110,24 +104,21 @@ class RetryPolicy:
     cap: float = 10.0
     jitter: float = 0.25
     enabled: bool = True
-    queues: bool = True  # a 429 is waited out though nothing is retried: it is the server's pace
-    probe_cap: float = 2.0  # seconds between two probes of a host whose circuit is open, at most
+    queues: bool = True  # wait out a 429 even if `enabled` is False: it is backpressure, not a failure
+    probe_cap: float = 2.0  # seconds, at most, between two probes of a host whose circuit is open
 
     def tuned(self, config: RetryConfig) -> RetryPolicy:
-        """This policy with a sampling client's own wishes."""
+        """This policy with a sampling client's own settings."""
         return replace(
             self, base=config.retry_delay_base, cap=config.retry_delay_max, jitter=config.jitter_factor,
             enabled=config.enable_retry_logic, queues=config.enable_retry_logic,
         )  # fmt: skip
 
-    def with_billing(self, seconds: float) -> RetryPolicy:
-        return replace(self, billing_budget=seconds)
-
     def decide(self, failed: Attempt, tries: int, elapsed: float, *, patient: bool = False) -> float | None:
-        """Seconds to wait before the next try, or None to give up.
+        """Seconds to wait before the next attempt, or None to give up.
 
-        `tries` counts the failures so far (1 after the first). `patient` marks work that queues politely:
-        a 429 is then waited out whatever it takes.
+        `tries` counts the failures so far (1 after the first). `patient` marks work for which a 429 is
+        backpressure, waited out without a limit.
         """
         forced = should_retry(failed.headers)
         queueing = self.queues and patient and failed.status == 429
@@ -140,9 +131,9 @@ class RetryPolicy:
         if delay is None:
             delay = self.billing_delay if failed.status == 402 else self.backoff(tries)
         if failed.status == 0 and not failed.reached:
-            budget -= failed.took  # the next try may take as long, and must be over by then
+            budget -= failed.took  # the next attempt may take as long, and must end within the budget
         if elapsed + delay > budget:
-            # One last try at the very end, rather than giving up with time left.
+            # One last attempt at the very end, rather than giving up with time left.
             delay = budget - elapsed
             if delay < 0.05:
                 return None
@@ -158,32 +149,32 @@ class RetryPolicy:
         return self.status_budget
 
     def patience(self, reached: bool, elapsed: float) -> float:
-        """Seconds for which a caller goes on waiting for a host whose circuit is open."""
+        """Seconds for which a caller still waits for a host whose circuit is open."""
         if not self.enabled:
             return 0.0
         return max(0.0, (self.lost_budget if reached else self.connect_budget) - elapsed)
 
     def probe_delay(self, probes: int) -> float:
-        """Seconds before the next probe, after so many in vain."""
+        """Seconds before the next probe, after so many that failed."""
         return min(self.backoff(probes + 1), self.probe_cap)
 
     def backoff(self, tries: int) -> float:
-        """Exponential from `base` to `cap`, jittered downwards so that no one waits longer than said."""
+        """Exponential from `base` to `cap`; jitter only shortens it."""
         delay = min(self.base * 2.0 ** min(tries - 1, 30), self.cap)
-        return delay * (1.0 - self.jitter * _dice.random())
+        return delay * (1.0 - self.jitter * _random.random())
 
 
 @dataclass
 class Breaker:
-    """What all callers of one host know of it together.
+    """A host's circuit breaker, shared by all its callers.
 
-    closed: they send. After `limit` failures to connect in a row, open: nobody sends but one probe at a
-    time, until anything at all is answered.
+    Closed: they send. Open, after `limit` failures to connect in a row: only one probe at a time is sent,
+    until the host responds to anything.
     """
 
     limit: int = 5
     failures: int = 0  # to connect, in a row
-    probes: int = 0  # in vain, since it is open
+    probes: int = 0  # that failed since it is open
     first: float = 0.0  # when the failures began, by time.monotonic()
     last: float = 0.0
     cause: BaseException | None = None
@@ -202,7 +193,7 @@ class Breaker:
         self.failures, self.probes, self.cause = 0, 0, None
 
     def state(self) -> str:
-        """For people: part of an error's message."""
+        """For error messages."""
         if not self.is_open:
             return "circuit closed"
         span = self.last - self.first
@@ -215,12 +206,12 @@ def retryable(status: int, empty_body: bool = False) -> bool:
 
 
 def should_retry(headers: Mapping[str, str]) -> bool | None:
-    """The server's own word, from `x-should-retry`."""
+    """What the server says in `x-should-retry`, if anything."""
     return {"true": True, "false": False}.get(headers.get("x-should-retry", ""))
 
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """Seconds to wait by the response's headers: milliseconds, then seconds, then a date; at most 60.
+    """Seconds to wait by the response's headers: milliseconds, else seconds, else a date; at most 60.
 
     >>> retry_after({"retry-after-ms": "1500", "retry-after": "9"})
     1.5
@@ -241,7 +232,7 @@ def retry_after(headers: Mapping[str, str], now: float | None = None) -> float |
 
 
 def _server_time(headers: Mapping[str, str], now: float | None) -> float:
-    """The server's clock by its Date header, since ours may be off; ours if it sent none."""
+    """The server's clock by its Date header, since ours may be wrong; ours if it sent none."""
     try:
         return email.utils.parsedate_to_datetime(headers.get("date", "")).timestamp()
     except (TypeError, ValueError, IndexError):

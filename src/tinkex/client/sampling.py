@@ -20,7 +20,7 @@ from tinkex.client.future import APIFuture, Within, check_timeout, owned, start
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_wishes
 from tinkex.client.sample_sender import SampleSender, check_request
-from tinkex.client.server_connection import check_headers, connect, may_travel
+from tinkex.client.server_connection import check_headers, connect, is_public
 from tinkex.client.session import Session
 from tinkex.client.streaming import SampleStream, TokenBuffer
 from tinkex.client.telemetry import Telemetry
@@ -281,7 +281,7 @@ class SamplingClient:
                 "this sampler runs inside this process and cannot be sent to another one; start a server "
                 "with `tinkex serve` to share it"
             )
-        if left := [name for name, value in connection.headers.items() if not may_travel(name, value)]:
+        if left := [name for name, value in connection.headers.items() if not is_public(name, value)]:
             log.warning(
                 "%r travels without the header %s, which may hold a credential: "
                 "SamplingClient.from_sampler_handle(…, default_headers_overrides=…) takes it there",

@@ -1,8 +1,8 @@
-"""A server as a client sees it: the transport to it, and the settings it asked us to honour.
+"""`ServerConnection`: a transport and the server's settings, shared by all clients of one ServiceClient.
 
-Promises: the settings are fetched once, before the first call; every client object of one ServiceClient
-shares the connection; what cannot be a header is refused when the client is made. Knows nothing of sessions
-(see session.py): REST calls need none.
+Promises: the settings are fetched once, before the first call; errors that users see go to telemetry too, if
+it is on; an invalid header is refused when the client is made. Knows nothing of sessions (session.py): REST
+calls need none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinkex.wire.ops import Op
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
 ONCE = CallContext(retry=RetryConfig(enable_retry_logic=False))
-_NOTHING = nullcontext()
+_NO_TELEMETRY = nullcontext()
 
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
@@ -39,29 +39,8 @@ _SECRET_NAME = re.compile(r"auth|cookie|key|token|secret|passw|credential|signat
 _SECRET_VALUE = re.compile(r"(basic|bearer|digest)\b|tml-|eyJ", re.I)
 
 
-def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """`headers` by their names in lower case; refuses what cannot be one, without showing its value."""
-    if headers is not None and not isinstance(headers, Mapping):
-        raise InvalidInputError(f"headers must be a dict of strings, got {type(headers).__name__}")
-    for name, value in (headers or {}).items():
-        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-            raise InvalidInputError(f"{name!r} cannot be the name of a header: use letters, digits and '-'")
-        if not isinstance(value, str):
-            raise InvalidInputError(f"the header {name!r} must be a string, got {type(value).__name__}")
-        if not _HEADER_VALUE.fullmatch(value):
-            raise InvalidInputError(
-                f"the header {name!r} has a line break in it, or another control character"
-            )
-    return {name.lower(): value for name, value in (headers or {}).items()}
-
-
-def may_travel(name: str, value: str) -> bool:
-    """May this header go into a pickle? Not if it looks as if it held a credential."""
-    return not _SECRET_NAME.search(name) and not _SECRET_VALUE.match(value)
-
-
 class ServerConnection:
-    """One server, its settings, and the way to it. Made without any traffic."""
+    """One server, its settings, and the transport to it. Making one sends nothing."""
 
     def __init__(
         self,
@@ -74,12 +53,11 @@ class ServerConnection:
         self.transport = transport
         self.settings = settings
         self.timeouts = timeouts or Timeouts()
-        self.headers = headers or {}  # the user's own, of every request
+        self.headers = headers or {}  # the user's own, sent with every request
         self.telemetry = telemetry
         self.config = ClientConfigResponse()
-        self.responses = FairLimiter(
-            self.config.inflight_response_bytes_semaphore_size
-        )  # bytes being fetched
+        # Bytes of results being fetched.
+        self.responses = FairLimiter(self.config.inflight_response_bytes_semaphore_size)
         self.closed = False
         self._opened = False
         self._opening: asyncio.Task[None] | None = None
@@ -89,7 +67,7 @@ class ServerConnection:
         return self.transport.base_url
 
     def console_url(self, page: str) -> str:
-        """Where a browser finds a page of the server; embedded there is none, and the home is shown."""
+        """The URL of a page of the server's console; embedded there is none, and the home is shown."""
         if not self.base_url:
             return self.settings.home.absolute().as_uri()
         return console_url(self.base_url, page)
@@ -105,7 +83,7 @@ class ServerConnection:
             raise ClientClosedError(CLOSED)
 
     async def open(self) -> None:
-        """Fetch the server's settings, once; a failure is raised to every caller and tried anew later."""
+        """Fetch the server's settings, once; a failure is raised to every caller, and later ones retry it."""
         if self._opened:
             return
         if self._opening is None or self._opening.done():
@@ -125,14 +103,14 @@ class ServerConnection:
                 await self.open()
             return await self.transport.call(op, request, context)
 
-    def reporting(self, what: str) -> AbstractContextManager[None]:
-        """An error that goes to the user goes to telemetry too, if there is any; nobody waits for that."""
-        return _NOTHING if self.telemetry is None else _reporting(self.telemetry, what)
-
     def submit(self, op: Op[Req, Reply], request: Req, context: CallContext = NO_CONTEXT) -> APIFuture[Reply]:
-        """The same from any thread, as a future."""
+        """`call` from any thread, as a future."""
         self.check_open()
         return start(lambda: self.call(op, request, context), op.name)
+
+    def reporting(self, what: str) -> AbstractContextManager[None]:
+        """Report errors of a block to telemetry, if it is on, without waiting for that."""
+        return _NO_TELEMETRY if self.telemetry is None else _reporting(self.telemetry, what)
 
     async def close(self) -> None:
         if not self.closed:
@@ -166,8 +144,8 @@ def connect(
     """A connection to a server: the one given, TINKER_BASE_URL's, or the hosted one. Sends nothing yet.
 
     `source` says where to find the credential, for a client that came from another process. `telemetry` says
-    whether to tell the server of failures; None: as TINKER_TELEMETRY says, and not without it. Without
-    `retries` the first failure of a call is raised.
+    whether to report failures to the server; None: as TINKER_TELEMETRY says, else no. Without `retries` the
+    first failure of a call is raised.
     """
     settings = settings or Settings.read()
     if settings.log:
@@ -178,33 +156,53 @@ def connect(
         credential = credentials.resolve_from_source(source, settings)
     else:
         credential = credentials.resolve(settings, api_key, url)
+    all_headers = {**check_headers(dict(settings.extra_headers)), **headers}
     transport = HttpTransport(
-        url,
-        credential,
-        headers={**check_headers(dict(settings.extra_headers)), **headers},
-        timeouts=timeouts,
-        direct=not settings.http_proxy,
-        retries=retries,
-        credential_cmd=settings.credential_cmd,
-    )
+        url, credential, headers=all_headers, timeouts=timeouts, direct=not settings.http_proxy,
+        retries=retries, credential_cmd=settings.credential_cmd,
+    )  # fmt: skip
     events: Telemetry | None = None
     if settings.telemetry if telemetry is None else telemetry:
-        events = _telemetry(transport, (*headers.values(), *dict(settings.extra_headers).values()))
+        events = _telemetry(transport, all_headers.values())
     return ServerConnection(transport, settings, timeouts, headers, events)
 
 
-def _telemetry(transport: HttpTransport, headers: Iterable[str]) -> Telemetry:
+def _telemetry(transport: Transport, header_values: Iterable[str]) -> Telemetry:
     def allowed(name: str, value: str) -> bool:
-        return may_travel(name, value) and not any(header and header in value for header in headers)
+        return is_public(name, value) and not any(header and header in value for header in header_values)
 
     return Telemetry(lambda request: transport.call(ops.SEND_TELEMETRY, request, ONCE), allowed)
 
 
 def _log_to_stderr(level: str) -> None:
-    """What TINKER_LOG asks for; once, and only where nobody has set logging up."""
+    """Set up logging as TINKER_LOG asks: once, and only if nobody else has."""
     log = logging.getLogger("tinkex")
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.DEBUG if level.lower() == "debug" else logging.INFO)
+
+
+# -- headers ---------------------------------------------------------------------------------------------
+
+
+def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """`headers` by their names in lower case; an error about an invalid one does not show its value."""
+    if headers is not None and not isinstance(headers, Mapping):
+        raise InvalidInputError(f"headers must be a dict of strings, got {type(headers).__name__}")
+    for name, value in (headers or {}).items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise InvalidInputError(f"{name!r} cannot be the name of a header: use letters, digits and '-'")
+        if not isinstance(value, str):
+            raise InvalidInputError(f"the header {name!r} must be a string, got {type(value).__name__}")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise InvalidInputError(
+                f"the header {name!r} has a line break in it, or another control character"
+            )
+    return {name.lower(): value for name, value in (headers or {}).items()}
+
+
+def is_public(name: str, value: str) -> bool:
+    """May this header be pickled or reported? Not if it looks like a credential."""
+    return not _SECRET_NAME.search(name) and not _SECRET_VALUE.match(value)
