@@ -138,17 +138,24 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
     return measures, rows
 
 
+def against_row(measure: Measure, way: str) -> Row:
+    """This checkout against another one."""
+    unit = {"memory": "MiB", "publish": "ms"}.get(measure.kind, "tokens/s")
+    title = measure.name if way == "ours" else f"{measure.name}, {way}"
+    return Row(measure.name, title, ("other", way), ("ours", way), unit)
+
+
 # -- running -------------------------------------------------------------------------------------------
 
 
 class Child:
-    """A process that does one task, a round at a time."""
+    """A process that does one task, a round at a time, with the code of the checkout `tree`."""
 
-    def __init__(self, task: Task) -> None:
-        self.key = (task.side, task.way)
-        paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    def __init__(self, task: Task, tree: Path = HERE.parent) -> None:
+        self.key = (task.side if tree == HERE.parent else "other", task.way)
+        paths = [str(tree / "src"), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_child.py"), json.dumps(asdict(task))],
+            [sys.executable, str(tree / "bench" / "engine_child.py"), json.dumps(asdict(task))],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -202,13 +209,15 @@ def tasks(measure: Measure, options: argparse.Namespace, model: str) -> Iterator
 def run(measure: Measure, options: argparse.Namespace, model: str) -> Seen:
     """All rounds of all sides: taking turns on a noisy CPU, one after the other where the device is ours."""
     rounds = 1 if measure.kind == "memory" else options.rounds
-    todo, seen = list(tasks(measure, options, model)), Seen()
+    todo, seen = [(task, HERE.parent) for task in tasks(measure, options, model)], Seen()
+    if options.against:
+        todo += [(task, options.against) for task, _ in todo if task.side == "ours"]
     alternate = options.device == "cpu" and measure.kind != "memory"
     for together in [todo] if alternate else [[task] for task in todo]:
         children = []
-        for task in together:
-            print(f"{measure.name}: {task.side} {task.way}", file=sys.stderr, flush=True)
-            children.append(Child(task))
+        for task, tree in together:
+            children.append(Child(task, tree))
+            print(f"{measure.name}: {' '.join(children[-1].key)}", file=sys.stderr, flush=True)
         for turn in range(rounds):
             for child in children if turn % 2 else reversed(children):  # nobody always goes first
                 seen.setdefault(child.key, []).append(child.round(turn))
@@ -325,10 +334,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two rounds, one to warm up")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="our side alone")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        help="another checkout of this project: both take turns, at least five rounds, and ratios are told",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.rounds = 2 if options.quick else options.rounds
+    if options.against:
+        options.against = options.against.resolve()
+        options.peers, options.rounds = False, max(5, options.rounds)
     options.peers = options.peers and importlib.util.find_spec("peft") is not None
     options.threads = options.threads or chosen_threads()
     return options
@@ -367,10 +384,14 @@ def main() -> None:
     if options.device == "cuda":
         import engine_cuda
 
+        if options.against:
+            return engine_cuda.compare(options.shape, options.only, options.rounds, options.against)
         return engine_cuda.run(options.shape, options.only, options.rounds, as_json=options.json)
     measures, rows = cpu_plan()
     if options.only:
         measures = [m for m in measures if m.name.startswith(tuple(options.only))]
+    if options.against:
+        rows = [against_row(measure, way) for measure in measures for way in measure.ours]
     load = os.getloadavg()[0]
     machine, figures = measure_all(measures, rows, options)
     lines = lines_of(rows, figures)

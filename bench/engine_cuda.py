@@ -34,9 +34,12 @@ from tinkex.engine.protocol import (  # noqa: E402
     ForwardBackward,
     OptimStep,
     Pass,
+    SampledTokens,
     SampleWork,
+    run_passes,
 )
 from tinkex.engine.torch.architecture import model_config  # noqa: E402
+from tinkex.engine.torch.backend import choose_backend  # noqa: E402
 from tinkex.engine.torch.engine import TorchEngine  # noqa: E402
 from tinkex.engine.torch.load import empty_decoder  # noqa: E402
 from tinkex.engine.torch.model import Decoder  # noqa: E402
@@ -107,8 +110,8 @@ def passes(bench: Bench, lengths: list[int], runs: int, turn: int) -> tuple[Pass
 
 
 def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings: Any) -> TorchTrainer:
-    bench.decoder.be_invariant(deterministic)
-    trainer = TorchTrainer(bench.decoder, bench.shape, max_pass_tokens=16_384, **settings)
+    decoder = bench.decoder.with_backend(choose_backend("cuda", torch.bfloat16, deterministic=deterministic))
+    trainer = TorchTrainer(decoder, bench.shape, max_pass_tokens=16_384, **settings)
     for i in range(runs):
         trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
     return trainer
@@ -152,7 +155,7 @@ def new_engine(bench: Bench, adapters: int, deterministic: bool = False) -> Torc
     )
     engine = TorchEngine(config, bench.decoder)
     for i in range(adapters):
-        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+        engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i))).result()
         asyncio.run(
             engine.sampler.publish(f"published{i}", engine.trainer.submit(ExportAdapter(f"run{i}")).result())
         )
@@ -162,17 +165,19 @@ def new_engine(bench: Bench, adapters: int, deterministic: bool = False) -> Torc
 def sample(bench: Bench, engine: TorchEngine, requests: int, adapters: int, turn: int) -> tuple[float, float]:
     """Tokens a second while all of them decode, and over all."""
     params = SamplingParams(max_tokens=ANSWER, stop=[], temperature=1.0)
-    times: list[list[float]] = [[] for _ in range(requests)]
     works = [
-        SampleWork(
-            ids, params, adapter=f"published{i % adapters}",
-            on_tokens=lambda index, tokens, logprobs, t=times[i]: t.append(time.perf_counter()),
-        )
+        SampleWork(ids, params, adapter=f"published{i % adapters}")
         for i, ids in enumerate(bench.sequences([PROMPT] * requests, turn))
-    ]  # fmt: skip
+    ]
+    times: list[list[float]] = [[] for _ in works]
+
+    async def one(work: SampleWork, arrived: list[float]) -> None:
+        async for piece in engine.sampler.stream(work):
+            if isinstance(piece, SampledTokens):
+                arrived.extend([time.perf_counter()] * len(piece.tokens))
 
     async def everything() -> None:
-        await asyncio.gather(*(engine.sampler.sample(work) for work in works))
+        await asyncio.gather(*map(one, works, times))
 
     begin = now()
     asyncio.run(everything())
@@ -198,8 +203,8 @@ def publish(bench: Bench) -> float:
     engine = new_engine(bench, 1)
 
     def one(turn: int) -> float:
-        engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, turn)))
-        engine.trainer.run(OptimStep("run0", ADAM))
+        run_passes(engine.trainer, passes(bench, [PROMPT] * 4, 1, turn))
+        engine.trainer.submit(OptimStep("run0", ADAM)).result()
         (ids,) = bench.sequences([PROMPT], turn + 100)
         work = SampleWork(ids, SamplingParams(max_tokens=1, stop=[]), adapter=f"step{turn}")
 
@@ -221,8 +226,8 @@ def agreement(bench: Bench, deterministic: bool = False) -> float:
     """Mean |Δlogprob| between sampler and trainer, of the number of requests where they agree least."""
     engine = new_engine(bench, 1, deterministic)
     try:
-        engine.trainer.run(ForwardBackward(passes(bench, [PROMPT] * 4, 1, 0)))
-        engine.trainer.run(OptimStep("run0", AdamParams(learning_rate=1e-3)))
+        run_passes(engine.trainer, passes(bench, [PROMPT] * 4, 1, 0))
+        engine.trainer.submit(OptimStep("run0", AdamParams(learning_rate=1e-3))).result()
         asyncio.run(engine.sampler.publish("trained", engine.trainer.submit(ExportAdapter("run0")).result()))
         differences = [agreed(bench, engine, requests) for requests in AT_ONCE]
     finally:
@@ -256,7 +261,7 @@ def difference(bench: Bench, engine: TorchEngine, requests: int, turn: int) -> n
         )
         for ids in whole
     ]
-    (output,) = engine.trainer.run(ForwardBackward((Pass("run0", datums, "cross_entropy", backward=False),)))
+    (output,) = run_passes(engine.trainer, [Pass("run0", datums, "cross_entropy", backward=False)])
     assert isinstance(output, ForwardBackwardOutput), output
     trained = [one["logprobs"].to_numpy()[PROMPT - 1 :] for one in output.loss_fn_outputs]
     return np.concatenate(trained) - np.concatenate([one.logprobs_np for one in sampled])
@@ -356,6 +361,61 @@ def run(shape: str, only: list[str] | None, rounds: int, *, as_json: bool = Fals
     rows = [row(bench, name) for name in [*MEASURES, "end to end 256", "KL"] if name in bench.found]
     about = f"{shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}"
     print(json.dumps({"about": about, "rows": rows}) if as_json else f"{about}\n\n{table(rows)}")
+
+
+# -- side by side with another checkout ----------------------------------------------------------------
+
+
+class Checkout:
+    """A process with one checkout's own bench/engine_cuda.py and engine, which stays for all measures."""
+
+    def __init__(self, tree: Path, shape: str) -> None:
+        self.tree = tree
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_cuda_child.py"), str(tree), shape],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+
+    def measure(self, name: str) -> float:
+        assert self._process.stdin is not None
+        print(name, file=self._process.stdin, flush=True)
+        return self._answer()["value"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.tree}: exit status {self._process.wait()}")
+        return json.loads(line)
+
+
+def compare(shape: str, only: list[str] | None, rounds: int, tree: Path) -> None:
+    """This checkout and `tree`, taking turns; prints medians and the median of the ratios."""
+    ours, other = Checkout(HERE.parent, shape), Checkout(tree, shape)
+    print(f"{shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}; {HERE.parent} / {tree}")
+    print(f"{'measure':<28}{'other':>12}{'ours':>12}{'ratio':>9}  lowest and highest of {rounds} rounds")
+    for name in MEASURES:
+        if not name.startswith(tuple(only or ("train", "decode"))):
+            continue
+        pairs = []
+        for turn in range(rounds):
+            first, second = (ours, other) if turn % 2 else (other, ours)  # neither always goes first
+            found = {first: first.measure(name), second: second.measure(name)}
+            pairs.append((found[ours], found[other]))
+        ratios = [mine / base if base else float("nan") for mine, base in pairs]
+        mine, base, ratio = (statistics.median(column) for column in (*zip(*pairs, strict=True), ratios))
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"{name:<28}{number(base):>12}{number(mine):>12}{ratio:>9.3f}  {spread}", flush=True)
+    ours.close()
+    other.close()
 
 
 def commit() -> str:

@@ -15,11 +15,12 @@ from tinkex.engine.protocol import (
     Engine,
     EngineConfig,
     ExportAdapter,
-    ForwardBackward,
     OptimStep,
     Pass,
+    SampledTokens,
     SampleWork,
     build_engine,
+    run_passes,
 )
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
@@ -39,7 +40,7 @@ def _trainer(task: Task) -> Engine:
     """An engine with `task.adapters` runs and little KV cache."""
     engine = _engine(task, kv_bytes=KV_BYTES)
     for i in range(task.adapters):
-        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i)))
+        engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i))).result()
     return engine
 
 
@@ -69,9 +70,9 @@ def train(task: Task) -> Round:
     def one(turn: int) -> Figures:
         passes = _passes(task, turn)
         with Timer(task.device) as timer:
-            engine.trainer.run(ForwardBackward(passes))
+            run_passes(engine.trainer, passes)
             for each in passes:
-                engine.trainer.run(OptimStep(each.run, ADAM))
+                engine.trainer.submit(OptimStep(each.run, ADAM)).result()
         return timer.figures(sum(task.lengths))
 
     return one
@@ -84,9 +85,9 @@ def sharing(task: Task) -> Round:
     def one(turn: int) -> Figures:
         passes = _passes(task, turn)
         with Timer(task.device) as timer:
-            engine.trainer.run(ForwardBackward(passes))
+            run_passes(engine.trainer, passes)
         for each in passes:
-            engine.trainer.run(OptimStep(each.run, ADAM))
+            engine.trainer.submit(OptimStep(each.run, ADAM)).result()
         return timer.figures(sum(task.lengths))
 
     return one
@@ -97,11 +98,11 @@ def memory(task: Task) -> Round:
     pieces = {} if task.way == "as planned" else {"max_pass_tokens": sum(task.lengths)}
     engine = _engine(task, kv_bytes=KV_BYTES, **pieces)
     peak = PeakMemory(task.device)
-    engine.trainer.run(CreateAdapter("run0", LoraConfig(rank=task.rank)))
+    engine.trainer.submit(CreateAdapter("run0", LoraConfig(rank=task.rank))).result()
 
     def one(turn: int) -> Figures:
-        engine.trainer.run(ForwardBackward(_passes(task, turn)))
-        engine.trainer.run(OptimStep("run0", ADAM))
+        run_passes(engine.trainer, _passes(task, turn))
+        engine.trainer.submit(OptimStep("run0", ADAM)).result()
         return peak.figures()
 
     return one
@@ -111,25 +112,26 @@ def sample(task: Task) -> Round:
     """All prompts at once, dealt out to the adapters; `decode_*` is since the last prompt's first token."""
     engine = _engine(task)
     for i in range(task.adapters):
-        engine.trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i)))
+        engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i))).result()
         asyncio.run(
             engine.sampler.publish(f"published{i}", engine.trainer.submit(ExportAdapter(f"run{i}")).result())
         )
     params = SamplingParams(max_tokens=task.new_tokens, stop=[], temperature=1.0)
 
     def one(turn: int) -> Figures:
-        times: list[list[float]] = [[] for _ in task.lengths]
-
-        def listen(i: int):
-            return lambda index, tokens, logprobs: times[i].extend([time.perf_counter()] * len(tokens))
-
         works = [
-            SampleWork(ids, params, adapter=f"published{i % task.adapters}", on_tokens=listen(i))
+            SampleWork(ids, params, adapter=f"published{i % task.adapters}")
             for i, ids in enumerate(task.sequences(turn))
         ]
+        times: list[list[float]] = [[] for _ in works]
+
+        async def one_sample(work: SampleWork, arrived: list[float]) -> None:
+            async for piece in engine.sampler.stream(work):
+                if isinstance(piece, SampledTokens):
+                    arrived.extend([time.perf_counter()] * len(piece.tokens))
 
         async def everything() -> None:
-            await asyncio.gather(*(engine.sampler.sample(work) for work in works))
+            await asyncio.gather(*map(one_sample, works, times))
 
         with Timer(task.device) as timer:
             asyncio.run(everything())
@@ -147,8 +149,8 @@ def publish(task: Task) -> Round:
     engine = _trainer(task)
 
     def one(turn: int) -> Figures:
-        engine.trainer.run(ForwardBackward(_passes(task, turn)))
-        engine.trainer.run(OptimStep("run0", ADAM))
+        run_passes(engine.trainer, _passes(task, turn))
+        engine.trainer.submit(OptimStep("run0", ADAM)).result()
         work = SampleWork(
             task.sequences(turn + 1)[0], SamplingParams(max_tokens=1, stop=[]), adapter=f"step{turn}"
         )

@@ -22,7 +22,8 @@ from tinkex.types.params import LoraConfig, SamplingParams
 
 def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
     c, weight = decoder.config, decoder.unembed_weight
-    return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype)
+    clears = decoder.backend.clears_pages
+    return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype, clears=clears)
 
 
 def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> Batch:

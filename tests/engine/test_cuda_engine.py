@@ -12,13 +12,12 @@ from torch import Tensor
 
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
-from tinkex.engine import cuda as kernels
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece, paged_attend
+from tinkex.engine.torch.backend import TorchBackend
+from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sampler import Limits
+from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.engine.torch.sequences import Published
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
@@ -112,16 +111,15 @@ def test_a_slot_keeps_nothing_of_its_last_owner(decoder: Decoder, exact: Decoder
     assert np.abs(sequence.logprobs_np - wanted).mean() < 0.05
 
 
-def test_the_pipeline_draws_what_the_plain_step_draws(decoder: Decoder, monkeypatch: pytest.MonkeyPatch):
+def test_the_pipeline_draws_what_the_plain_step_draws(decoder: Decoder):
     """The same seeds give the same tokens, until bf16's rounding goes another way."""
     asked = [(prompt(i, 10 + i), i) for i in range(8)]
     batch = new_batch(decoder)
     futures = [submit(batch, ids, seed=seed)[0] for ids, seed in asked]
     finish(batch)
     ahead = [future.result(timeout=0).sequences[0].tokens for future in futures]
-    monkeypatch.setattr(kernels, "usable", lambda x: False)
-    batch = new_batch(decoder)
-    batch._pipeline = batch._prefill = None
+    plain = decoder.with_backend(TorchBackend())
+    batch = Batch(plain, new_cache(plain), Limits(decoder.config.max_context, 64))
     futures = [submit(batch, ids, seed=seed)[0] for ids, seed in asked]
     finish(batch)
     plain = [future.result(timeout=0).sequences[0].tokens for future in futures]
@@ -226,7 +224,7 @@ def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int])
     for turn in range(4):
         pieces = [Piece(held, turn * new, new) for held, new in zip(pages, lengths, strict=True)]
         adapters = [owners[(i + (turn == 3)) % 4] for i in range(len(lengths))]
-        tokens, lora = prompt(turn, sum(lengths)), LoraBatch(adapters, lengths)
+        tokens, lora = prompt(turn, sum(lengths)), decoder.backend.lora(adapters, lengths)
         got = prefill(tokens, pieces, lora)
         assert got is not None
         assert turn != 2 or prefill.replayed == 2
@@ -234,8 +232,8 @@ def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int])
         want = decoder(
             torch.from_numpy(tokens.astype(np.int64)).cuda(),
             torch.from_numpy(positions).cuda(),
-            paged_attend(eager, pieces, windows, captured.layer(0)[0].device),
-            LoraBatch(adapters, lengths),
+            decoder.backend.paged_attend(eager, pieces, windows),
+            decoder.backend.lora(adapters, lengths),
         )
         rows = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
         assert rows.isfinite().all(), f"turn {turn}: rows {(~rows.isfinite()).nonzero()[:, 0].tolist()}"
@@ -337,17 +335,14 @@ def one_pass(decoder: Decoder, wide: bool, recompute: bool) -> tuple[list[np.nda
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_fp32(
-    decoder: Decoder, exact: Decoder, wide: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_gradients_are_those_of_fp32(decoder: Decoder, exact: Decoder, wide: bool, recompute: bool):
     """As near as bf16 allows: plain bf16 is off by 2 to 5 % here, by family and data.
 
     That the kernels compute the right thing is shown to 1e-5 by test_kernels_together.py, in fp32.
     """
     ours, our_grads = one_pass(decoder, wide, recompute)
     wanted, exact_grads = one_pass(exact, wide, recompute)
-    monkeypatch.setattr(kernels, "usable", lambda x: False)
-    _, plain_grads = one_pass(decoder, wide, recompute)
+    _, plain_grads = one_pass(decoder.with_backend(TorchBackend()), wide, recompute)
     for one, other in zip(ours, wanted, strict=True):
         assert np.abs(one - other).mean() < 0.05
     assert set(our_grads) == set(exact_grads) == set(RUNS)

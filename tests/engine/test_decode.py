@@ -14,6 +14,7 @@ from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
 from tinkex.engine.cuda import begin, decode
 from tinkex.engine.protocol import SampleWork
+from tinkex.engine.torch.backend import TorchBackend
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.sampler import Batch, Limits
@@ -34,7 +35,7 @@ class Graphs:
     """What `decode.Graphs` shows to a pipeline, on the CPU: a step draws the same token for everyone."""
 
     def __init__(self, there: set[int]) -> None:
-        self.there, self.rows = there, []
+        self.there, self.rows, self.backend = there, [], TorchBackend()
         self.capacity, self.width = CAPACITY, 8
         self.orders = torch.zeros(begin.ORDERS, CAPACITY, dtype=torch.int64)
         self.table = torch.zeros(CAPACITY, self.width, dtype=torch.int32)

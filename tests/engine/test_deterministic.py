@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
-from tinkex.engine import cuda as kernels
+from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.protocol import (
     CreateAdapter,
     EngineConfig,
@@ -33,11 +33,9 @@ from tinkex.engine.protocol import (
     SampleWork,
 )
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.attention import PackedAttend
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece, page_bytes, paged_attend
+from tinkex.engine.torch.kv import PAGE, KVCache, Piece, page_bytes
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.model import Decoder, Projection
 from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.engine.torch.sequences import Published
@@ -82,14 +80,13 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     shape = WIDE | FAMILIES[request.param] if CUDA else {"intermediate_size": 128}
     path = tiny_model(tmp_path_factory.mktemp("model"), request.param, **shape)
     decoder = load_decoder(path, "cuda", torch.bfloat16) if CUDA else load_decoder(path)
-    decoder.be_invariant()
-    return decoder
+    weight = decoder.unembed_weight
+    return decoder.with_backend(CudaBackend(weight.device, weight.dtype, invariant=True))
 
 
 @pytest.fixture(autouse=True)
 def by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CUDA:
-        monkeypatch.setattr(kernels, "usable", lambda x: True)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # there is no device to pin it for
 
 
@@ -142,14 +139,14 @@ def step(decoder: Decoder, parts: Sequence[Part], starts: Sequence[int], attend:
     tokens = torch.from_numpy(np.concatenate([ids for ids, _ in parts]).astype(np.int64)).to(device)
     ranges = [np.arange(at, at + len(ids)) for at, (ids, _) in zip(starts, parts, strict=True)]
     whose, lengths = [a for _, a in parts], [len(ids) for ids, _ in parts]
-    lora = LoraBatch(whose, lengths, train=train, invariant=True)
+    lora = decoder.backend.lora(whose, lengths, train=train)
     h_TD = decoder(tokens, torch.from_numpy(np.concatenate(ranges)).to(device), attend, lora)
-    return decoder.logits(h_TD.detach(), LoraBatch(whose, lengths, invariant=True))
+    return decoder.logits(h_TD.detach(), decoder.backend.lora(whose, lengths))
 
 
 def packed(decoder: Decoder, parts: Sequence[Part], train: bool = False) -> Tensor:
     lengths = [len(ids) for ids, _ in parts]
-    attend = PackedAttend(lengths, decoder.config.windows, invariant=True)
+    attend = decoder.backend.packed_attend(lengths, decoder.config.windows)
     return step(decoder, parts, [0] * len(parts), attend, train)
 
 
@@ -163,7 +160,7 @@ def paged(decoder: Decoder, parts: Sequence[Part], cuts: Sequence[int]) -> Tenso
     for start, stop in zip([0, *cuts], [*cuts, longest], strict=True):
         going = [(pages, part) for pages, part in zip(shuffled, parts, strict=True) if len(part[0]) > start]
         pieces = [Piece(pages, start, min(stop, len(ids)) - start) for pages, (ids, _) in going]
-        attend = paged_attend(cache, pieces, c.windows, weight.device, invariant=True)
+        attend = decoder.backend.paged_attend(cache, pieces, c.windows)
         now = [(ids[start:stop], a) for _, (ids, a) in going]
         logits.append(step(decoder, now, [start] * len(now), attend))
     return torch.cat(logits)

@@ -15,18 +15,20 @@ from torch import Tensor
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.cuda import draw, grouped, packed
 from tinkex.engine.cuda import logprob_kernels as logprobs
-from tinkex.engine.cuda.paged import PackedForward
+from tinkex.engine.cuda.attend import PackedForward
+from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.product import product
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import sample
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.backend import TorchBackend
 from tinkex.engine.torch.drawing import TorchRows
 from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.lora import PlainLora
-from tinkex.engine.torch.ops import linear
 from tinkex.types.params import LoraConfig
 
 pytestmark = MARKS
+INVARIANT = CudaBackend(DEVICE, BF16, invariant=True)
 
 
 def assert_near(got: Tensor, want: Tensor, bound: float = 8e-3) -> None:
@@ -65,7 +67,7 @@ def test_product(n: int, k: int, by_columns: bool, bias: bool):
 
 def test_the_gradient_of_an_invariant_product():
     weight, x, grad = random(48, 64), random(9, 64, seed=1).requires_grad_(), random(9, 48, seed=2)
-    linear(x, weight, invariant=True).backward(grad)
+    INVARIANT.linear(x, weight).backward(grad)
     assert x.grad is not None
     assert_near(x.grad, grad.double() @ weight.double())
 
@@ -138,7 +140,7 @@ def test_one_normaliser_for_all():
     draw.draw(logits, temperature, keys.view(torch.int64).to(DEVICE), vocab, tokens, drawn, invariant=True)
     torch.testing.assert_close(drawn, want.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-4)
     at = np.arange(rows)
-    scored = TorchRows(logits, vocab, invariant=True)
+    scored = TorchRows(logits, vocab, INVARIANT)
     picked = scored.pick(at, tokens.cpu().numpy())
     trained = logits.float() - logprobs.normaliser(logits, torch.ones(rows, device=DEVICE))[:, None]
     assert np.array_equal(picked, trained.gather(1, tokens[:, None])[:, 0].cpu().numpy())
@@ -154,10 +156,10 @@ def test_one_normaliser_for_all():
 def test_rows_scored_one_by_one_are_those_scored_at_once():
     logits = 3 * random(5, 700)
     keys = stream_keys(np.arange(5, dtype=np.uint64), np.zeros(5), np.arange(5))
-    one, all_ = TorchRows(logits, 690, invariant=True), TorchRows(logits, 690)
+    one, all_ = TorchRows(logits, 690, INVARIANT), TorchRows(logits, 690, TorchBackend())
     np.testing.assert_allclose(one.top(4)[1], all_.top(4)[1], atol=1e-5)
     assert np.array_equal(one.draw(keys), all_.draw(keys))
-    alone = TorchRows(logits[3:4].clone(), 690, invariant=True)
+    alone = TorchRows(logits[3:4].clone(), 690, INVARIANT)
     for got, want in zip(alone.top(4), one.top(4), strict=True):
         assert np.array_equal(got[0], want[3])
     assert alone.draw(keys[3:4])[0] == one.draw(keys)[3]

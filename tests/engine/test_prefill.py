@@ -35,8 +35,8 @@ if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTE
 
 from tinkex.engine.cuda import grouped, prefill
 from tinkex.engine.cuda import lora_kernels as kernel
+from tinkex.engine.cuda.attend import KernelAttend
 from tinkex.engine.cuda.layout import layout_of
-from tinkex.engine.cuda.paged import KernelAttend
 from tinkex.engine.cuda.prefill import Key, Prefill, cut, largest, size, write_orders
 from tinkex.engine.torch.kv import Piece
 

@@ -22,14 +22,14 @@ from tests.engine.stepping import finish
 from tinkex.engine.cuda import elementwise, grouped, packed
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import paged_kernels as paged
+from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.decode import _TableLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
 from tinkex.engine.torch.architecture import model_config
-from tinkex.engine.torch.hooks import Pending, Site
+from tinkex.engine.torch.hooks import Frozen, Pending, Site
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.ops import split_rotate, swiglu
-from tinkex.engine.torch.projecting import Frozen
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
@@ -42,6 +42,7 @@ SITES = {
     "unembed": (4096, [32000]),
 }
 RANK = 32
+BACKEND = CudaBackend(DEVICE, torch.bfloat16)
 FEW = (1, 7, 16, 20, 64, 65, 96, 128, 160, 192, 224, 256, 400, 511)  # rows of a sampler's step
 
 
@@ -71,7 +72,9 @@ class Case:
         """The first rows, by the sampler."""
         tiles = self.tiles(rows, 64 if rows <= 64 else lora.tile_rows(rows))
         hook = _TableLora({self.at: self.site}, self.table, tiles, torch.cuda.Stream())
-        return hook.project(self.at, self.x[:rows].contiguous(), Frozen(self.weight, None, None))
+        return hook.project(
+            self.at, self.x[:rows].contiguous(), Frozen(self.weight, None, None, BACKEND.linear)
+        )
 
     def sampled(self, rows: int) -> Tensor:
         y = self.projected(rows)
@@ -95,11 +98,11 @@ def test_what_reads_a_projection() -> None:
     cos, sin = random(600, 64, seed=9), random(600, 64, seed=10)
     qkv, gate_up = Case("qkv", 600, 0.3), Case("gate_up", 600, 0.3)
     rotated = elementwise.rotate(qkv.trained(), cos, sin, heads, norms, 1e-6)[:3]
-    gated = swiglu(gate_up.trained())
+    gated = elementwise.swiglu(gate_up.trained())
     for few in FEW:
-        got = split_rotate(qkv.projected(few), cos[:few], sin[:few], heads, norms, 1e-6)
+        got = split_rotate(qkv.projected(few), cos[:few], sin[:few], heads, norms, 1e-6, elementwise)
         assert all(torch.equal(a, b[:few]) for a, b in zip(got, rotated, strict=True)), few
-        assert torch.equal(swiglu(gate_up.projected(few)), gated[:few]), few
+        assert torch.equal(swiglu(gate_up.projected(few), elementwise), gated[:few]), few
 
 
 @pytest.mark.parametrize("dim", [128, 64])

@@ -38,7 +38,7 @@ class Counting:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.config, self.unembed_weight, self.logits = decoder.config, decoder.unembed_weight, decoder.logits
-        self.invariant = decoder.invariant
+        self.backend = decoder.backend
         self.tokens = 0
         self.error: Exception | None = None
 

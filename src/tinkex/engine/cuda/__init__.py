@@ -1,23 +1,4 @@
-"""Triton kernels for CUDA in bf16: the fast paths behind the engine's seams.
+"""Triton kernels and captured graphs for CUDA in bf16, behind `backend.CudaBackend`.
 
-Each does what a plain function elsewhere in the engine does, and a test on a GPU holds it to that one.
-Nothing here is imported, Triton included, unless `usable` says so. Knows tensors alone: no requests, no runs.
+Every kernel has an oracle in plain torch; README.md lists both. Importing the modules here needs Triton.
 """
-
-from __future__ import annotations
-
-import importlib.util
-from functools import cache
-
-import torch
-from torch import Tensor
-
-
-def usable(x: Tensor) -> bool:
-    """Whether the kernels can compute with `x`; anywhere else the plain paths do."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and _have_triton()
-
-
-@cache
-def _have_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

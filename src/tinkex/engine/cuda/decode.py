@@ -25,14 +25,13 @@ from tinkex.engine.cuda import adapted, begin, draw, grouped
 from tinkex.engine.cuda import lora_kernels as lora_kernel
 from tinkex.engine.cuda import paged_kernels as paged
 from tinkex.engine.cuda import step_kernels as step
-from tinkex.engine.cuda.paged import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.attend import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.seats import Seats
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.drawing import lora_of
-from tinkex.engine.torch.hooks import LoraHook, Pending, Site
+from tinkex.engine.torch.hooks import Frozen, LoraHook, Pending, Projecting, Site
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.projecting import Frozen, Projecting
 from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 
@@ -130,7 +129,7 @@ class Graphs:
     """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
-        self._decoder, self._cache = decoder, cache
+        self._decoder, self._cache, self.backend = decoder, cache, decoder.backend
         device = decoder.unembed_weight.device
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
@@ -207,7 +206,7 @@ class Graphs:
         cos, sin = self._angles[0].new_empty(2, key.rows, self._angles[0].shape[1])
         _, last, logprobs = self.results
         begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
-        tile = tile_tokens((), self._decoder.invariant)
+        tile = tile_tokens((), self.backend.invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
         queries = paged.Queries(cells, self.table, tile, splits, self.seats.least)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
@@ -217,7 +216,7 @@ class Graphs:
             lora = self.hook(self.seats.table(key.rank, key.whole), tiles)
         h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
-        vocab, invariant = self._decoder.config.vocab_size, self._decoder.invariant
+        vocab, invariant = self._decoder.config.vocab_size, self.backend.invariant
         draw.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
 
 
@@ -298,7 +297,7 @@ class Pipeline:
 
     def _key_for(self, seated: Several[Sequence]) -> Key:
         """What graph serves them, their adapters being seated."""
-        rows, lora = bucket(len(seated)), lora_of(seated, [1] * len(seated))
+        rows, lora = bucket(len(seated)), lora_of(self._graphs.backend, seated, [1] * len(seated))
         if lora is None:
             return Key(rows)
         cells, tile, rank, whole = self._graphs.seats.seat(lora.segments)

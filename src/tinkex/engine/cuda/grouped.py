@@ -1,4 +1,4 @@
-"""Many adapters in one pass on CUDA: the grouped fast path of `lora.LoraBatch`.
+"""Many adapters in one pass on CUDA: `CudaLora` is what `lora.LoraBatch` is elsewhere.
 
 Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a handful
 of launches, and another one in the backward, however many adapters there are and whatever their ranks.
@@ -16,14 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import adapted, outer
 from tinkex.engine.cuda import lora_kernels as kernel
 from tinkex.engine.cuda import project as projection
+from tinkex.engine.cuda.product import product
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.ops import frozen_product
+from tinkex.engine.torch.hooks import Frozen, Site
+from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.upload import all_to_device, to_device
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
@@ -97,7 +99,7 @@ def product_with(
         u = kernel.summed(u, x.dtype)
         return kernel.unite(u, product_in(1, x, weight), x.dtype, table, tiles, site), u
     if large and weight.shape[0] < _HEAD:
-        y = frozen_product(x, weight)
+        y = F.linear(x, weight)
         kernel.expand(u, y, table, tiles, site)
         return y, u
     y = x.new_empty(x.shape[0], weight.shape[0])
@@ -176,7 +178,7 @@ class GroupedLora:
         """The frozen product with the adapters' contribution, and what the backward needs."""
         writes = kernel.writes(self._table, site) or (adapted.large(weight) and weight.shape[0] < _HEAD)
         if self._invariant or bias is not None or not (self._whole and writes):
-            y = frozen_product(x, weight, bias, invariant=self._invariant)
+            y = product(x, weight, bias) if self._invariant else F.linear(x, weight, bias)
             return y, self.add(site, x, y)
         return product_with(x, weight, self._table, self._tiles, site)
 
@@ -215,6 +217,61 @@ class GroupedLora:
         segments = kernel.Tiles(to_device(kernel.whole_segments(self._places), self._device), longest)
         atomic = len(self._places) > len({slot for slot, _, _ in self._places})
         return outer.Backward(self._grads[0], segments, atomic)
+
+
+class CudaLora(LoraBatch):
+    """`LoraBatch` by the kernels, where they can read the adapters' matrices."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter | None],
+        lengths: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        train: bool = False,
+        invariant: bool = False,
+    ) -> None:
+        super().__init__(adapters, lengths, train=train)
+        self._device, self._dtype, self.invariant = device, dtype, invariant
+        self._grouped: GroupedLora | None = None
+        owners = [adapter for adapter, _, _ in self.segments]
+        self._readable = any(owner is not None for owner in owners) and usable(owners)
+
+    @property
+    def grouped(self) -> GroupedLora | None:
+        """Made when it is first used: captured steps have tables of their own."""
+        if self._grouped is None and self._readable:
+            self._grouped = GroupedLora(self.segments, self._device, self._dtype, self.invariant)
+        return self._grouped
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        if rows is None and not self.train and self.grouped is not None:
+            return self.grouped.add_to(site, x, y)
+        return super().__call__(site, x, y, rows=rows, experts=experts)
+
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
+        grouped = self.grouped
+        place = None if grouped is None else grouped.site(site)
+        if grouped is None or place is None:
+            return super().project(site, x, frozen)
+        if not (self.train and torch.is_grad_enabled()):
+            return grouped.project(place, x, frozen.weight, frozen.bias)[0]
+        return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
+
+    def part(self, start: int, stop: int) -> CudaLora:
+        """The same adapters over the tokens start:stop alone; the table of addresses is shared."""
+        inside = [(a, max(i, start), min(j, stop)) for a, i, j in self.segments if i < stop and j > start]
+        part = copy(self)
+        part.segments, part.tokens = [(a, i - start, j - start) for a, i, j in inside], stop - start
+        part._grouped = None
+        if self.grouped is not None and any(a is not None for a, _, _ in inside):
+            part._grouped = self.grouped.part(part.segments)
+        else:
+            part._readable = False
+        return part
 
 
 class Project(torch.autograd.Function):

@@ -23,8 +23,8 @@ from torch import Tensor
 from tinkex.engine.cuda import grouped
 from tinkex.engine.cuda import lora_kernels as lora_kernel
 from tinkex.engine.cuda import paged_kernels as paged
+from tinkex.engine.cuda.attend import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.layout import Layout, layout_of
-from tinkex.engine.cuda.paged import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.seats import Seated, Seats, round_up
 from tinkex.engine.torch.hooks import LoraHook
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
@@ -148,7 +148,7 @@ class Prefill:
         """
         if size(len(tokens)) > self.rows or (lora is not None and not _readable(lora)):
             return None
-        layout = layout_of(pieces, tile_tokens(pieces, self._decoder.invariant))
+        layout = layout_of(pieces, tile_tokens(pieces, self._decoder.backend.invariant))
         seated = None if lora is None else self._seats.seat(lora.segments)
         key = self._choose(self._key(len(tokens), len(pieces), layout.tile, seated))
         used = write_orders(self._host, key, tokens, layout, seated)

@@ -10,7 +10,7 @@ Shapes: M rows, N out-features, K in-features.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -88,3 +88,17 @@ def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
         num_warps=tile.warps, num_stages=tile.stages, **CHAINED,
     )  # fmt: skip
     return y_MN
+
+
+class InvariantLinear(torch.autograd.Function):
+    """`product` with a gradient to x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (weight,) = ctx.saved_tensors
+        return grads[0] @ weight, None, None

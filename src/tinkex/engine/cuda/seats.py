@@ -14,7 +14,7 @@ import torch
 
 from tinkex.engine.cuda import adapted, grouped
 from tinkex.engine.cuda import lora_kernels as kernel
-from tinkex.engine.cuda.paged import UNCUT
+from tinkex.engine.cuda.attend import UNCUT
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.model import Decoder
@@ -34,7 +34,7 @@ def in_order(decoder: Decoder) -> bool:
     """
     config = decoder.config
     other = config.experts is not None or config.qkv_bias or config.o_bias or config.mlp_bias
-    return not (decoder.invariant or other) and min(_sizes(decoder)) > adapted.LARGEST
+    return not (decoder.backend.invariant or other) and min(_sizes(decoder)) > adapted.LARGEST
 
 
 class Seated(NamedTuple):
@@ -51,7 +51,7 @@ class Seats:
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
         device, columns = decoder.unembed_weight.device, grouped.column_of(Site(decoder.config.layers, "qkv"))
-        self._dtype, self._invariant = decoder.unembed_weight.dtype, decoder.invariant
+        self._dtype, self._invariant = decoder.unembed_weight.dtype, decoder.backend.invariant
         self._none = capacity  # the slot of rows without an adapter: its rank and addresses stay 0
         self._addresses = torch.zeros(capacity + 1, columns, dtype=torch.int64, device=device)
         self._scales = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
@@ -59,7 +59,7 @@ class Seats:
         self._in_order = in_order(decoder)
         self.least = UNCUT if self._in_order else 0  # keys of a split of a token's attention
         self._most = adapted.MOST if max(_sizes(decoder)) <= adapted.LARGEST else adapted.MOST_OF_LARGER
-        if decoder.invariant:
+        if decoder.backend.invariant:
             self._most = 0
 
     def table(self, rank: int, whole: bool) -> kernel.Table:

@@ -12,14 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-
-from tinkex.engine import cuda as kernels
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
@@ -69,22 +65,14 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class PackedAttend:
-    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer.
+    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer."""
 
-    `invariant`: the forward gives the bits that the sampler's attention gives, whatever else is packed.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], windows: Sequence[int | None], *, invariant: bool = False
-    ) -> None:
-        self.windows, self._invariant = windows, invariant
+    def __init__(self, lengths: Sequence[int], windows: Sequence[int | None]) -> None:
+        self.windows = windows
         # neighbours of equal length share one call: (how many, how long)
         self.groups = [(len(list(group)), length) for length, group in groupby(lengths)]
-        self._lengths, self._tiles, self._forward = lengths, None, None
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
-        if kernels.usable(q_THC):
-            return self._ragged(q_THC, k_TGC, v_TGC, self.windows[layer])
         sizes = [count * length for count, length in self.groups]
         pieces = [
             attend(*(x.unflatten(0, group) for x in qkv), window=self.windows[layer]).flatten(0, 1)
@@ -93,41 +81,3 @@ class PackedAttend:
             )
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _ragged(self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None) -> Tensor:
-        """All sequences at once, by the kernels."""
-        from tinkex.engine.cuda import packed
-
-        if self._tiles is None:
-            self._tiles = packed.cut(self._lengths, packed.width_for(q_THC), q_THC.device)
-        if self._invariant:
-            return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._in_sampler_tiles(q_THC))  # type: ignore[return-value]
-        window = None if window is None or window >= max(self._lengths) else window
-        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, None)  # type: ignore[return-value]
-
-    def _in_sampler_tiles(self, x: Tensor) -> Any:
-        from tinkex.engine.cuda.paged import PackedForward
-
-        self._forward = self._forward or PackedForward(self._lengths, x.device)
-        return self._forward
-
-
-class _Ragged(Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Any, window: int | None, forward: Any
-    ) -> Tensor:
-        from tinkex.engine.cuda import packed
-
-        out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.tiles, ctx.window = tiles, window
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        from tinkex.engine.cuda import packed
-
-        q, k, v, out, lse = ctx.saved_tensors
-        back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
-        return *back, None, None, None

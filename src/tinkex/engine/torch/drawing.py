@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine import cuda as kernels
 from tinkex.engine.native.step import CompiledStep
 from tinkex.engine.rng import stream_key
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.sample import Choice, draw, likeliest, race, scaled, scaled_logprobs
+from tinkex.engine.torch.sample import Choice, draw, likeliest, race
 from tinkex.engine.torch.sequences import Sequence
 from tinkex.engine.torch.upload import to_device
 
@@ -29,16 +29,23 @@ Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
 Drawn = tuple[Sequence, int, float, Top | None]
 
 
-def lora_of(sequences: Several[Sequence], counts: Several[int], invariant: bool = False) -> LoraBatch | None:
+def lora_of(backend: Backend, sequences: Several[Sequence], counts: Several[int]) -> LoraBatch | None:
     """The adapters of some sequences' tokens; None if all are the base model's."""
     adapters = [s.request.adapter for s in sequences]
-    return LoraBatch(adapters, counts, invariant=invariant) if any(adapters) else None
+    return backend.lora(adapters, counts) if any(adapters) else None
 
 
 def draw_next(
-    sequences: Several[Sequence], logits_NV: Tensor, vocab: int, compiled: CompiledStep | None = None
+    sequences: Several[Sequence],
+    logits_NV: Tensor,
+    vocab: int,
+    backend: Backend,
+    compiled: CompiledStep | None = None,
 ) -> Iterator[Drawn]:
     """Each sequence's next token and its logprob, with the likeliest ones where they were asked for."""
+    if backend.invariant:
+        yield from _draw_invariantly(sequences, logits_NV, vocab, backend)
+        return
     plainly = all(s.request.draws_plainly for s in sequences)
     if plainly and compiled is not None:
         temperature = np.array([s.request.work.params.temperature for s in sequences], np.float32)
@@ -46,39 +53,34 @@ def draw_next(
             yield *drawn, None
         return
     choice = _choice(sequences, logits_NV.device)
-    if plainly and kernels.usable(logits_NV):
-        for drawn in zip(sequences, *_draw_by_kernel(logits_NV, choice, vocab), strict=True):
+    if plainly:
+        for drawn in zip(sequences, *backend.draw(logits_NV, choice, vocab), strict=True):
             yield *drawn, None
         return
-    yield from _draw_any(sequences, scaled_logprobs(logits_NV, choice.temperature), choice, vocab)
+    yield from _draw_any(sequences, backend.logprobs(logits_NV, choice.temperature), choice, vocab)
 
 
-def draw_invariantly(sequences: Several[Sequence], logits_NV: Tensor, vocab: int) -> Iterator[Drawn]:
-    """`draw_next` where nothing that a sequence is given may depend on another: on CUDA, by its kernels.
+def _draw_invariantly(
+    sequences: Several[Sequence], logits_NV: Tensor, vocab: int, backend: Backend
+) -> Iterator[Drawn]:
+    """Draw so that no sequence's result depends on another.
 
-    What the kernel cannot draw is drawn row by row, since torch's sums and ties go by the number of rows.
+    What `Backend.draw` cannot draw is drawn row by row: torch's sums and ties depend on the number of rows.
     """
     plain = [i for i, s in enumerate(sequences) if s.request.draws_plainly]
     rest = [i for i, s in enumerate(sequences) if not s.request.draws_plainly]
     if plain:
         some = [sequences[i] for i in plain]
         logits = logits_NV[plain] if rest else logits_NV
-        tokens, logprobs = _draw_by_kernel(logits, _choice(some, logits.device), vocab, invariant=True)
+        tokens, logprobs = backend.draw(logits, _choice(some, logits.device), vocab)
         for drawn in zip(some, tokens, logprobs, strict=True):
             yield *drawn, None
     choices = [_choice([sequences[i]], logits_NV.device) for i in rest]
     if rest:
         temperature = torch.cat([choice.temperature for choice in choices])
-        logprobs_NV = _invariant_logprobs(logits_NV[rest], temperature)
+        logprobs_NV = backend.logprobs(logits_NV[rest], temperature)
         for i, row_1V, choice in zip(rest, logprobs_NV.split(1), choices, strict=True):
             yield from _draw_any([sequences[i]], row_1V, choice, vocab)
-
-
-def _invariant_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """`scaled_logprobs` by the one normaliser that every logprob of a deterministic engine has."""
-    from tinkex.engine.cuda.logprob_kernels import normaliser
-
-    return scaled(logits_NV, temperature_N) - normaliser(logits_NV, temperature_N)[:, None]
 
 
 def _draw_any(
@@ -109,25 +111,14 @@ def _choice(sequences: Several[Sequence], device: torch.device) -> Choice:
     )
 
 
-def _draw_by_kernel(
-    logits_NV: Tensor, choice: Choice, vocab: int, invariant: bool = False
-) -> tuple[list[int], list[float]]:
-    from tinkex.engine.cuda.draw import draw
-
-    keys_N = to_device(choice.keys.view(np.int64), logits_NV.device)
-    tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(choice.temperature)
-    draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, invariant)
-    return tokens_N.tolist(), chosen_N.tolist()
-
-
 class TorchRows:
-    """`tinkex.engine.request.Rows` over logits; `invariant`: no row's answers depend on another."""
+    """`tinkex.engine.request.Rows` over logits."""
 
-    def __init__(self, logits_NV: Tensor, vocab: int, invariant: bool = False) -> None:
+    def __init__(self, logits_NV: Tensor, vocab: int, backend: Backend) -> None:
         self._vocab = vocab
-        if invariant:
+        if backend.invariant:
             ones_N = torch.ones(len(logits_NV), device=logits_NV.device)
-            self._logprobs_NV = _invariant_logprobs(logits_NV, ones_N)
+            self._logprobs_NV = backend.logprobs(logits_NV, ones_N)
             self._parts = self._logprobs_NV.split(1)
         else:
             self._logprobs_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)

@@ -12,12 +12,11 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from tinkex.engine import cuda as kernels
 from tinkex.engine.native.step import compiled_step
 from tinkex.engine.protocol import (
     Command,
@@ -37,6 +36,7 @@ from tinkex.engine.protocol import (
 from tinkex.engine.request import needs_token_bytes, user_error
 from tinkex.engine.token_bytes import TokenTable
 from tinkex.engine.torch import memory
+from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.engine_thread import EngineThread
 from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
@@ -47,10 +47,6 @@ from tinkex.engine.torch.sequences import Listener, Published, Request
 from tinkex.engine.torch.threads import SHARED, ComputeThreads, apart, usable_cores
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.types.outputs import SampleResponse
-
-if TYPE_CHECKING:
-    from tinkex.engine.cuda.decode import Pipeline
-    from tinkex.engine.cuda.prefill import Prefill
 
 _CHUNK_FLOPS = 1.2e14  # of a chunk of prompt on a GPU: 0.2 s on a large one
 _PACKED_SHARE = 0.25  # of the memory that is free once the weights are loaded
@@ -70,9 +66,9 @@ class TorchEngine:
     def _load(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
         decoder = decoder or load_decoder(config.model, device, dtype)
+        decoder = decoder.with_backend(choose_backend(device, dtype, deterministic=config.deterministic))
         if config.deterministic and device.type == "cuda":
             check_deterministic(decoder)
-        decoder.be_invariant(config.deterministic and device.type == "cuda")
         room = memory.free_bytes(device) * _PACKED_SHARE
         compiled = compiled_step(decoder, room)
         if compiled is None:
@@ -82,9 +78,17 @@ class TorchEngine:
         self.memory["weights"] += compiled.nbytes if compiled else 0
         shape = decoder.config
         pages = self.memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
-        cache = KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages, device, dtype)
+        cache = KVCache(
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            pages,
+            device,
+            dtype,
+            clears=decoder.backend.clears_pages,
+        )
         limits = Limits(context, config.max_batch, **_large_steps(decoder))
-        pipeline, prefill = _captured_steps(decoder, cache, limits)
+        pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits)
         lost = lambda: probe(device)  # noqa: E731
         self._batch = Batch(decoder, cache, limits, pipeline, compiled, prefill, lost)
         # Sums depend on how many threads share them: a deterministic engine does not change that under way.
@@ -174,10 +178,10 @@ def check_deterministic(decoder: Decoder) -> None:
         problem = f"this one is in {str(weight.dtype).removeprefix('torch.')}"
     elif shape.experts is not None:
         problem = f"{shape.arch} has experts"
-    elif not kernels.usable(weight):
-        problem = "its kernels need Triton, which is not installed"
     elif odd:
         problem = f"the sizes of {odd[0]} are not multiples of 8"
+    elif not decoder.backend.invariant:
+        problem = "its kernels need Triton, which is not installed"
     if problem:
         raise user_error(f"deterministic on CUDA is for dense models in bfloat16, and {problem}")
 
@@ -210,19 +214,6 @@ def _large_steps(decoder: Decoder) -> dict[str, int]:
     parameters = sum(p.numel() for p in decoder.parameters())
     chunk = int(min(8192, max(512, _CHUNK_FLOPS / (2 * parameters)))) // 256 * 256
     return {"prefill_alone": chunk, "prefill_beside": chunk, "logits": 1 << 27}
-
-
-def _captured_steps(
-    decoder: Decoder, cache: KVCache, limits: Limits
-) -> tuple[Pipeline, Prefill] | tuple[None, None]:
-    """Decoding and prefill by captured steps, where the kernels can."""
-    if not kernels.usable(decoder.unembed_weight) or decoder.config.experts is not None:
-        return None, None
-    from tinkex.engine.cuda.decode import Graphs, Pipeline
-    from tinkex.engine.cuda.prefill import Prefill
-
-    graphs = Graphs(decoder, cache, limits.sequences, limits.context)
-    return Pipeline(graphs), Prefill(decoder, cache, limits, graphs)
 
 
 class _Trainer:

@@ -8,9 +8,13 @@ Shapes: T tokens, N rows, I in-features, O out-features, H query heads, G kv hea
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.backend import Backend
 
 
 class Site(NamedTuple):
@@ -66,7 +70,36 @@ class LoraHook(Protocol):
     ) -> Tensor: ...
 
 
+class Frozen(NamedTuple):
+    """The weights of one frozen Linear and the function that multiplies with them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    packed: Tensor | None  # the weight in the layout that `ops.pack` makes
+    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # `Backend.linear`
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias, self.packed)
+
+
+class Projecting:
+    """A `LoraHook` that computes a frozen product and its adapters together."""
+
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | Pending:
+        """frozen(x) plus the adapters' contribution. May be pending where no gradients are needed."""
+        raise NotImplementedError
+
+
 class Attend(Protocol):
     """Attention over sequences that only the caller knows; q and k come rotated, q is scaled inside."""
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor: ...
+
+
+class ForwardContext(NamedTuple):
+    """What all layers of one forward pass share."""
+
+    backend: Backend
+    angles: tuple[Tensor, Tensor]  # cos and sin of the tokens' positions, [T, C / 2] each
+    attend: Attend
+    lora: LoraHook | None

@@ -21,9 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine import cuda as kernels
-from tinkex.engine.torch.hooks import Attend
-
 PAGE = 16  # tokens
 
 
@@ -117,20 +114,28 @@ class KVCache:
     """The pages' tensors: the keys of every layer and then the values, [pages, PAGE * G * C] each."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, pages: int, device: torch.device, dtype: torch.dtype
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        clears: bool = True,
     ) -> None:
-        self.pages = Pages(pages)
+        """`clears`: `Backend.clears_pages`."""
+        self.pages, self.device, self._clears = Pages(pages), device, clears
         self.heads, self.head_dim = kv_heads, head_dim
         self._pool = _zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
         self._k, self._v = (list(half.unbind()) for half in self._pool.chunk(2))
         self._used: set[int] = set()  # pages that somebody has had: all others are still zero
-        self._clears = not kernels.usable(self._pool)
 
     def take(self, n: int) -> list[int] | None:
         """`Pages.take`, with nothing left in the pages of whoever had them before.
 
         What is masked out is still multiplied by 0, and 0 · NaN is NaN: one adapter that has diverged would
-        otherwise reach another's sequences. The kernels never read what they mask.
+        otherwise reach another's sequences.
         """
         taken = self.pages.take(n)
         if not self._clears:
@@ -171,22 +176,6 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 # -- attention -----------------------------------------------------------------------------------------
-
-
-def paged_attend(
-    cache: KVCache,
-    pieces: Sequence[Piece],
-    windows: Sequence[int | None],
-    device: torch.device,
-    invariant: bool = False,
-    least: int = 0,
-) -> Attend:
-    """Attention of one step's tokens over the cache, by the kernels where they can: see `attend_pieces`."""
-    if not kernels.usable(cache.layer(0)[0]):
-        return PagedAttend(cache, pieces, windows, device)
-    from tinkex.engine.cuda.paged import attend_pieces
-
-    return attend_pieces(cache, pieces, windows, device, invariant, least)
 
 
 class Piece(NamedTuple):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkex.engine.torch.architecture import ModelConfig, model_config
+from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.model import Decoder
 from tinkex.errors import InvalidInputError
 
@@ -24,7 +25,7 @@ from tinkex.errors import InvalidInputError
 def load_decoder(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A Hugging Face directory or a GGUF file as a decoder.
+    """A Hugging Face directory or a GGUF file as a decoder, with the fastest backend there is for it.
 
     >>> decoder = load_decoder("models/Qwen3-0.6B", "cuda", torch.bfloat16)
     """
@@ -73,7 +74,7 @@ def fill(
 def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
     """A decoder in place, its weights still to be filled."""
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
-        decoder = Decoder(config)
+        decoder = Decoder(config, choose_backend(device, dtype))
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.
     return decoder.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)).eval()
 

@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinkex.engine import cuda as kernels
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.model import UNEMBED
 from tinkex.engine.torch.ops import linear
@@ -52,19 +51,19 @@ def target_logprobs(
     grad_of: GradOf | None = None,
     *,
     chunk: int | None = None,
+    compute: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The targets' logprobs (fp32 [M]) and, with `grad_of`, the loss's gradient to h_TD.
 
-    Gradients of the unembedding's adapters are added to their buffers.
+    Gradients of the unembedding's adapters are added to their buffers. `compute` computes one chunk, as
+    `logprob_chunk` does.
     """
+    compute = compute or logprob_chunk
     tokens = h_TD.shape[0]
     chunk = chunk or max(16, CHUNK_BYTES.get(h_TD.device.type, 1 << 30) // (4 * weight_VD.shape[0]))
     chunk = -(-tokens // -(-tokens // chunk))  # as many chunks, of equal sizes
     lp_M = torch.empty(targets.ids_M.shape, dtype=torch.float32, device=h_TD.device)
     grad_TD = torch.zeros_like(h_TD) if grad_of else None
-    fast = kernels.usable(h_TD) and lora.grouped(h_TD) is not None
-    assert fast or not lora.invariant
-    compute = _chunk_by_kernels if fast else _chunk
     with torch.no_grad():
         for start in range(0, tokens, chunk):
             stop = min(start + chunk, tokens)
@@ -76,7 +75,7 @@ def target_logprobs(
     return lp_M, grad_TD
 
 
-def _chunk(
+def logprob_chunk(
     h_ND: Tensor,
     weight_VD: Tensor,
     lora: LoraBatch,
@@ -134,41 +133,3 @@ def _backward(
         out_ND.index_copy_(0, live, grad_ND)
     else:
         out_ND.copy_(grad_ND)
-
-
-def _chunk_by_kernels(
-    h_ND: Tensor,
-    weight_VD: Tensor,
-    lora: LoraBatch,
-    start: int,
-    cells: tuple[Tensor, Tensor],
-    grads: Callable[[Tensor], Tensor] | None,
-    out_ND: Tensor | None,
-) -> Tensor:
-    """`_chunk` on CUDA: logits stay in bf16, and become their own gradient in place."""
-    from tinkex.engine.cuda import logprob_kernels as kernel
-
-    (rows, ids), part = cells, lora.part(start, start + len(h_ND))
-    grouped = part.grouped(h_ND)
-    site = None if grouped is None else grouped.site(UNEMBED)
-    if grouped is None or site is None:
-        logits_NV, kept = linear(h_ND, weight_VD, invariant=lora.invariant), None
-    else:
-        logits_NV, kept = grouped.project(site, h_ND, weight_VD, None)
-    ones_N = torch.ones(len(h_ND), device=h_ND.device) if lora.invariant else None  # as the sampler has them
-    normaliser_N = kernel.normaliser(logits_NV, ones_N)
-    lp = logits_NV[rows, ids].float() - normaliser_N[rows]
-    if grads is None or out_ND is None:
-        return lp
-    grad_M = grads(lp).float()
-    if len(ids) == len(h_ND):
-        kernel.gradient_(logits_NV, normaliser_N, ids, grad_M)
-    else:  # several candidates in some rows
-        total_N = torch.zeros_like(normaliser_N).index_add_(0, rows, grad_M)
-        kernel.gradient_(logits_NV, normaliser_N, torch.full_like(rows[: len(h_ND)], -1), total_N)
-        logits_NV.index_put_((rows, ids), grad_M.to(logits_NV.dtype), accumulate=True)
-    if grouped is None or site is None or kept is None:
-        torch.mm(logits_NV, weight_VD, out=out_ND)
-    else:
-        grouped.grad_x(site, logits_NV, grouped.backward(site, logits_NV, h_ND, kept), weight_VD, out_ND)
-    return lp

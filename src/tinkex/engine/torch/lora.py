@@ -2,9 +2,9 @@
 
 `LoraBatch` is the hook that a decoder calls at each of its sites: it adds scale·x·Aᵀ·Bᵀ to every contiguous
 segment of tokens with that segment's adapter, whatever its rank, and in the backward adds gradients to that
-adapter's buffer and to no other. Only x and x·Aᵀ are kept for the backward. On CUDA `grouped` does the work
-for all adapters at once. `PlainLora` does the same with ordinary autograd operations: slow, readable, and the
-oracle of the tests. Knows nothing of losses, of runs or of files.
+adapter's buffer and to no other. Only x and x·Aᵀ are kept for the backward. `PlainLora` does the same with
+ordinary autograd operations: slow, readable, and the oracle of the tests. Knows nothing of losses, of
+runs or of files.
 
 Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a site, E experts.
 """
@@ -12,19 +12,14 @@ Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tinkex.engine import cuda as kernels
 from tinkex.engine.torch.adapters import Adapter, Matrices
-from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.hooks import Frozen, Projecting, Site
 from tinkex.engine.torch.ops import frozen_product
-from tinkex.engine.torch.projecting import Frozen, Projecting
-
-if TYPE_CHECKING:
-    from tinkex.engine.cuda.grouped import GroupedLora
 
 
 class Job(NamedTuple):
@@ -39,19 +34,13 @@ class Job(NamedTuple):
 class LoraBatch(Projecting):
     """The adapters of one pass: `adapters[i]` (None: the base model) has the next `lengths[i]` tokens.
 
-    With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`. `invariant` is for a
-    decoder that is: the grouped fast path alone then does it all.
+    With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`.
     """
 
     def __init__(
-        self,
-        adapters: Sequence[Adapter | None],
-        lengths: Sequence[int],
-        *,
-        train: bool = False,
-        invariant: bool = False,
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
     ) -> None:
-        self.train, self.invariant = train, invariant
+        self.train = train
         self.segments: list[tuple[Adapter | None, int, int]] = []
         stop = 0
         for adapter, length in zip(adapters, lengths, strict=True):
@@ -63,14 +52,11 @@ class LoraBatch(Projecting):
         if train:
             for adapter in {a for a in adapters if a is not None}:
                 adapter.open_grad()
-        self._grouped: GroupedLora | None = None
         self._anchor = torch.zeros((), requires_grad=train)  # what makes autograd record a frozen input's use
 
     def __call__(
         self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
     ) -> Tensor:
-        if rows is None and not self.train and (grouped := self.grouped(x)) is not None:
-            return grouped.add_to(site, x, y)
         jobs = self.jobs(site, rows=rows, experts=experts)
         if not jobs:
             return y
@@ -80,36 +66,11 @@ class LoraBatch(Projecting):
         return y
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
-        grouped = self.grouped(x)
-        if grouped and (place := grouped.site(site)):
-            if not (self.train and torch.is_grad_enabled()):
-                return grouped.project(place, x, frozen.weight, frozen.bias)[0]
-            from tinkex.engine.cuda.grouped import Project
-
-            return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
         if not (self.train and torch.is_grad_enabled()):
             return self(site, x, frozen(x))
         if jobs := self.jobs(site):
             return _Project.apply(x, self._anchor, frozen, site, jobs)  # type: ignore[return-value]
         return frozen(x)
-
-    def grouped(self, x: Tensor) -> GroupedLora | None:
-        """The fast path, where there is one for tensors like `x`."""
-        if self._grouped is None and kernels.usable(x) and any(a is not None for a, _, _ in self.segments):
-            from tinkex.engine.cuda import grouped
-
-            if grouped.usable([adapter for adapter, _, _ in self.segments]):
-                self._grouped = grouped.GroupedLora(self.segments, x.device, x.dtype, self.invariant)
-        return self._grouped
-
-    def part(self, start: int, stop: int) -> LoraBatch:
-        """The same adapters over the tokens start:stop alone."""
-        inside = [(a, max(i, start), min(j, stop)) for a, i, j in self.segments if i < stop and j > start]
-        lengths = [j - i for _, i, j in inside]
-        part = LoraBatch([a for a, _, _ in inside], lengths, train=self.train, invariant=self.invariant)
-        if self._grouped is not None and any(a is not None for a, _, _ in inside):
-            part._grouped = self._grouped.part(part.segments)
-        return part
 
     def jobs(
         self,
@@ -234,7 +195,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, frozen: Frozen, site: Site, jobs: list[Job]) -> Tensor:
-        y = frozen_product(x, *frozen)
+        y = frozen_product(x, frozen.weight, frozen.bias, frozen.packed)
         ctx.save_for_backward(x, *add(site, jobs, x, y))
         ctx.weight, ctx.site, ctx.jobs = frozen.weight, site, jobs
         return y

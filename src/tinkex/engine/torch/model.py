@@ -10,16 +10,31 @@ Shapes: T tokens, N rows, D width, H query heads, G kv heads, P = H + G, C head 
 
 from __future__ import annotations
 
+import copy
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from tinkex.engine.torch.architecture import ModelConfig
-from tinkex.engine.torch.hooks import Attend, LoraHook, Part, Pending, Site, Sites
+from tinkex.engine.torch.hooks import (
+    Attend,
+    ForwardContext,
+    Frozen,
+    LoraHook,
+    Part,
+    Pending,
+    Projecting,
+    Site,
+    Sites,
+)
 from tinkex.engine.torch.moe import ExpertMlp
 from tinkex.engine.torch.ops import Stream, add, add_rms_norm, pack, rms_norm, split_rotate, swiglu
-from tinkex.engine.torch.projecting import Frozen, Projecting
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.backend import Backend
 
 __all__ = ["Attend", "Decoder", "LoraHook", "ModelConfig", "Part", "Site", "Sites"]
 
@@ -37,17 +52,13 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(_frozen(in_features, out_features).t(), requires_grad=False)
         self.bias = _frozen(out_features) if bias else None
         self.packed: Tensor | None = None
-        self.invariant = False
 
-    def forward(self, x_NI: Tensor, lora: LoraHook | None) -> Tensor | Pending:
+    def forward(self, x_NI: Tensor, context: ForwardContext) -> Tensor | Pending:
+        frozen, lora = Frozen(self.weight, self.bias, self.packed, context.backend.linear), context.lora
         if isinstance(lora, Projecting):
-            return lora.project(self.site, x_NI, self.frozen)
-        y_NO = self.frozen(x_NI)
+            return lora.project(self.site, x_NI, frozen)
+        y_NO = frozen(x_NI)
         return y_NO if lora is None else lora(self.site, x_NI, y_NO)
-
-    @property
-    def frozen(self) -> Frozen:
-        return Frozen(self.weight, self.bias, self.packed, self.invariant)
 
     def weights(self) -> dict[str, Tensor]:
         sizes = [part.out_features for part in self.parts]
@@ -75,13 +86,11 @@ class Attention(nn.Module):
         self.q_norm = _frozen(c.head_dim) if c.qk_norm else None
         self.k_norm = _frozen(c.head_dim) if c.qk_norm else None
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, lora: LoraHook | None
-    ) -> Tensor | Pending:
-        qkv = self.qkv(x, lora)
-        q_THC, k_TGC, v_TGC = split_rotate(qkv, *angles, self.heads, self._norms(), self.eps)
-        o_THC = attend(self.layer, q_THC, k_TGC, v_TGC)
-        return self.o(o_THC.reshape(o_THC.shape[0], -1), lora)
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor | Pending:
+        qkv, impl = self.qkv(x, context), context.backend.elementwise
+        q_THC, k_TGC, v_TGC = split_rotate(qkv, *context.angles, self.heads, self._norms(), self.eps, impl)
+        o_THC = context.attend(self.layer, q_THC, k_TGC, v_TGC)
+        return self.o(o_THC.reshape(o_THC.shape[0], -1), context)
 
     def _norms(self) -> tuple[Tensor, Tensor] | None:
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
@@ -108,8 +117,8 @@ class Mlp(nn.Module):
         down = Part(f"{name}.down_proj", config.width, "mlp")
         self.down = Projection(Site(layer, "down"), width, (down,), bias)
 
-    def forward(self, x_TD: Tensor, lora: LoraHook | None) -> Tensor | Pending:
-        return self.down(swiglu(self.gate_up(x_TD, lora)), lora)
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | Pending:
+        return self.down(swiglu(self.gate_up(x_TD, context), context.backend.elementwise), context)
 
     def weights(self) -> dict[str, Tensor]:
         return self.gate_up.weights() | self.down.weights()
@@ -130,28 +139,23 @@ class Layer(nn.Module):
         self.mlp = ExpertMlp(config, layer) if sparse else Mlp(config, layer)
 
     def forward(
-        self,
-        stream: Stream,
-        delta_TD: Tensor | Pending | None,
-        angles: tuple[Tensor, Tensor],
-        attend: Attend,
-        lora: LoraHook | None,
+        self, stream: Stream, delta_TD: Tensor | Pending | None, context: ForwardContext
     ) -> tuple[Stream, Tensor | Pending]:
+        impl = context.backend.elementwise
         if delta_TD is None:
-            h_TD = rms_norm(stream, self.attention_norm, self.eps)
+            h_TD = rms_norm(stream, self.attention_norm, self.eps, impl)
         else:
-            stream, h_TD = add_rms_norm(stream, delta_TD, self.attention_norm, self.eps)
-        stream, h_TD = add_rms_norm(
-            stream, self.attention(h_TD, angles, attend, lora), self.mlp_norm, self.eps
-        )
-        return stream, self.mlp(h_TD, lora)
+            stream, h_TD = add_rms_norm(stream, delta_TD, self.attention_norm, self.eps, impl)
+        stream, h_TD = add_rms_norm(stream, self.attention(h_TD, context), self.mlp_norm, self.eps, impl)
+        return stream, self.mlp(h_TD, context)
 
-    def recomputed(self, stream: Stream, *args) -> Stream:
+    def recomputed(self, stream: Stream, context: ForwardContext) -> Stream:
         """The block with only its input kept for the backward, without what rounding took from that."""
         rest = [stream.rest]  # for the first time alone: a gradient is not worth the memory
 
         def block(x_TD: Tensor) -> Stream:
-            return add(*self(Stream(x_TD, rest.pop() if rest else None), None, *args))
+            after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
+            return add(after, delta_TD, context.backend.elementwise)
 
         return recompute(block, stream.x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
@@ -162,17 +166,19 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A frozen decoder, its memory not yet filled; `load.load_decoder` makes a whole one."""
+    """A frozen decoder, its memory not yet filled; `load.load_decoder` makes a whole one.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `backend` computes everything that has a faster implementation on some device.
+    """
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.backend = config, backend
         self.embedding = _frozen(config.padded_vocab, config.width)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
         self.norm = _frozen(config.width)
         self.head = None if config.tied else _frozen(config.padded_vocab, config.width)
         self.packed_head: Tensor | None = None
-        self.invariant = False
 
     @property
     def unembed_weight(self) -> Tensor:
@@ -203,33 +209,30 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The same where cos and sin of the positions are at hand: [T, C / 2] each, as `Rope` gives them."""
         stream, delta_TD = Stream(F.embedding(tokens_T, self.embedding)), None
-        args = (angles, attend, lora)
+        context, eps = ForwardContext(self.backend, angles, attend, lora), self.config.norm_eps
         for layer in self.layers:
             assert isinstance(layer, Layer)
             if checkpoint:
-                stream = layer.recomputed(stream, *args)
+                stream = layer.recomputed(stream, context)
             else:
-                stream, delta_TD = layer(stream, delta_TD, *args)
+                stream, delta_TD = layer(stream, delta_TD, context)
         if delta_TD is None:
-            return rms_norm(stream, self.norm, self.config.norm_eps)
-        return add_rms_norm(stream, delta_TD, self.norm, self.config.norm_eps)[1]
+            return rms_norm(stream, self.norm, eps, self.backend.elementwise)
+        return add_rms_norm(stream, delta_TD, self.norm, eps, self.backend.elementwise)[1]
 
     def logits(self, h_ND: Tensor, lora: LoraHook | None = None, rows: Tensor | None = None) -> Tensor:
         """[N, V] in the model's dtype; `rows` are the tokens that h_ND belongs to, if not the first N."""
-        frozen = Frozen(self.unembed_weight, None, self.packed_head, self.invariant)
+        frozen = Frozen(self.unembed_weight, None, self.packed_head, self.backend.linear)
         if isinstance(lora, Projecting) and rows is None:
             y_NV = lora.project(UNEMBED, h_ND, frozen)
             return y_NV if isinstance(y_NV, Tensor) else y_NV.total()
         return frozen(h_ND) if lora is None else lora(UNEMBED, h_ND, frozen(h_ND), rows=rows)
 
-    def be_invariant(self, on: bool = True) -> None:
-        """From now on, whether a row's result is the same to the last bit whatever other rows there are.
-
-        For a dense decoder in bf16 on CUDA; hooks that add to a row read `invariant` and do likewise.
-        """
-        self.invariant = on
-        for projection in self._projections():
-            projection.invariant = on
+    def with_backend(self, backend: Backend) -> Decoder:
+        """The same weights, computed with by `backend`."""
+        other = copy.copy(self)
+        other.backend = backend
+        return other
 
     def pack(self, room: float) -> None:
         """Keep a second copy of the weights in a layout that samples faster, if it fits in `room` bytes.

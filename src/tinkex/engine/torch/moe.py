@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from tinkex.engine.torch.architecture import ModelConfig
-from tinkex.engine.torch.hooks import LoraHook, Part, Site, Sites
+from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
 from tinkex.engine.torch.ops import swiglu
 
 
@@ -33,7 +33,8 @@ class ExpertMlp(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, self.width), requires_grad=False)
         self.down = nn.Parameter(torch.empty(count, self.width, inner), requires_grad=False)
 
-    def forward(self, x_TD: Tensor, lora: LoraHook | None) -> Tensor:
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        lora = context.lora
         weight_TK, expert_TK = self.route(x_TD)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         place_N = torch.empty_like(order_N)  # where each (token, choice) went: the inverse of `order`
@@ -47,7 +48,7 @@ class ExpertMlp(nn.Module):
         gate_up = expert_linear(x_ND, self.gate_up, counts_E)
         if lora is not None:
             gate_up = lora(Site(self.layer, "experts_gate_up"), x_ND, gate_up, rows=rows_N, experts=expert_N)
-        a_NF = swiglu(gate_up)
+        a_NF = swiglu(gate_up, context.backend.elementwise)
         y_ND = expert_linear(a_NF, self.down, counts_E)
         if lora is not None:
             y_ND = lora(Site(self.layer, "experts_down"), a_NF, y_ND, rows=rows_N, experts=expert_N)

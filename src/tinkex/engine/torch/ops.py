@@ -1,7 +1,7 @@
 """The decoder's products and elementwise steps, as autograd sees them: lean in time and memory.
 
 Each Function keeps as little as its backward needs and writes gradients of fused projections into one buffer.
-What it computes is in `plain` or, on CUDA, in `kernels.elementwise`: the same functions, tested to agree.
+`impl` is the module that computes: `plain`, or `engine.cuda.elementwise`, which has the same functions.
 The base model's weights are frozen, so none of them gets a gradient.
 
 Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
@@ -9,47 +9,32 @@ Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from tinkex.engine import cuda as kernels
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Pending
 from tinkex.engine.torch.plain import Norms
 
+if TYPE_CHECKING:
+    from tinkex.engine.torch.backend import Elementwise
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    packed: Tensor | None = None,
-    invariant: bool = False,
-) -> Tensor:
-    """x @ weight.T + bias for a frozen weight; `packed` is what `pack` made of the weight, if anything.
 
-    `invariant`: a row's result does not depend on how many others there are (bf16 on CUDA alone).
-    """
-    if x.requires_grad and (invariant or _use_onednn(weight)):
-        return _Linear.apply(x, weight, bias, invariant)
-    return frozen_product(x, weight, bias, packed, invariant)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias for a frozen weight; `packed` is what `pack` made of the weight, if anything."""
+    if x.requires_grad and _use_onednn(weight):
+        return _Linear.apply(x, weight, bias)
+    return frozen_product(x, weight, bias, packed)
 
 
 def frozen_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    packed: Tensor | None = None,
-    invariant: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
 ) -> Tensor:
     """The same where autograd need not see it; on CPU by the kernel that is quickest for so many rows."""
-    if invariant:
-        from tinkex.engine.cuda.product import product as in_order
-
-        return in_order(x, weight, bias)
     if not _use_onednn(weight):
         return F.linear(x, weight, bias)
     rows, by_columns = x.shape[0], weight.t().is_contiguous()
@@ -71,30 +56,30 @@ class Stream(NamedTuple):
     rest: Tensor | None = None
 
 
-def rms_norm(stream: Stream, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(stream: Stream, weight: Tensor, eps: float, impl: Elementwise = plain) -> Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32."""
     if stream.x.requires_grad:
-        return _RmsNorm.apply(*stream, weight, eps)
-    return _for(stream.x).normalise(*stream, None, weight, eps)[2]
+        return _RmsNorm.apply(*stream, weight, eps, impl)
+    return impl.normalise(*stream, None, weight, eps)[2]
 
 
 def add_rms_norm(
-    stream: Stream, delta: Tensor | Pending, weight: Tensor, eps: float
+    stream: Stream, delta: Tensor | Pending, weight: Tensor, eps: float, impl: Elementwise = plain
 ) -> tuple[Stream, Tensor]:
     """The stream with `delta` added to it, and its RMSNorm."""
     delta = delta if isinstance(delta, Tensor) else delta.addend()
     if stream.x.requires_grad or delta.requires_grad:
-        x, rest, y = _AddRmsNorm.apply(*stream, delta, weight, eps)
+        x, rest, y = _AddRmsNorm.apply(*stream, delta, weight, eps, impl)
     else:
-        x, rest, y, _ = _for(stream.x).normalise(*stream, delta, weight, eps)
+        x, rest, y, _ = impl.normalise(*stream, delta, weight, eps)
     return Stream(x, rest), y
 
 
-def add(stream: Stream, delta: Tensor) -> Stream:
+def add(stream: Stream, delta: Tensor, impl: Elementwise = plain) -> Stream:
     """The stream with `delta` added to it."""
     if stream.x.requires_grad or delta.requires_grad:
-        return Stream(*_Add.apply(*stream, delta))
-    return Stream(*_for(stream.x).add(*stream, delta))
+        return Stream(*_Add.apply(*stream, delta, impl))
+    return Stream(*impl.add(*stream, delta))
 
 
 def split_rotate(
@@ -104,28 +89,20 @@ def split_rotate(
     heads: tuple[int, int],
     norms: Norms | None,
     eps: float,
+    impl: Elementwise = plain,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused [T, (H+2G)·C] into q_THC, k_TGC, v_TGC; q and k are normalised (if asked) and rotated."""
     if not isinstance(qkv, Tensor):
         return qkv.rotate(cos, sin, heads, norms, eps)
     q_norm, k_norm = norms or (None, None)
-    return _SplitRotate.apply(qkv, cos, sin, heads, q_norm, k_norm, eps)
+    return _SplitRotate.apply(qkv, cos, sin, heads, q_norm, k_norm, eps, impl)
 
 
-def swiglu(gate_up: Tensor | Pending) -> Tensor:
+def swiglu(gate_up: Tensor | Pending, impl: Elementwise = plain) -> Tensor:
     """silu(gate) * up of a fused [T, 2F]."""
     if not isinstance(gate_up, Tensor):
         return gate_up.swiglu()
-    return _SwiGlu.apply(gate_up) if gate_up.requires_grad else _for(gate_up).swiglu(gate_up)
-
-
-def _for(x: Tensor) -> Any:
-    """The module whose functions compute with `x`."""
-    if not kernels.usable(x):
-        return plain
-    from tinkex.engine.cuda import elementwise
-
-    return elementwise
+    return _SwiGlu.apply(gate_up, impl) if gate_up.requires_grad else impl.swiglu(gate_up)
 
 
 # -- matrix products -----------------------------------------------------------------------------------
@@ -161,15 +138,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
-        return frozen_product(x, weight, bias, invariant=True) if invariant else product(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (weight,) = ctx.saved_tensors
-        grad = product(grads[0], weight.t()) if _use_onednn(weight) else grads[0] @ weight
-        return grad, None, None, None
+        return product(grads[0], weight.t()), None, None
 
 
 # -- elementwise steps ---------------------------------------------------------------------------------
@@ -177,22 +153,26 @@ class _Linear(Function):
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rest: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        _, _, y, rstd = _for(x).normalise(x, rest, None, weight, eps)
+    def forward(
+        ctx: Any, x: Tensor, rest: Tensor | None, weight: Tensor, eps: float, impl: Elementwise
+    ) -> Tensor:
+        _, _, y, rstd = impl.normalise(x, rest, None, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
+        ctx.impl = impl
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, rstd, weight = ctx.saved_tensors
-        return _for(x).normalise_backward(grads[0], x, rstd, weight, None), None, None, None
+        return ctx.impl.normalise_backward(grads[0], x, rstd, weight, None), None, None, None, None
 
 
 class _AddRmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor, weight: Tensor, eps: float) -> Any:
-        total, rest, y, rstd = _for(x).normalise(x, rest, delta, weight, eps)
+    def forward(ctx: Any, x, rest, delta, weight, eps, impl: Elementwise):  # type: ignore[override]
+        total, rest, y, rstd = impl.normalise(x, rest, delta, weight, eps)
         ctx.save_for_backward(total, rstd, weight)
+        ctx.impl = impl
         ctx.set_materialize_grads(False)
         if rest is not None:
             ctx.mark_non_differentiable(rest)
@@ -203,15 +183,15 @@ class _AddRmsNorm(Function):
         total, rstd, weight = ctx.saved_tensors
         grad_total, _, grad_y = grads
         if grad_y is None:
-            return grad_total, None, grad_total, None, None
-        grad = _for(total).normalise_backward(grad_y, total, rstd, weight, grad_total)
-        return grad, None, grad, None, None
+            return grad_total, None, grad_total, None, None, None
+        grad = ctx.impl.normalise_backward(grad_y, total, rstd, weight, grad_total)
+        return grad, None, grad, None, None, None
 
 
 class _Add(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor) -> Any:
-        total, rest = _for(x).add(x, rest, delta)
+    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor, impl: Elementwise) -> Any:
+        total, rest = impl.add(x, rest, delta)
         ctx.set_materialize_grads(False)
         if rest is not None:
             ctx.mark_non_differentiable(rest)
@@ -219,34 +199,36 @@ class _Add(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None, grads[0]
+        return grads[0], None, grads[0], None
 
 
 class _SplitRotate(Function):
     @staticmethod
-    def forward(ctx: Any, qkv, cos, sin, heads, q_norm, k_norm, eps):  # type: ignore[override]
+    def forward(ctx: Any, qkv, cos, sin, heads, q_norm, k_norm, eps, impl: Elementwise):  # type: ignore[override]
         norms = None if q_norm is None else (q_norm, k_norm)
-        q, k, v, rstd = _for(qkv).rotate(qkv, cos, sin, heads, norms, eps)
+        q, k, v, rstd = impl.rotate(qkv, cos, sin, heads, norms, eps)
         ctx.save_for_backward(None if norms is None else qkv, cos, sin, q_norm, k_norm, rstd)
+        ctx.impl = impl
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         qkv, cos, sin, q_norm, k_norm, rstd = ctx.saved_tensors
         norms = None if q_norm is None else (q_norm, k_norm)
-        grad = _for(grads[0]).rotate_backward(grads, qkv, cos, sin, norms, rstd)
-        return grad, None, None, None, None, None, None
+        grad = ctx.impl.rotate_backward(grads, qkv, cos, sin, norms, rstd)
+        return grad, None, None, None, None, None, None, None
 
 
 class _SwiGlu(Function):
     """Keeps only its input, which the fused projection made."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, impl: Elementwise) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _for(gate_up).swiglu(gate_up)
+        ctx.impl = impl
+        return impl.swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gate_up,) = ctx.saved_tensors
-        return _for(gate_up).swiglu_backward(grads[0], gate_up)
+        return ctx.impl.swiglu_backward(grads[0], gate_up), None

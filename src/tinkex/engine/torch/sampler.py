@@ -27,9 +27,9 @@ from torch import Tensor
 from tinkex.engine.native.step import CompiledStep, Row
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
-from tinkex.engine.torch.drawing import TorchRows, draw_invariantly, draw_next, lora_of
+from tinkex.engine.torch.drawing import TorchRows, draw_next, lora_of
 from tinkex.engine.torch.engine_thread import settle
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain, paged_attend
+from tinkex.engine.torch.kv import PAGE, KVCache, Piece, chain
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sequences import Listener, Published, Request, Sequence, response
 from tinkex.engine.torch.upload import to_device
@@ -311,8 +311,8 @@ class Batch:
         """Compute the planned tokens: their final hidden states."""
         pieces = [Piece(s.pages, s.computed, count) for s, count in plan]
         tokens = np.concatenate([s.tokens(s.computed, s.computed + count) for s, count in plan])
-        invariant = self.decoder.invariant
-        lora = lora_of([sequence for sequence, _ in plan], [count for _, count in plan], invariant)
+        backend = self.decoder.backend
+        lora = lora_of(backend, [sequence for sequence, _ in plan], [count for _, count in plan])
         h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
@@ -321,7 +321,7 @@ class Batch:
             h_TD = self.decoder(
                 to_device(tokens.astype(np.int64), self._device),
                 to_device(positions, self._device),
-                paged_attend(self.cache, pieces, windows, self._device, invariant, least),
+                backend.paged_attend(self.cache, pieces, windows, least),
                 lora,
             )
         for sequence, count in plan:
@@ -359,9 +359,9 @@ class Batch:
                 rows = min(self._at_once, stop - scores.next)
                 first = start + scores.next - 1 - offset
                 h_ND = h_TD[first : first + rows]
-                invariant, vocab = self.decoder.invariant, self.decoder.config.vocab_size
-                logits_NV = self.decoder.logits(h_ND, lora_of([sequence], [rows], invariant))
-                scores.add(TorchRows(logits_NV, vocab, invariant), rows)
+                backend, vocab = self.decoder.backend, self.decoder.config.vocab_size
+                logits_NV = self.decoder.logits(h_ND, lora_of(backend, [sequence], [rows]))
+                scores.add(TorchRows(logits_NV, vocab, backend), rows)
 
     @torch.inference_mode()
     def _draw(self, plan: Plan, h_TD: Tensor) -> None:
@@ -374,18 +374,15 @@ class Batch:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
         for part in self._bounded(ready):
             rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
-            lora = lora_of([part[i][0] for i in first], [1] * len(rows), self.decoder.invariant)
+            lora = lora_of(self.decoder.backend, [part[i][0] for i in first], [1] * len(rows))
             logits_NV = self.decoder.logits(h_TD[to_device(rows, self._device)], lora)
             if len(rows) < len(part):
                 logits_NV = logits_NV[to_device(inverse, self._device)]
             self._draw_rows([s for s, _ in part], logits_NV)
 
     def _draw_rows(self, sequences: list[Sequence], logits_NV: Tensor) -> None:
-        vocab = self.decoder.config.vocab_size
-        if self.decoder.invariant:
-            drawn = draw_invariantly(sequences, logits_NV, vocab)
-        else:
-            drawn = draw_next(sequences, logits_NV, vocab, self._compiled)
+        vocab, backend = self.decoder.config.vocab_size, self.decoder.backend
+        drawn = draw_next(sequences, logits_NV, vocab, backend, self._compiled)
         for sequence, token, logprob, top in drawn:
             if top is not None:
                 sequence.top.append(top)

@@ -21,7 +21,6 @@ from torch import Tensor
 from tinkex.engine import protocol as p
 from tinkex.engine.torch import checkpoint, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
-from tinkex.engine.torch.attention import PackedAttend
 from tinkex.engine.torch.batch import ItemGroup, MicroBatch, cut, flat_inputs, halves, micro_batch
 from tinkex.engine.torch.examples import Limits, Work, read_pass
 from tinkex.engine.torch.graph import read_graph
@@ -294,9 +293,9 @@ class TorchTrainer:
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, LoraBatch] | None:
         """Hidden states and the adapters they came through; None if memory is short for so many at once."""
         adapters = [self.adapter(item.run) for item in batch.items]
-        invariant = self.decoder.invariant
-        lora = LoraBatch(adapters, batch.lengths, train=batch.backward, invariant=invariant)
-        attend = PackedAttend(batch.lengths, self.decoder.config.windows, invariant=invariant)
+        backend = self.decoder.backend
+        lora = backend.lora(adapters, batch.lengths, train=batch.backward)
+        attend = backend.packed_attend(batch.lengths, self.decoder.config.windows)
         try:
             with torch.set_grad_enabled(batch.backward):
                 h_TD = self.decoder(
@@ -312,13 +311,14 @@ class TorchTrainer:
         """Logprobs, losses and gradients."""
         spans = self._spans(batch, states)
         of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora)
+        compute = self.decoder.backend.logprob_chunk
         if batch.backward and all(span.state.work.local for span in spans):
-            lp_M, grad_TD = target_logprobs(*of, _local_gradient(spans))
+            lp_M, grad_TD = target_logprobs(*of, _local_gradient(spans), compute=compute)
         else:
-            lp_M, grad_TD = target_logprobs(*of)
+            lp_M, grad_TD = target_logprobs(*of, compute=compute)
             grad_M = torch.cat([self._span_gradient(span, lp_M, batch) for span in spans])
             if batch.backward:
-                _, grad_TD = target_logprobs(*of, lambda lp, first, last: grad_M[first:last])
+                _, grad_TD = target_logprobs(*of, lambda lp, first, last: grad_M[first:last], compute=compute)
         landed = from_device(lp_M)  # so that results are made up while the device is at the backward
         if grad_TD is not None and h_TD.requires_grad:
             h_TD.backward(grad_TD)

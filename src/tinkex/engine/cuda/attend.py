@@ -1,5 +1,6 @@
-"""The step's attention over the paged cache on CUDA: what `kv.PagedAttend` does, through the kernels.
+"""The decoder's attention hooks on CUDA: over the paged cache, and within packed sequences.
 
+`KernelAttend` computes what `kv.PagedAttend` does, `RaggedAttend` what `attention.PackedAttend` does.
 Knows nothing of requests or adapters.
 
 Shapes: T tokens of the step, H query heads, G kv heads, C head dim.
@@ -8,11 +9,14 @@ Shapes: T tokens of the step, H query heads, G kv heads, C head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from tinkex.engine.cuda import packed
 from tinkex.engine.cuda import paged_kernels as kernel
 from tinkex.engine.cuda.layout import layout_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
@@ -43,7 +47,6 @@ def attend_pieces(
     cache: KVCache,
     pieces: Sequence[Piece],
     windows: Sequence[int | None],
-    device: torch.device,
     invariant: bool = False,
     least: int = 0,
 ) -> KernelAttend:
@@ -52,7 +55,7 @@ def attend_pieces(
     `least` is as `kernel.Queries` has it.
     """
     tokens = tile_tokens(pieces, invariant)
-    queries, slots_T = lay_out(pieces, tokens, splits_for(len(pieces) * cache.heads, tokens), device)
+    queries, slots_T = lay_out(pieces, tokens, splits_for(len(pieces) * cache.heads, tokens), cache.device)
     return KernelAttend(cache, windows, queries._replace(least=least), slots_T)
 
 
@@ -94,6 +97,45 @@ class PackedForward:
         kernel.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
         out, lse_TH = kernel.attend(q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, g, PAGE, window)
         return out, lse_TH.t().contiguous()
+
+
+class RaggedAttend:
+    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer.
+
+    `invariant`: the forward is bitwise identical to the sampler's attention, whatever else is packed.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[int | None], device: torch.device, invariant: bool
+    ) -> None:
+        self._lengths, self._windows, self._device = lengths, windows, device
+        self._tiles: packed.Tiles | None = None
+        self._forward = PackedForward(lengths, device) if invariant else None
+
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+        if self._tiles is None:
+            self._tiles = packed.cut(self._lengths, packed.width_for(q_THC), self._device)
+        window = self._windows[layer]
+        if self._forward is None and window is not None and window >= max(self._lengths):
+            window = None
+        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._forward)  # type: ignore[return-value]
+
+
+class _Ragged(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: packed.Tiles, window: int | None, forward: Any
+    ) -> Tensor:
+        out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tiles, ctx.window = tiles, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
+        return *back, None, None, None
 
 
 def splits_for(programs: int, tokens: int) -> int:

@@ -1,0 +1,122 @@
+"""`engine.torch.backend.Backend` by Triton kernels and captured graphs, for bf16 on one CUDA device.
+
+Every method computes what `TorchBackend` computes, to rounding. `invariant` makes every row's result bitwise
+identical whatever other rows there are, and the sampler's logprobs bitwise identical to the trainer's.
+
+Shapes: N rows, D width, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.cuda import draw, elementwise
+from tinkex.engine.cuda import logprob_kernels as kernel
+from tinkex.engine.cuda.attend import KernelAttend, RaggedAttend, attend_pieces
+from tinkex.engine.cuda.decode import Graphs, Pipeline
+from tinkex.engine.cuda.grouped import CudaLora
+from tinkex.engine.cuda.prefill import Prefill
+from tinkex.engine.cuda.product import InvariantLinear, product
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.kv import KVCache, Piece
+from tinkex.engine.torch.logprobs import logprob_chunk
+from tinkex.engine.torch.model import UNEMBED, Decoder
+from tinkex.engine.torch.sample import Choice, scaled, scaled_logprobs
+from tinkex.engine.torch.sampler import Limits
+from tinkex.engine.torch.upload import to_device
+
+
+class CudaBackend:
+    """Kernels for `device`. `dtype` is bf16; Triton's interpreter computes in fp32."""
+
+    elementwise: Any = elementwise
+    clears_pages = False  # kernels never read a masked key
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, invariant: bool = False) -> None:
+        self._device, self._dtype, self.invariant = device, dtype, invariant
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
+        if not self.invariant:
+            return F.linear(x, weight, bias)
+        return InvariantLinear.apply(x, weight, bias) if x.requires_grad else product(x, weight, bias)
+
+    def lora(
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
+    ) -> CudaLora:
+        return CudaLora(adapters, lengths, self._device, self._dtype, train=train, invariant=self.invariant)
+
+    def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> RaggedAttend:
+        return RaggedAttend(lengths, windows, self._device, self.invariant)
+
+    def paged_attend(
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], least: int = 0
+    ) -> KernelAttend:
+        return attend_pieces(cache, pieces, windows, self.invariant, least)
+
+    def logprob_chunk(
+        self,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        lora: CudaLora,
+        start: int,
+        cells: tuple[Tensor, Tensor],
+        grads: Callable[[Tensor], Tensor] | None,
+        out_ND: Tensor | None,
+    ) -> Tensor:
+        """`logprobs.logprob_chunk` with logits that stay in bf16 and become their own gradient in place."""
+        if lora.grouped is None:
+            assert not self.invariant
+            return logprob_chunk(h_ND, weight_VD, lora, start, cells, grads, out_ND)
+        (rows, ids), grouped = cells, lora.part(start, start + len(h_ND)).grouped
+        site = None if grouped is None else grouped.site(UNEMBED)
+        if grouped is None or site is None:
+            logits_NV, kept = self.linear(h_ND, weight_VD), None
+        else:
+            logits_NV, kept = grouped.project(site, h_ND, weight_VD, None)
+        # a temperature of 1, as the sampler's kernel has it
+        ones_N = torch.ones(len(h_ND), device=h_ND.device) if self.invariant else None
+        normaliser_N = kernel.normaliser(logits_NV, ones_N)
+        lp = logits_NV[rows, ids].float() - normaliser_N[rows]
+        if grads is None or out_ND is None:
+            return lp
+        grad_M = grads(lp).float()
+        if len(ids) == len(h_ND):
+            kernel.gradient_(logits_NV, normaliser_N, ids, grad_M)
+        else:  # some rows have several targets
+            total_N = torch.zeros_like(normaliser_N).index_add_(0, rows, grad_M)
+            kernel.gradient_(logits_NV, normaliser_N, torch.full_like(rows[: len(h_ND)], -1), total_N)
+            logits_NV.index_put_((rows, ids), grad_M.to(logits_NV.dtype), accumulate=True)
+        if grouped is None or site is None or kept is None:
+            torch.mm(logits_NV, weight_VD, out=out_ND)
+        else:
+            grad_u = grouped.backward(site, logits_NV, h_ND, kept)
+            grouped.grad_x(site, logits_NV, grad_u, weight_VD, out_ND)
+        return lp
+
+    def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
+        keys_N = to_device(choice.keys.view(np.int64), logits_NV.device)
+        tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(choice.temperature)
+        draw.draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, self.invariant)
+        return tokens_N.tolist(), chosen_N.tolist()
+
+    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+        if not self.invariant:
+            return scaled_logprobs(logits_NV, temperature_N)
+        return scaled(logits_NV, temperature_N) - kernel.normaliser(logits_NV, temperature_N)[:, None]
+
+    def captured_steps(
+        self, decoder: Decoder, cache: KVCache, limits: Limits
+    ) -> tuple[Pipeline, Prefill] | tuple[None, None]:
+        """None for models with experts, whose steps are not captured."""
+        if decoder.config.experts is not None:
+            return None, None
+        graphs = Graphs(decoder, cache, limits.sequences, limits.context)
+        return Pipeline(graphs), Prefill(decoder, cache, limits, graphs)

@@ -1,0 +1,133 @@
+"""The computations that have a plain implementation and a faster one on some device, as one strategy.
+
+`choose_backend` picks it once, when a decoder is loaded; nothing else asks what a tensor's device can do.
+`TorchBackend` is plain torch and runs anywhere. `engine.cuda.cuda_backend.CudaBackend` computes the same by
+kernels and captured graphs; tests compare the two. Knows nothing of requests or runs.
+
+Shapes: T tokens, N rows, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.torch import plain
+from tinkex.engine.torch.attention import PackedAttend
+from tinkex.engine.torch.hooks import Attend
+from tinkex.engine.torch.kv import KVCache, PagedAttend, Piece
+from tinkex.engine.torch.logprobs import logprob_chunk
+from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.ops import linear
+from tinkex.engine.torch.sample import Choice, draw, scaled_logprobs
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.adapters import Adapter
+    from tinkex.engine.torch.model import Decoder
+    from tinkex.engine.torch.sampler import Limits
+
+
+class Elementwise(Protocol):
+    """The elementwise steps of a decoder; the modules `plain` and `engine.cuda.elementwise` have them."""
+
+    normalise: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
+    normalise_backward: Callable[..., Tensor]
+    add: Callable[..., tuple[Tensor, Tensor | None]]
+    rotate: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    rotate_backward: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    swiglu_backward: Callable[..., Tensor]
+
+
+class Backend(Protocol):
+    """How a decoder, its trainer and its sampler compute."""
+
+    elementwise: Elementwise
+    invariant: bool  # batch-invariant: a row's result is bitwise identical whatever other rows there are
+    clears_pages: bool  # attention multiplies masked keys by 0, so reused pages must hold no NaN
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+        """x @ weight.T + bias for a frozen weight; `packed` is what `ops.pack` made of it."""
+        ...
+
+    def lora(
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
+    ) -> LoraBatch:
+        """The hook that adds the adapters of a batch: see `LoraBatch`."""
+        ...
+
+    def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> Attend:
+        """Attention within packed sequences, for training."""
+        ...
+
+    def paged_attend(
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], least: int = 0
+    ) -> Attend:
+        """Attention of a step's tokens over the paged cache; `least` is `CapturedPrefill.least`."""
+        ...
+
+    # One chunk of `logprobs.target_logprobs`.
+    logprob_chunk: Callable[..., Tensor]
+
+    def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
+        """One token and its logprob for each row, without top-k and top-p."""
+        ...
+
+    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+        """log_softmax(logits / temperature) in fp32; a temperature of 0 counts as 1."""
+        ...
+
+    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: Limits) -> tuple[Any, Any]:
+        """The sampler's decode pipeline and captured prefill; (None, None) if there are none."""
+        ...
+
+
+class TorchBackend:
+    """Plain torch."""
+
+    elementwise: Elementwise = plain
+    invariant = False
+    clears_pages = True
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+        return linear(x, weight, bias, packed)
+
+    def lora(
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
+    ) -> LoraBatch:
+        return LoraBatch(adapters, lengths, train=train)
+
+    def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> Attend:
+        return PackedAttend(lengths, windows)
+
+    def paged_attend(
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], least: int = 0
+    ) -> Attend:
+        return PagedAttend(cache, pieces, windows, cache.device)
+
+    logprob_chunk = staticmethod(logprob_chunk)
+
+    def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
+        logprobs_NV = self.logprobs(logits_NV, choice.temperature)
+        tokens_N = draw(logprobs_NV, choice, vocab)
+        return tokens_N.tolist(), logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
+
+    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+        return scaled_logprobs(logits_NV, temperature_N)
+
+    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: Limits) -> tuple[None, None]:
+        return None, None
+
+
+def choose_backend(device: str | torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Backend:
+    """The fastest backend for `device` and `dtype`. On CUDA a deterministic one is batch-invariant."""
+    device = torch.device(device)
+    if device.type != "cuda" or dtype != torch.bfloat16 or importlib.util.find_spec("triton") is None:
+        return TorchBackend()
+    from tinkex.engine.cuda.cuda_backend import CudaBackend
+
+    return CudaBackend(device, dtype, invariant=deterministic)
