@@ -1,7 +1,7 @@
 """One checkout's CUDA benchmark in a process of its own, for `bench/engine.py --device cuda --against`.
 
 Imports the checkout's own bench/engine_cuda.py and engine and makes the model once. Each line of stdin names
-a measure, of which one round is run; the answers are JSON lines. Two of these processes take turns on one GPU.
+a measure, of which one round is run; answers are JSON lines. Two of these processes take turns on one GPU.
 """
 
 from __future__ import annotations

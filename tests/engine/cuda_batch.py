@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkex.engine.cuda.decode import Graphs, Pipeline
-from tinkex.engine.cuda.prefill import Prefill
+from tinkex.engine.cuda.decode_graphs import DecodeGraphs, DecodePipeline
+from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import KVCache
@@ -29,8 +29,10 @@ def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
 def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> Batch:
     cache = new_cache(decoder, pages)
     given = Limits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
-    graphs = Graphs(decoder, cache, given.sequences, given.context)
-    return Batch(decoder, cache, given, Pipeline(graphs), prefill=Prefill(decoder, cache, given, graphs))
+    graphs = DecodeGraphs(decoder, cache, given.sequences, given.context)
+    return Batch(
+        decoder, cache, given, DecodePipeline(graphs), prefill=CapturedPrefill(decoder, cache, given, graphs)
+    )
 
 
 def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> Published:

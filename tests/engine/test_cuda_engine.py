@@ -28,8 +28,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.engine.cuda_batch import new_batch, new_cache, published, submit
-from tinkex.engine.cuda.decode import Graphs
-from tinkex.engine.cuda.prefill import Prefill
+from tinkex.engine.cuda.decode_graphs import DecodeGraphs
+from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 
 FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm2"]
 
@@ -217,7 +217,9 @@ def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int])
     captured, eager = new_cache(decoder), new_cache(decoder)
     context, windows = decoder.config.max_context, decoder.config.windows
     limits = Limits(context, 16, prefill_alone=1024)
-    prefill = Prefill(decoder, captured, limits, Graphs(decoder, captured, limits.sequences, context))
+    prefill = CapturedPrefill(
+        decoder, captured, limits, DecodeGraphs(decoder, captured, limits.sequences, context)
+    )
     owners = [p.adapter for p in (published(decoder, 8, 1), published(decoder, 32, 2))]
     owners = [*owners, None, published(decoder, 4, 3, train_mlp=False).adapter]
     pages = [captured.take(15) or [] for _ in lengths]
@@ -276,7 +278,7 @@ def test_prompts_read_by_captured_steps_score_as_in_fp32(decoder: Decoder, exact
 
 def test_a_capture_that_fails_leaves_the_device_usable(decoder: Decoder):
     cache, stream = new_cache(decoder), torch.cuda.current_stream()
-    graphs = Graphs(decoder, cache, 4, decoder.config.max_context)
+    graphs = DecodeGraphs(decoder, cache, 4, decoder.config.max_context)
 
     def breaks() -> None:
         torch.zeros(8, device="cuda").add_(1)

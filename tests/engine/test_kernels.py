@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
-from tinkex.engine.cuda import begin, draw, elementwise, grouped, packed
+from tinkex.engine.cuda import draw, elementwise
+from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda import paged_kernels as paged
+from tinkex.engine.cuda import packed_attention as packed
+from tinkex.engine.cuda import paged_attention as paged
+from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import plain, sample
 from tinkex.engine.torch.adapters import Adapter
@@ -174,15 +177,15 @@ def test_adapters_on_a_large_weight(
 def test_a_wide_part_is_written_by_several_programs(tile: int):
     rows, rank, width = 150, 4, 1300
     u, b = random(2, rows, rank, dtype=torch.float32), random(rank, width, seed=1)
-    table = lora.Table(
+    table = lora.AdapterTable(
         torch.tensor([[rank, 0, b.data_ptr()], [0, 0, 0]], device=DEVICE),
         torch.full((2,), 0.5, device=DEVICE),
         rank,
     )
     segments = [(0, 0, 100), (1, 100, 110), (0, 110, rows)]
-    tiles = lora.Tiles(torch.from_numpy(lora.cut_tiles(segments, tile)).to(DEVICE), tile)
+    tiles = lora.RowTiles(torch.from_numpy(lora.cut_tiles(segments, tile)).to(DEVICE), tile)
     y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
-    lora.write(u, y, table, tiles, lora.Site(1, 1, [width]))
+    lora.write(u, y, table, tiles, lora.TableSite(1, 1, [width]))
     want = 0.5 * u.sum(0) @ b.float()
     want[100:110] = 0
     assert off(y, want) < 1e-2
@@ -193,10 +196,10 @@ def test_a_wide_part_is_written_by_several_programs(tile: int):
 def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
     rows, rank, width, scale = 150, 4, 520, torch.ones(2, device=DEVICE)
     x, a = random(rows, width), random(rank, width, seed=1) / width**0.5
-    table = lora.Table(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
+    table = lora.AdapterTable(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
     cells = lora.cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
-    tiles = lora.Tiles(torch.from_numpy(cells).to(DEVICE), tile)
-    u = lora.shrink(x, table, tiles, lora.Site(1, width, [1])).float().sum(0)[:, :rank]
+    tiles = lora.RowTiles(torch.from_numpy(cells).to(DEVICE), tile)
+    u = lora.shrink(x, table, tiles, lora.TableSite(1, width, [1])).float().sum(0)[:, :rank]
     there = [*range(21), *range(25, rows)]
     assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
 
@@ -206,12 +209,12 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
 def test_sums_are_cut_as_asked(rows: int, splits: int):
     rank, width = 5, 768
     x, a = random(rows, width), random(2 * rank, width, seed=1) / width**0.5
-    table = lora.Table(
+    table = lora.AdapterTable(
         torch.tensor([[rank, a.data_ptr()]], device=DEVICE), torch.ones(1, device=DEVICE), rank
     )
-    tiles = lora.Tiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
+    tiles = lora.RowTiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
     for _ in range(2):  # from the second time on by pairs
-        u = lora.shrink(x, table, tiles, lora.Site(1, width, [1, 1]), splits, beside=True)
+        u = lora.shrink(x, table, tiles, lora.TableSite(1, width, [1, 1]), splits, beside=True)
     assert len(u) == splits
     parts = zip(u, x.float().chunk(splits, 1), a.float().chunk(splits, 1), strict=True)
     for got, left, right in parts:
@@ -228,13 +231,13 @@ def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pyt
         for rank in (8, 24)
     ]
     addresses = [[len(a) // 2, a.data_ptr(), *(b.data_ptr() for b in bs)] for a, bs in matrices]
-    table = lora.Table(
+    table = lora.AdapterTable(
         torch.tensor([*addresses, [16, 0, 0, 0]], device=DEVICE),
         torch.tensor([0.5, 0.3, 1.0], device=DEVICE),
         24,
     )
     cells = lora.cut_tiles([(0, 0, 33), (1, 33, 53), (2, 53, 60)], 32)
-    tiles, site = lora.Tiles(torch.from_numpy(cells).to(DEVICE), 32), lora.Site(1, width, outs)
+    tiles, site = lora.RowTiles(torch.from_numpy(cells).to(DEVICE), 32), lora.TableSite(1, width, outs)
     want = x.float() @ weight.float().t()
     theirs = zip(x.split(rows)[:2], want.split(rows)[:2], matrices, (0.5, 0.3), strict=True)
     for x_part, y_part, (a, bs), scale in theirs:
@@ -257,13 +260,13 @@ def test_few_rows_of_a_small_weight_are_rounded_once():
     half, (rows, width, out, rank) = torch.float16, (60, 256, 64, 16)
     x, weight = random(rows, width, seed=1, dtype=half), random(out, width, seed=2, dtype=half)
     a, b = random(rank, width, seed=3, dtype=half), random(rank, out, seed=4, dtype=half)
-    table = lora.Table(
+    table = lora.AdapterTable(
         torch.tensor([[rank, a.data_ptr(), b.data_ptr()]], device=DEVICE),
         torch.tensor([0.5], device=DEVICE),
         rank,
     )
     cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE)
-    y, u = grouped.product_with(x, weight, table, lora.Tiles(cells, 64), lora.Site(1, width, [out]))
+    y, u = grouped.product_with(x, weight, table, lora.RowTiles(cells, 64), lora.TableSite(1, width, [out]))
     frozen, added = x.double() @ weight.double().t(), 0.5 * u[0, :, :rank].double() @ b.double()
     want = frozen + added
     bound = torch.ldexp(torch.ones_like(want), want.frexp().exponent - 12) + 2e-3  # half a last bit, and sums

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
-from tinkex.engine.cuda import draw, grouped, packed
+from tinkex.engine.cuda import draw
+from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import logprob_kernels as logprobs
-from tinkex.engine.cuda.attend import PackedForward
+from tinkex.engine.cuda import packed_attention as packed
+from tinkex.engine.cuda.attention_hooks import PackedForward
 from tinkex.engine.cuda.cuda_backend import CudaBackend
-from tinkex.engine.cuda.product import product
+from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import sample
 from tinkex.engine.torch.adapters import Adapter

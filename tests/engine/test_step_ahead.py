@@ -29,7 +29,7 @@ Landed = list[tuple[Sequence, int, float]]
 
 
 class SlowPipeline:
-    """What `decode.Pipeline` promises: the results of a step come out one step later."""
+    """What `decode.DecodePipeline` promises: the results of a step come out one step later."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder, self._cache = decoder, cache

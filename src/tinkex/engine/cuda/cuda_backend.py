@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tinkex.engine.cuda import draw, elementwise
 from tinkex.engine.cuda import logprob_kernels as kernel
-from tinkex.engine.cuda.attend import KernelAttend, RaggedAttend, attend_pieces
-from tinkex.engine.cuda.decode import Graphs, Pipeline
-from tinkex.engine.cuda.grouped import CudaLora
-from tinkex.engine.cuda.prefill import Prefill
-from tinkex.engine.cuda.product import InvariantLinear, product
+from tinkex.engine.cuda.attention_hooks import KernelAttend, RaggedAttend, attend_pieces
+from tinkex.engine.cuda.decode_graphs import DecodeGraphs, DecodePipeline
+from tinkex.engine.cuda.grouped_lora import CudaLora
+from tinkex.engine.cuda.invariant_product import InvariantLinear, product
+from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import KVCache, Piece
 from tinkex.engine.torch.logprobs import logprob_chunk
@@ -114,9 +114,9 @@ class CudaBackend:
 
     def captured_steps(
         self, decoder: Decoder, cache: KVCache, limits: Limits
-    ) -> tuple[Pipeline, Prefill] | tuple[None, None]:
+    ) -> tuple[DecodePipeline, CapturedPrefill] | tuple[None, None]:
         """None for models with experts, whose steps are not captured."""
         if decoder.config.experts is not None:
             return None, None
-        graphs = Graphs(decoder, cache, limits.sequences, limits.context)
-        return Pipeline(graphs), Prefill(decoder, cache, limits, graphs)
+        graphs = DecodeGraphs(decoder, cache, limits.sequences, limits.context)
+        return DecodePipeline(graphs), CapturedPrefill(decoder, cache, limits, graphs)

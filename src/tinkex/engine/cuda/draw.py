@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.torch.sample import BLOCK, COLDEST
 
@@ -57,7 +57,7 @@ def _blocks(
     logits, temperatures, best, mass, whole, N, V, vocab, stride,
     COLDEST: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -88,7 +88,7 @@ def _pick(
     noise, inside = tl.zeros((BLOCKS,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     if temperature != 0:  # most of the work, and needs the host's orders alone
         noise, inside = _log_exponentials(key, 0, BLOCKS), _log_exponentials(key, N, BLOCK)
-    after_previous()
+    wait_for_previous()
     n = tl.arange(0, BLOCKS)
     masses = tl.load(whole + row * N + n, mask=n < N, other=float("-inf"))
     scores = tl.load(tl.where(temperature == 0, best, mass) + row * N + n, mask=n < N, other=float("-inf"))
@@ -131,11 +131,11 @@ def draw(
         COLDEST=COLDEST,
         BLOCK=BLOCK,
         AT_ONCE=_AT_ONCE,
-        **CHAINED,
+        **PDL,
     )
     _pick[(rows,)](
         logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
-        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), num_warps=_PICKING, **CHAINED,
+        COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), num_warps=_PICKING, **PDL,
     )  # fmt: skip
     if invariant:
         logprobs.chosen(logits_BV, temperature_B, tokens_B, logprobs_B)

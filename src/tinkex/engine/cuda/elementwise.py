@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.cuda.sums import close
 
@@ -36,7 +36,7 @@ def _norm(
     at = tl.arange(0, BLOCK)
     inside = at < D
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    after_previous()
+    wait_for_previous()
     dtype = x.dtype.element_ty
     v = tl.load(x + row * D + at, mask=inside, other=0.0).to(tl.float32)
     if REST:
@@ -59,7 +59,7 @@ def _norm(
 @launched
 @triton.jit
 def _add(x, rest, delta, total, left, size, REST: tl.constexpr, BLOCK: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def _add(x, rest, delta, total, left, size, REST: tl.constexpr, BLOCK: tl.conste
 @launched
 @triton.jit
 def _norm_backward(grad, x, rstd, weight, more, out, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < D
@@ -103,7 +103,7 @@ def normalise(
     _norm[(rows,)](
         x, x if rest is None else rest, x if delta is None else delta, weight,
         total, x if left is None else left, y, rstd, eps, width, x.numel(),
-        REST=rest is not None, PARTS=parts, BLOCK=block, num_warps=_warps(block), **CHAINED,
+        REST=rest is not None, PARTS=parts, BLOCK=block, num_warps=_warps(block), **PDL,
     )  # fmt: skip
     return total, left, y, rstd
 
@@ -114,7 +114,7 @@ def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor]:
     grid = (cdiv(x.numel(), _COLUMNS),)
     _add[grid](
         x, x if rest is None else rest, delta, total, left, x.numel(),
-        REST=rest is not None, BLOCK=_COLUMNS, **CHAINED,
+        REST=rest is not None, BLOCK=_COLUMNS, **PDL,
     )  # fmt: skip
     return total, left
 
@@ -125,7 +125,7 @@ def normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, mo
     out, block = torch.empty_like(x), power_of_2(width)
     _norm_backward[(rows,)](
         grad, x, rstd, weight, grad if more is None else more, out, width,
-        ADD=more is not None, BLOCK=block, num_warps=_warps(block), **CHAINED,
+        ADD=more is not None, BLOCK=block, num_warps=_warps(block), **PDL,
     )  # fmt: skip
     return out
 
@@ -143,7 +143,7 @@ def _rotate(
     qkv, cos, sin, q_norm, k_norm, q, k, v, rstd, eps, H, G,
     C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, HALF)
@@ -183,7 +183,7 @@ def _rotate_backward(
     grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, rstd, out, H, G,
     C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, HALF)
@@ -239,7 +239,7 @@ def rotate(
     _rotate[(tokens, cdiv(h + 2 * g, _HEADS))](
         qkv, cos, sin, q_norm, k_norm, q, k, v, cos if rstd is None else rstd, eps, h, g,
         C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
-        num_warps=4, **CHAINED,
+        num_warps=4, **PDL,
     )  # fmt: skip
     return q, k, v, rstd
 
@@ -261,7 +261,7 @@ def rotate_backward(
         grad_q, grad_k, grad_v, out if qkv is None else qkv, cos, sin, q_norm, k_norm,
         cos if rstd is None else rstd, out, h, g,
         C=c, HALF=power_of_2(c // 2), NORM=norms is not None, HEADS=_HEADS,
-        num_warps=4, **CHAINED,
+        num_warps=4, **PDL,
     )  # fmt: skip
     return out
 
@@ -272,7 +272,7 @@ def rotate_backward(
 @launched
 @triton.jit
 def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
@@ -284,7 +284,7 @@ def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
 @launched
 @triton.jit
 def _swiglu_backward(grad, gate_up, out, F, BLOCK: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
@@ -300,7 +300,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[(rows, cdiv(width, _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, **CHAINED)
+    _swiglu[(rows, cdiv(width, _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, **PDL)
     return out
 
 
@@ -314,6 +314,6 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
         out,
         width,
         BLOCK=_COLUMNS,
-        **CHAINED,
+        **PDL,
     )
     return out

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv
 from tinkex.engine.torch.sample import COLDEST
 
@@ -45,7 +45,7 @@ def _normaliser(
     SCALED: tl.constexpr, COLDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A thread's four logits share the level that they are compared with: five exponentials, not eight."""
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     best = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK // 4,), tl.float32)
@@ -67,7 +67,7 @@ def _normaliser(
 @launched
 @triton.jit
 def _chosen(logits, temperatures, normaliser, ids, out, stride, COLDEST: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     z = tl.load(logits + row * stride + tl.load(ids + row)).to(tl.float32)
     tl.store(out + row, _scaled(z, tl.load(temperatures + row), COLDEST) - tl.load(normaliser + row))
@@ -76,7 +76,7 @@ def _chosen(logits, temperatures, normaliser, ids, out, stride, COLDEST: tl.cons
 @launched
 @triton.jit
 def _gradient(logits, normaliser, ids, grads, V, stride, BLOCK: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * stride + at
@@ -91,7 +91,7 @@ def normaliser(logits_NV: Tensor, temperature_N: Tensor | None = None) -> Tensor
     out = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _normaliser[(rows,)](
         logits_NV, out if temperature_N is None else temperature_N, out, v, logits_NV.stride(0),
-        SCALED=temperature_N is not None, COLDEST=COLDEST, BLOCK=_COLUMNS, num_warps=4, **CHAINED,
+        SCALED=temperature_N is not None, COLDEST=COLDEST, BLOCK=_COLUMNS, num_warps=4, **PDL,
     )  # fmt: skip
     return out
 
@@ -100,7 +100,7 @@ def chosen(logits_NV: Tensor, temperature_N: Tensor, ids_N: Tensor, out_N: Tenso
     """The logprob of each row's id at its temperature."""
     _chosen[(len(logits_NV),)](
         logits_NV, temperature_N, normaliser(logits_NV, temperature_N), ids_N, out_N, logits_NV.stride(0),
-        COLDEST=COLDEST, num_warps=1, **CHAINED,
+        COLDEST=COLDEST, num_warps=1, **PDL,
     )  # fmt: skip
 
 
@@ -117,6 +117,6 @@ def gradient_(logits_NV: Tensor, normaliser_N: Tensor, ids_N: Tensor, grads_N: T
         logits_NV.stride(0),
         BLOCK=_COLUMNS,
         num_warps=8,
-        **CHAINED,
+        **PDL,
     )
     return logits_NV

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CHAINED, PAIRED, after_previous
+from tinkex.engine.cuda.pdl import CLUSTERS, PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2, shared_bytes
 
 PROGRAMS = 264  # that keep a large device busy: two for each of its multiprocessors
@@ -38,7 +38,7 @@ ALIGNED = 128  # rows: no tile lies on both sides of a multiple of it
 
 
 @dataclass(frozen=True)
-class Table:
+class AdapterTable:
     """Where the matrices of each slot lie: [S, columns] addresses after the rank, 0 where there is none.
 
     `column` of a site holds A's, the columns after it each part's Bᵀ. `widest` is the largest rank.
@@ -54,14 +54,14 @@ class Table:
     whole: bool = False
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """Rows start:start+count of each tile belong to one slot; `count` 0 is a tile that does nothing."""
 
     cells: Tensor  # int32 [6, tiles]: slots, starts, counts, and what `cut_tiles` says
     rows: int  # of a whole tile
 
 
-class Site(NamedTuple):
+class TableSite(NamedTuple):
     """A site's place in the table and its sizes."""
 
     column: int
@@ -75,7 +75,7 @@ def tile_rows(each: int) -> int:
 
 
 def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray:
-    """Tiles of the segments (slot, start, stop), cut at multiples of `rows`: int32 [6, tiles].
+    """RowTiles of the segments (slot, start, stop), cut at multiples of `rows`: int32 [6, tiles].
 
     For larger tiles than these there is also, where tiles hold every row: which tile is the first of each
     ALIGNED rows; from each tile on, how many rows of those have its slot, and the tile after them.
@@ -163,7 +163,7 @@ def _shrink(
     slot, start, count = tile_at(cells, tiles, tile)
     rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
-    after_previous()
+    wait_for_previous()
     if (count > inside) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -202,7 +202,7 @@ def _expand(
     slot, start, count = tile_at(cells, tiles, tile)
     rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
-    after_previous()
+    wait_for_previous()
     if (count > 0) & (address != 0):
         width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
@@ -249,7 +249,7 @@ def _unite(
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
     rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
-    after_previous()
+    wait_for_previous()
     if count > 0:
         width, before = part_at(part, n0, n1, n2, EVEN)
         dtype = y.dtype.element_ty
@@ -291,7 +291,7 @@ def _write(
     slot, start, count = tile_at(cells, tiles, tile)
     rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
-    after_previous()
+    wait_for_previous()
     wide = tl.where(address != 0, rank * MULTIPLE, 0)
     width, before = part_at(part, n0, n1, n2, EVEN)
     matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
@@ -330,7 +330,7 @@ def _splits(wanted: int, most: int) -> int:
     return 1 << max(0, min(16, wanted, most).bit_length() - 1)
 
 
-def _warps(tiles: Tiles) -> int:
+def _warps(tiles: RowTiles) -> int:
     return 4 if tiles.rows <= 64 else 8
 
 
@@ -349,8 +349,8 @@ class _Cut(NamedTuple):
 
 def _cut(
     x: Tensor,
-    table: Table,
-    tiles: Tiles,
+    table: AdapterTable,
+    tiles: RowTiles,
     sizes: Sequence[int],
     width: int,
     splits: int | None,
@@ -386,8 +386,8 @@ def _cut(
 
 def _shrunk(
     x: Tensor,
-    table: Table,
-    tiles: Tiles,
+    table: AdapterTable,
+    tiles: RowTiles,
     column: int,
     sizes: Sequence[int],
     multiple: int,
@@ -404,7 +404,7 @@ def _shrunk(
         x.stride(0), u.stride(1), u.stride(0),
         EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=cut.splits,
         EACH=cut.each, TILE=tiles.rows, BLOCK_M=cut.rows, BLOCK_N=cut.columns, BLOCK_K=cut.features,
-        num_warps=cut.warps, num_stages=cut.stages, **CHAINED, **(PAIRED if cut.pairs else {}),
+        num_warps=cut.warps, num_stages=cut.stages, **PDL, **(CLUSTERS if cut.pairs else {}),
     )  # fmt: skip
     return u
 
@@ -412,8 +412,8 @@ def _shrunk(
 def _expanded(
     u: Tensor,
     y: Tensor,
-    table: Table,
-    tiles: Tiles,
+    table: AdapterTable,
+    tiles: RowTiles,
     column: int,
     sizes: Sequence[int],
     multiple: int,
@@ -429,7 +429,7 @@ def _expanded(
         *triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0],
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps, num_stages=stages, **CHAINED,
+        num_warps=warps, num_stages=stages, **PDL,
     )  # fmt: skip
 
 
@@ -442,7 +442,13 @@ def group_for(sizes: Sequence[int], tiles: int, least: int) -> int:
 
 
 def _written(
-    u: Tensor, y: Tensor, table: Table, tiles: Tiles, column: int, sizes: Sequence[int], multiple: int
+    u: Tensor,
+    y: Tensor,
+    table: AdapterTable,
+    tiles: RowTiles,
+    column: int,
+    sizes: Sequence[int],
+    multiple: int,
 ) -> None:
     count, block_k = tiles.cells.shape[1], max(16, power_of_2(multiple * table.widest))
     columns, warps = (64, 4) if tiles.rows < 64 or block_k > 128 else (128, 8)
@@ -452,12 +458,18 @@ def _written(
         *triple(sizes), u.stride(1), u.stride(0), y.stride(0),
         EVEN=even(sizes), WHOLE=table.whole, MULTIPLE=multiple, SPLITS=u.shape[0], GROUP=group,
         BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=block_k,
-        num_warps=warps, num_stages=3, **CHAINED,
+        num_warps=warps, num_stages=3, **PDL,
     )  # fmt: skip
 
 
 def shrink(
-    x: Tensor, table: Table, tiles: Tiles, site: Site, splits: int | None = None, *, beside: bool = False
+    x: Tensor,
+    table: AdapterTable,
+    tiles: RowTiles,
+    site: TableSite,
+    splits: int | None = None,
+    *,
+    beside: bool = False,
 ) -> Tensor:
     """x·Aᵀ of all parts side by side, [splits, T, P·R]: to be summed over splits, which `expand` does.
 
@@ -472,17 +484,19 @@ def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
     return u if len(u) == 1 else u.sum(0, keepdim=True).to(dtype)
 
 
-def shrink_back(grad_y: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
+def shrink_back(grad_y: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> Tensor:
     """The gradient to u, in parts like u, without the scale."""
     return _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)
 
 
-def expand(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+def expand(u: Tensor, y: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> None:
     """y += scale · u · Bᵀ in place."""
     _expanded(u, y, table, tiles, site.column + 1, site.outs, 1)
 
 
-def unite(u: Tensor, parts: Tensor, dtype: torch.dtype, table: Table, tiles: Tiles, site: Site) -> Tensor:
+def unite(
+    u: Tensor, parts: Tensor, dtype: torch.dtype, table: AdapterTable, tiles: RowTiles, site: TableSite
+) -> Tensor:
     """The sum of `parts` (fp32 [S, T, O]) and scale · u · Bᵀ, each part with its own of u's splits.
 
     The tiles must hold every row.
@@ -496,26 +510,28 @@ def unite(u: Tensor, parts: Tensor, dtype: torch.dtype, table: Table, tiles: Til
         site.column + 1, *triple(site.outs), u.stride(1), u.stride(0), parts.stride(1), parts.stride(0),
         y.stride(0), EVEN=even(site.outs), WHOLE=table.whole, PARTS=len(parts),
         BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=max(16, min(64, power_of_2(table.widest))),
-        num_warps=warps, num_stages=1, **CHAINED,
+        num_warps=warps, num_stages=1, **PDL,
     )  # fmt: skip
     return y
 
 
-def expand_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+def expand_back(
+    grad_u: Tensor, grad_x: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite
+) -> None:
     """grad_x += scale · grad_u · A in place; `grad_u` is what `outer.backward` returned."""
     _expanded(grad_u, grad_x, table, tiles, site.column, [site.in_features], len(site.outs))
 
 
-def writes(table: Table, site: Site) -> bool:
+def writes(table: AdapterTable, site: TableSite) -> bool:
     """Whether `write` and `write_back` can hold so wide a product."""
     return len(site.outs) * table.widest <= 256
 
 
-def write(u: Tensor, y: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+def write(u: Tensor, y: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> None:
     """y = scale · u · Bᵀ; the tiles must hold every row."""
     _written(u, y, table, tiles, site.column + 1, site.outs, 1)
 
 
-def write_back(grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site) -> None:
+def write_back(grad_u: Tensor, grad_x: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> None:
     """grad_x = scale · grad_u · A; the tiles must hold every row."""
     _written(grad_u, grad_x, table, tiles, site.column, [site.in_features], len(site.outs))

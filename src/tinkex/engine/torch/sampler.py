@@ -36,8 +36,8 @@ from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
-    from tinkex.engine.cuda.decode import Landed, Pipeline
-    from tinkex.engine.cuda.prefill import Prefill
+    from tinkex.engine.cuda.decode_graphs import DecodePipeline, Landed
+    from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 
 T = TypeVar("T")
 Plan = list[tuple[Sequence, int]]  # who advances by how many tokens
@@ -67,9 +67,9 @@ class Batch:
         decoder: Decoder,
         cache: KVCache,
         limits: Limits,
-        pipeline: Pipeline | None = None,
+        pipeline: DecodePipeline | None = None,
         compiled: CompiledStep | None = None,
-        prefill: Prefill | None = None,
+        prefill: CapturedPrefill | None = None,
         probe: Callable[[], None] = lambda: None,
     ) -> None:
         """`probe`, called when a step has failed, raises if the device is lost."""
@@ -201,7 +201,7 @@ class Batch:
             self._fail(request, failure)
         self._probe()
 
-    def _step_ahead(self, pipeline: Pipeline) -> bool:
+    def _step_ahead(self, pipeline: DecodePipeline) -> bool:
         """Let the device decode one step ahead of us, if there is nothing else to do; True if that was all.
 
         Whatever else there is to do finds nothing in flight.

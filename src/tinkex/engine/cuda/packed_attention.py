@@ -31,8 +31,8 @@ TILE = 64  # positions of a tile; tiles of keys have more where those fit
 ROOM = 10
 
 
-class Tiles(NamedTuple):
-    """Tiles of queries and of keys, int32 [5, tiles]: those with the most work first.
+class AttentionTiles(NamedTuple):
+    """AttentionTiles of queries and of keys, int32 [5, tiles]: those with the most work first.
 
     A column: its sequence's first row and length, a position, and how many tiles of positions and of slopes
     the sequences before it have. Slopes have a tile where TILE queries see any of TILE keys.
@@ -49,7 +49,7 @@ def width_for(x_THC: Tensor) -> int:
     return 2 * TILE if x_THC.shape[-1] <= 128 and shared_bytes(x_THC.device) >= 200 << 10 else TILE
 
 
-def cut(lengths: Sequence[int], width: int, device: torch.device) -> Tiles:
+def cut(lengths: Sequence[int], width: int, device: torch.device) -> AttentionTiles:
     """The sequences in tiles."""
     n = np.array(lengths)
     counts = -(-n // TILE)
@@ -66,7 +66,7 @@ def cut(lengths: Sequence[int], width: int, device: torch.device) -> Tiles:
 
     # those with the most work first
     queries, keys = all_to_device([cells(TILE, late=True), cells(width, late=False)], device)
-    return Tiles(queries, keys, width, int(slopes.sum()))
+    return AttentionTiles(queries, keys, width, int(slopes.sum()))
 
 
 @triton.jit
@@ -337,7 +337,7 @@ LOG2E = 1.4426950408889634  # scores are scaled with it, too, so that exp2 does
 
 
 def forward(
-    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: Tiles, window: int | None
+    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: AttentionTiles, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """The attention's output and, for the backward, each query's logarithm of its mass [H, T]."""
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
@@ -358,7 +358,7 @@ def backward(
     v_TGC: Tensor,
     out_THC: Tensor,
     lse: Tensor,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients to q, k and v."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import power_of_2
 
 ORDERS = 5  # rows of the orders: source, token, position, slot, key
@@ -26,7 +26,7 @@ def _begin(
     orders, last, tokens, slots, tiles, table, known_cos, known_sin, cos, sin, rows, stride, stride_table,
     PAGE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0)
     source = tl.load(orders + row)
     token = tl.load(orders + stride + row)
@@ -69,5 +69,5 @@ def begin(
     rows, half = angles[0].shape
     _begin[(rows,)](
         orders, last, tokens, slots, tiles, table, *known, *angles, rows, orders.stride(0), table.stride(0),
-        PAGE=page, HALF=half, BLOCK=power_of_2(half), num_warps=1, **CHAINED,
+        PAGE=page, HALF=half, BLOCK=power_of_2(half), num_warps=1, **PDL,
     )  # fmt: skip

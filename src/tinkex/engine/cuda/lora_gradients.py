@@ -21,9 +21,9 @@ from torch import Tensor
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.lora_kernels import (
     PROGRAMS,
-    Site,
-    Table,
-    Tiles,
+    AdapterTable,
+    RowTiles,
+    TableSite,
     even,
     part_at,
     part_of_block,
@@ -33,7 +33,7 @@ from tinkex.engine.cuda.lora_kernels import (
     tile_at,
     triple,
 )
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 
 
@@ -55,7 +55,7 @@ def _outer(
     slot, start, count = tile_at(cells, tiles, tile)
     rank = rank_at(table, slot, columns, WHOLE)
     address = tl.load(table + slot * columns + column + part)
-    after_previous()
+    wait_for_previous()
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if (address != 0) & (tl.program_id(2) * BLOCK_M < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
@@ -95,7 +95,7 @@ def _gather(
     slot, _, _ = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     address = tl.load(table + slot * columns + column + part)
-    after_previous()
+    wait_for_previous()
     if (address != 0) & (m < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
         n = first + tl.arange(0, BLOCK_N)
@@ -127,8 +127,8 @@ def _outer_shape(wide: int) -> tuple[int, int, int, int, int]:
 def _add_outer(
     u: Tensor,
     g: Tensor,
-    grads: Table,
-    segments: Tiles,
+    grads: AdapterTable,
+    segments: RowTiles,
     column: int,
     sizes: Sequence[int],
     multiple: int,
@@ -149,26 +149,32 @@ def _add_outer(
         u.stride(1), g.stride(0), partial.stride(1),
         EVEN=even(sizes), WHOLE=grads.whole, MULTIPLE=multiple, PARTIAL=in_parts,
         ATOMIC=atomic or splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps, num_stages=stages, **CHAINED,
+        num_warps=warps, num_stages=stages, **PDL,
     )  # fmt: skip
     if in_parts:
         _gather[(sum(cdiv(size, 256) for size in sizes), count, wide)](
             partial, grads.addresses, segments.cells, *where, partial.stride(1),
             EVEN=even(sizes), MULTIPLE=multiple, BLOCK_S=min(16, power_of_2(splits)), BLOCK_N=256,
-            num_warps=4, **CHAINED,
+            num_warps=4, **PDL,
         )  # fmt: skip
 
 
 class Backward(NamedTuple):
     """What the backward needs beside the forward's: the gradients' table and whole segments as tiles."""
 
-    grads: Table
-    segments: Tiles  # `rows` is the longest
+    grads: AdapterTable
+    segments: RowTiles  # `rows` is the longest
     atomic: bool  # an adapter has several segments
 
 
 def backward(
-    grad_y: Tensor, x: Tensor, u: Tensor, table: Table, tiles: Tiles, back: Backward, site: Site
+    grad_y: Tensor,
+    x: Tensor,
+    u: Tensor,
+    table: AdapterTable,
+    tiles: RowTiles,
+    back: Backward,
+    site: TableSite,
 ) -> Tensor:
     """Add to the adapters' gradients; returns the gradient to u."""
     parts = len(site.outs)

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import grouped
+from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as lora_kernel
-from tinkex.engine.cuda import paged_kernels as paged
-from tinkex.engine.cuda.attend import KernelAttend, splits_for, tile_tokens
-from tinkex.engine.cuda.layout import Layout, layout_of
-from tinkex.engine.cuda.seats import Seated, Seats, round_up
+from tinkex.engine.cuda import paged_attention as paged
+from tinkex.engine.cuda.adapter_slots import AdapterSlots, SlotTiles, round_up
+from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.paged_layout import Layout, layout_of
 from tinkex.engine.torch.hooks import LoraHook
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.lora import LoraBatch
@@ -43,7 +43,7 @@ _PADDED = 2  # times the rows of a step: where a graph has more, launching is qu
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
-class Key(NamedTuple):
+class PrefillGraphKey(NamedTuple):
     """What a graph was captured for."""
 
     rows: int
@@ -55,7 +55,7 @@ class Key(NamedTuple):
     rank: int = 0  # the widest adapter's
     whole: bool = False  # whether every rank is a multiple of 8
 
-    def serves(self, other: Key) -> bool:
+    def serves(self, other: PrefillGraphKey) -> bool:
         """Whether this graph can do a step of `other`'s, if with more rows and tiles that do nothing."""
         same = (self.tile, self.splits, self.cell_rows) == (other.tile, other.splits, other.cell_rows)
         mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
@@ -76,7 +76,7 @@ def largest(parameters: int, tokens: int) -> int:
     return min(size(tokens), int(_HOST_FLOPS / (2 * parameters)))
 
 
-def cut(orders: Numbers, key: Key) -> list[Numbers]:
+def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
     """The views of a step's orders: tokens, positions, slots, tiles, cells, each by rows, and the pages."""
     parts, stop = [], 0
     for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (6, key.cells)):
@@ -86,7 +86,7 @@ def cut(orders: Numbers, key: Key) -> list[Numbers]:
 
 
 def write_orders(
-    orders: np.ndarray, key: Key, tokens: np.ndarray, layout: Layout, seated: Seated | None
+    orders: np.ndarray, key: PrefillGraphKey, tokens: np.ndarray, layout: Layout, seated: SlotTiles | None
 ) -> int:
     """Write a step into `orders`; how much of that is used. Rows and tiles beyond the step's do nothing."""
     at_tokens, positions, slots, tiles, cells, pages = cut(orders, key)
@@ -105,21 +105,21 @@ def write_orders(
     return used
 
 
-class Graph(Protocol):
+class CapturedGraph(Protocol):
     """A step that was captured."""
 
     def replay(self) -> None: ...
 
 
 class Captures(Protocol):
-    """What `decode.Graphs` does for us."""
+    """What `decode.DecodeGraphs` does for us."""
 
-    def capture(self, step: Callable[[], None]) -> Graph: ...
+    def capture(self, step: Callable[[], None]) -> CapturedGraph: ...
 
-    def hook(self, table: lora_kernel.Table, tiles: lora_kernel.Tiles) -> LoraHook: ...
+    def hook(self, table: lora_kernel.AdapterTable, tiles: lora_kernel.RowTiles) -> LoraHook: ...
 
 
-class Prefill:
+class CapturedPrefill:
     """Captured steps within `limits`, by the number of their tokens."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, limits: Limits, captures: Captures) -> None:
@@ -127,17 +127,17 @@ class Prefill:
         self._sequences = limits.sequences
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
-        self._seats = Seats(decoder, limits.sequences)
+        self._seats = AdapterSlots(decoder, limits.sequences)
         self.least = self._seats.least
         # tiles of either kind are at most one for 16 rows and one for each sequence, before they are rounded
         room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)
         self._orders = torch.zeros(room, dtype=torch.int32, device=weight.device)
         self._hidden = torch.zeros(self.rows, decoder.config.width, dtype=weight.dtype, device=weight.device)
-        self._captured: OrderedDict[Key, Graph] = OrderedDict()
-        self._asked: Counter[Key] = Counter()
-        self._warm: set[Key] = set()
-        self._refused: set[Key] = set()
+        self._captured: OrderedDict[PrefillGraphKey, CapturedGraph] = OrderedDict()
+        self._asked: Counter[PrefillGraphKey] = Counter()
+        self._warm: set[PrefillGraphKey] = set()
+        self._refused: set[PrefillGraphKey] = set()
         self.replayed = 0  # steps that a graph has served
 
     @torch.inference_mode()
@@ -156,16 +156,16 @@ class Prefill:
         self._run(key)
         return self._hidden[: len(tokens)]
 
-    def _key(self, tokens: int, pieces: int, tile: int, seated: Seated | None) -> Key:
+    def _key(self, tokens: int, pieces: int, tile: int, seated: SlotTiles | None) -> PrefillGraphKey:
         rows = size(tokens)
         tiles = round_up(pieces) if tile == 1 else rows // tile + min(rows, self._sequences)
-        key = Key(rows, tile, tiles, splits_for(pieces * self._cache.heads, tile))
+        key = PrefillGraphKey(rows, tile, tiles, splits_for(pieces * self._cache.heads, tile))
         if seated is None:
             return key
         cells, cell_rows, rank, whole = seated
         return key._replace(cells=cells.shape[1], cell_rows=cell_rows, rank=rank, whole=whole)
 
-    def _choose(self, key: Key) -> Key:
+    def _choose(self, key: PrefillGraphKey) -> PrefillGraphKey:
         """Whose graph to take: the key's own or, for the first few times, a larger one's that is there."""
         if key in self._captured:
             return key
@@ -175,7 +175,7 @@ class Prefill:
         larger = (one for one in self._captured if one.serves(key) and one.rows <= _PADDED * key.rows)
         return min(larger, default=key)
 
-    def _run(self, key: Key) -> None:
+    def _run(self, key: PrefillGraphKey) -> None:
         graph = self._captured.get(key)
         if graph is None and key in self._warm:
             graph = self._capture(key)
@@ -188,7 +188,7 @@ class Prefill:
         graph.replay()
         self.replayed += 1
 
-    def _capture(self, key: Key) -> Graph | None:
+    def _capture(self, key: PrefillGraphKey) -> CapturedGraph | None:
         """The graph of a step that has run before; None, now and for good, if it cannot be had."""
         try:
             graph = self._captures.capture(lambda: self._step(key))
@@ -202,14 +202,14 @@ class Prefill:
             self._captured.popitem(last=False)  # capturing has waited for the device: none of them runs
         return graph
 
-    def _step(self, key: Key) -> None:
+    def _step(self, key: PrefillGraphKey) -> None:
         tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
         queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.least)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = None
         if key.cells:
             lora = self._captures.hook(
-                self._seats.table(key.rank, key.whole), lora_kernel.Tiles(cells, key.cell_rows)
+                self._seats.table(key.rank, key.whole), lora_kernel.RowTiles(cells, key.cell_rows)
             )
         self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))
 

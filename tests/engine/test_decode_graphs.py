@@ -12,7 +12,8 @@ import torch
 
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
-from tinkex.engine.cuda import begin, decode
+from tinkex.engine.cuda import decode_graphs as decode
+from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.backend import TorchBackend
 from tinkex.engine.torch.kv import KVCache
@@ -47,7 +48,7 @@ class Graphs:
     def has(self, rows: int) -> bool:
         return rows in self.there
 
-    def replay(self, key: decode.Key) -> None:
+    def replay(self, key: decode.DecodeGraphKey) -> None:
         self.rows.append(key.rows)
 
 
@@ -62,7 +63,7 @@ def rows_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(there: set[int]) -> list[int]:
         c, graphs = decoder.config, Graphs(there)
         cache = KVCache(c.layers, c.kv_heads, c.head_dim, 200, torch.device("cpu"), torch.float32)
-        pipeline: Any = decode.Pipeline(graphs)  # type: ignore[arg-type]
+        pipeline: Any = decode.DecodePipeline(graphs)  # type: ignore[arg-type]
         batch = Batch(decoder, cache, Limits(context=64, sequences=CAPACITY), pipeline)
         for i in range(CAPACITY):
             params = SamplingParams(max_tokens=40 if i < 4 else 4, stop=[], seed=i)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tinkex.engine.cuda import adapted, grouped
+from tinkex.engine.cuda import fused_projection as adapted
+from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as kernel
-from tinkex.engine.cuda.attend import UNCUT
+from tinkex.engine.cuda.attention_hooks import UNCUT
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.model import Decoder
@@ -37,8 +38,8 @@ def in_order(decoder: Decoder) -> bool:
     return not (decoder.backend.invariant or other) and min(_sizes(decoder)) > adapted.LARGEST
 
 
-class Seated(NamedTuple):
-    """Tiles of rows of one adapter each: `kernel.Tiles` on the host, and what is true of all ranks."""
+class SlotTiles(NamedTuple):
+    """Tiles of rows of one adapter each: `kernel.RowTiles` on the host, and what is true of all ranks."""
 
     cells: np.ndarray  # int32 [6, tiles]
     rows: int
@@ -46,7 +47,7 @@ class Seated(NamedTuple):
     whole: bool  # each is a multiple of 8
 
 
-class Seats:
+class AdapterSlots:
     """The table, and who has which slot."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
@@ -62,11 +63,11 @@ class Seats:
         if decoder.backend.invariant:
             self._most = 0
 
-    def table(self, rank: int, whole: bool) -> kernel.Table:
+    def table(self, rank: int, whole: bool) -> kernel.AdapterTable:
         """Where the kernels look adapters up, `rank` and `whole` being as `seat` said."""
-        return kernel.Table(self._addresses, self._scales, rank, self._invariant, whole)
+        return kernel.AdapterTable(self._addresses, self._scales, rank, self._invariant, whole)
 
-    def seat(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> Seated:
+    def seat(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> SlotTiles:
         """Have the adapters of `segments` in the table, at least one; (adapter, first row, past the last).
 
         The tiles hold every row.
@@ -85,7 +86,7 @@ class Seats:
         cells[:, : tiles.shape[1]] = tiles
         cells[3, tiles.shape[1] :] = tiles.shape[1]  # further rows have no tile
         ranks = [adapter.lora.rank for adapter in self._slots]
-        return Seated(cells, rows, round_up(max(ranks)), all(rank % 8 == 0 for rank in ranks))
+        return SlotTiles(cells, rows, round_up(max(ranks)), all(rank % 8 == 0 for rank in ranks))
 
     def _name(self, adapters: list[Adapter]) -> None:
         """Fill the table anew: whole rows, so that nothing of a slot's last owner stays."""

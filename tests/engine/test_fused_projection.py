@@ -7,14 +7,14 @@ import torch
 
 from tests.engine.adapter_rows import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, assert_near, given
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
-from tinkex.engine.cuda import adapted as kernel
 from tinkex.engine.cuda import elementwise
+from tinkex.engine.cuda import fused_projection as kernel
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda import step_kernels as step
-from tinkex.engine.cuda.adapted import (
-    Adapted,
-    HeadShape,
-    Shape,
+from tinkex.engine.cuda import split_k_projection as step
+from tinkex.engine.cuda.fused_projection import (
+    FusedProjection,
+    HeadTile,
+    ProductTile,
     halved,
     head_shape_for,
     shape_for,
@@ -26,12 +26,14 @@ from tinkex.engine.torch.hooks import Site
 pytestmark = MARKS
 
 lengths = pytest.mark.parametrize("lengths", [[1, 0, 0, 0], [20, 17, 2, 1], [40, 33, 20, 40]])
-shapes = pytest.mark.parametrize("shape", [Shape(32, 32, 1), Shape(16, 64, 4), Shape(64, 128, 1)])
+shapes = pytest.mark.parametrize(
+    "shape", [ProductTile(32, 32, 1), ProductTile(16, 64, 4), ProductTile(64, 128, 1)]
+)
 
 
-def adapted(site: Site, lengths: list[int]) -> tuple[Adapted, torch.Tensor, object]:
+def adapted(site: Site, lengths: list[int]) -> tuple[FusedProjection, torch.Tensor, object]:
     x, weight, adapters, want, held = given(site, lengths)
-    return Adapted(x, weight, adapters), want, held
+    return FusedProjection(x, weight, adapters), want, held
 
 
 def angles(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +44,7 @@ def angles(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 @lengths
 @shapes
 @pytest.mark.parametrize("site", [QKV, GATE_UP, DOWN])
-def test_the_parts_of_the_sum(lengths: list[int], site: Site, shape: Shape) -> None:
+def test_the_parts_of_the_sum(lengths: list[int], site: Site, shape: ProductTile) -> None:
     one, want, _held = adapted(site, lengths)
     parts = one.parts(shape)
     assert parts.shape[0] == shape.splits
@@ -51,7 +53,7 @@ def test_the_parts_of_the_sum(lengths: list[int], site: Site, shape: Shape) -> N
 
 @lengths
 @shapes
-def test_gate_and_up_become_one(lengths: list[int], shape: Shape) -> None:
+def test_gate_and_up_become_one(lengths: list[int], shape: ProductTile) -> None:
     one, want, _held = adapted(GATE_UP, lengths)
     assert_near((one.gated(shape),), (plain.swiglu(want),))
 
@@ -70,22 +72,22 @@ def test_as_whatever_reads_it_asks(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     ("lengths", "dim", "normed", "shape"),
     [
-        ([1, 0, 0, 0], DIM, True, HeadShape(16, 32)),
-        ([20, 17, 2, 1], DIM, False, HeadShape(16, 128)),
-        ([20, 17, 2, 1], 24, True, HeadShape(32, 32)),  # not as many columns as there is room for
-        ([40, 33, 20, 40], DIM, True, HeadShape(32, 64)),
-        ([40, 33, 20, 40], DIM, True, HeadShape(64, 32, 8)),
+        ([1, 0, 0, 0], DIM, True, HeadTile(16, 32)),
+        ([20, 17, 2, 1], DIM, False, HeadTile(16, 128)),
+        ([20, 17, 2, 1], 24, True, HeadTile(32, 32)),  # not as many columns as there is room for
+        ([40, 33, 20, 40], DIM, True, HeadTile(32, 64)),
+        ([40, 33, 20, 40], DIM, True, HeadTile(64, 32, 8)),
     ],
 )
 def test_rotation_on_the_way_is_rotation_afterwards(
-    lengths: list[int], dim: int, normed: bool, shape: HeadShape
+    lengths: list[int], dim: int, normed: bool, shape: HeadTile
 ) -> None:
     """Tiles of 64 rows, of which a program has some."""
     x, weight, adapters, _want, _held = given(QKV, lengths, tile=64, dim=dim)
-    one, (cos, sin) = Adapted(x, weight, adapters), angles(sum(lengths), dim)
+    one, (cos, sin) = FusedProjection(x, weight, adapters), angles(sum(lengths), dim)
     norms = (1 + 0.2 * random(dim, seed=6), 1 + 0.2 * random(dim, seed=7)) if normed else None
     got = one.rotated(cos, sin, HEADS, norms, 1e-5, shape)
-    total = one.parts(Shape(16, shape.features))[0]
+    total = one.parts(ProductTile(16, shape.features))[0]
     want = elementwise.rotate(total, cos, sin, HEADS, norms, 1e-5)[:3]
     assert_near(got, want)
     if INTERPRETED:  # on a GPU squares are added up in another order
@@ -126,14 +128,14 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
     bs = [random(rank, out, seed=3 + i) for i, out in enumerate(outs)]
     addresses = torch.tensor([[rank, a.data_ptr(), *(b.data_ptr() for b in bs)]], device=DEVICE)
     cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], tile)).to(DEVICE)
-    adapters = step.Adapters(
-        lora.Table(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
-        lora.Tiles(cells, tile),
-        lora.Site(1, width, outs),
+    adapters = step.SiteAdapters(
+        lora.AdapterTable(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
+        lora.RowTiles(cells, tile),
+        lora.TableSite(1, width, outs),
     )
     us = (x.float() @ a.float().t()).split(rank, 1)
     part = torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
-    want, one = x.float() @ weight.float().t() + 0.5 * part, Adapted(x, weight, adapters)
+    want, one = x.float() @ weight.float().t() + 0.5 * part, FusedProjection(x, weight, adapters)
     assert_near((one.total(), one.addend().sum(0)), (want, want))
     if len(outs) == 2:
         assert_near((one.swiglu(),), (plain.swiglu(want),))
@@ -151,7 +153,7 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
 def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles: int, does: bool) -> None:
     _x, weight, adapters, *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(3, tiles, dtype=torch.int32)
-    assert suits(rows, weight, adapters._replace(tiles=lora.Tiles(cells, tile))) is does
+    assert suits(rows, weight, adapters._replace(tiles=lora.RowTiles(cells, tile))) is does
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_large_weights_are_served_where_rows_and_columns_are_few(
 ) -> None:
     _x, _weight, (table, _tiles, _site), *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(6, tiles, dtype=torch.int32)
-    adapters = step.Adapters(table, lora.Tiles(cells, tile), lora.Site(1, 4096, [outs]))
+    adapters = step.SiteAdapters(table, lora.RowTiles(cells, tile), lora.TableSite(1, 4096, [outs]))
     weight = torch.empty(outs, 4096, dtype=BF16, device=DEVICE)
     assert suits(rows, weight, adapters) is does
 

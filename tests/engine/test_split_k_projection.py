@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.engine.adapter_rows import DIM, DOWN, GATE_UP, HEADS, QKV, assert_near, given
 from tests.engine.by_kernels import BF16, MARKS, random
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda import step_kernels as step
+from tinkex.engine.cuda import split_k_projection as step
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
@@ -19,7 +19,7 @@ pytestmark = MARKS
 
 
 class Case(NamedTuple):
-    sums: step.Summands
+    sums: step.SplitKProjection
     want: Tensor  # the projection, by plain operations
     held: list[Adapter | None]  # the table has only their addresses
 
@@ -29,7 +29,7 @@ def case(site: Site, lengths: list[int], *, library: bool, whole: bool = False) 
     if not library:
         return Case(step.project(x, weight, adapters), want, ones)
     u = lora.shrink(x, adapters.table, adapters.tiles, adapters.site)
-    return Case(step.Summands((x @ weight.t())[None], u, adapters, BF16), want, ones)
+    return Case(step.SplitKProjection((x @ weight.t())[None], u, adapters, BF16), want, ones)
 
 
 products = pytest.mark.parametrize(

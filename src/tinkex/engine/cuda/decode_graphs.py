@@ -1,10 +1,9 @@
-"""Decoding on CUDA without waiting for the host: captured steps, and a pipeline one step ahead.
+"""Decode steps as captured CUDA graphs, launched one step ahead of the host.
 
-`Graphs` holds a step (decoder, adapters, attention, drawing) as a CUDA graph for every size of batch that
-came up. `Pipeline` keeps running sequences in rows and launches the next step before the last one's tokens
-have come back: the device takes them from its own memory, and what was computed past a stop is dropped.
-Serves rows that draw without top-k, top-p or lists of likely tokens; the sampler's plain step serves the
-rest. Knows nothing of requests' beginnings and ends.
+`DecodeGraphs` captures a whole step (decoder, adapters, attention, drawing) for every batch size that occurs.
+`DecodePipeline` launches the next step before the last step's tokens have reached the host: the device reads
+them from its own memory, and tokens computed past a stop are dropped. Serves requests without top-k, top-p
+and lists of likely tokens; the sampler's plain step serves the others. Knows nothing of a request's lifetime.
 
 Shapes: B rows of a step, V padded vocabulary.
 """
@@ -21,12 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import adapted, begin, draw, grouped
+from tinkex.engine.cuda import draw
+from tinkex.engine.cuda import fused_projection as adapted
+from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as lora_kernel
-from tinkex.engine.cuda import paged_kernels as paged
-from tinkex.engine.cuda import step_kernels as step
-from tinkex.engine.cuda.attend import KernelAttend, splits_for, tile_tokens
-from tinkex.engine.cuda.seats import Seats
+from tinkex.engine.cuda import paged_attention as paged
+from tinkex.engine.cuda import split_k_projection as step
+from tinkex.engine.cuda import step_inputs as begin
+from tinkex.engine.cuda.adapter_slots import AdapterSlots
+from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.drawing import lora_of
 from tinkex.engine.torch.hooks import Frozen, LoraHook, Pending, Projecting, Site
@@ -47,7 +49,7 @@ def bucket(rows: int) -> int:
     return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
 
 
-class Key(NamedTuple):
+class DecodeGraphKey(NamedTuple):
     """What a graph was captured for."""
 
     rows: int
@@ -70,14 +72,14 @@ class Results(NamedTuple):
         return cls(whole, tokens, rest.view(torch.float32)[: len(tokens)])
 
 
-class _TableLora(Projecting):
+class CapturedLora(Projecting):
     """The `LoraHook` inside a graph: whichever adapters the table names when it is replayed."""
 
     def __init__(
         self,
-        sites: dict[Site, lora_kernel.Site],
-        table: lora_kernel.Table,
-        tiles: lora_kernel.Tiles,
+        sites: dict[Site, lora_kernel.TableSite],
+        table: lora_kernel.AdapterTable,
+        tiles: lora_kernel.RowTiles,
         beside: torch.cuda.Stream,
     ) -> None:
         self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
@@ -87,19 +89,19 @@ class _TableLora(Projecting):
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if many and self._ours(frozen) and lora_kernel.writes(self._table, place):
             return grouped.product_with(x, frozen.weight, self._table, self._tiles, place)[0]
-        adapters = step.Adapters(self._table, self._tiles, place)
+        adapters = step.SiteAdapters(self._table, self._tiles, place)
         pending = self._ours(frozen) and step.holds(self._table, place)
         if pending and step.suits(rows, frozen.weight):
             return step.project(x, frozen.weight, adapters)
         if pending and adapted.suits(rows, frozen.weight, adapters):
-            return adapted.Adapted(x, frozen.weight, adapters)
+            return adapted.FusedProjection(x, frozen.weight, adapters)
         large = self._ours(frozen) and adapted.large(frozen.weight)  # as a trainer has them: no sum is cut
         if large and adapted.halved(frozen.weight):
             u, parts = self._beside_x_a(place, x, 2, lambda: grouped.product_in(2, x, frozen.weight))
             return lora_kernel.unite(u, parts, x.dtype, self._table, self._tiles, place)
         u, y = self._beside_x_a(place, x, 1 if large else None, lambda: frozen(x))
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
-            return step.Summands(y[None], u, adapters, x.dtype)
+            return step.SplitKProjection(y[None], u, adapters, x.dtype)
         lora_kernel.expand(u, y, self._table, self._tiles, place)
         return y
 
@@ -108,7 +110,7 @@ class _TableLora(Projecting):
         return frozen.bias is None and not self._table.invariant
 
     def _beside_x_a(
-        self, place: lora_kernel.Site, x: Tensor, splits: int | None, product: Callable[[], Tensor]
+        self, place: lora_kernel.TableSite, x: Tensor, splits: int | None, product: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """x·Aᵀ and beside it, on another stream, the frozen product: both need only x."""
         here = torch.cuda.current_stream()
@@ -125,7 +127,7 @@ class _TableLora(Projecting):
         raise NotImplementedError("a captured step projects rows in their order")
 
 
-class Graphs:
+class DecodeGraphs:
     """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
@@ -134,7 +136,7 @@ class Graphs:
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
         self._sites = {
-            site: lora_kernel.Site(grouped.column_of(site), i, [part.out_features for part in parts])
+            site: lora_kernel.TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
             for site, (i, parts) in decoder.sites().items()
         }
 
@@ -146,10 +148,10 @@ class Graphs:
         self.orders = static(begin.ORDERS, self.capacity)
         self.table = static(self.capacity, self.width, dtype=torch.int32)
         self.temperature = static(self.capacity, dtype=torch.float32)
-        self.seats = Seats(decoder, self.capacity)
+        self.seats = AdapterSlots(decoder, self.capacity)
         self.results = Results.of(static(2, self.capacity))
         self._cells: dict[int, Tensor] = {}
-        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[DecodeGraphKey, torch.cuda.CUDAGraph] = {}
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def cells(self, tiles: int) -> Tensor:
@@ -161,13 +163,13 @@ class Graphs:
     def has(self, rows: int) -> bool:
         return any(key.rows == rows for key in self._graphs)
 
-    def replay(self, key: Key) -> None:
+    def replay(self, key: DecodeGraphKey) -> None:
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         self._graphs[key].replay()
 
     @torch.inference_mode()
-    def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: DecodeGraphKey) -> torch.cuda.CUDAGraph:
         # compiles kernels and sizes workspaces outside the graph, and must leave no trace: no row is active
         saved = self.orders.clone(), self.results.tokens.clone()
         self.orders[3].fill_(-1)
@@ -196,11 +198,11 @@ class Graphs:
                 gc.enable()
         return graph
 
-    def hook(self, table: lora_kernel.Table, tiles: lora_kernel.Tiles) -> LoraHook:
+    def hook(self, table: lora_kernel.AdapterTable, tiles: lora_kernel.RowTiles) -> LoraHook:
         """Whichever adapters `table` and `tiles` name when a captured step is replayed."""
-        return _TableLora(self._sites, table, tiles, self._beside)
+        return CapturedLora(self._sites, table, tiles, self._beside)
 
-    def _step(self, key: Key) -> None:
+    def _step(self, key: DecodeGraphKey) -> None:
         tokens, slots = torch.empty(2, key.rows, dtype=torch.int64, device=self.device)
         cells = torch.empty(4, key.rows, dtype=torch.int32, device=self.device)
         cos, sin = self._angles[0].new_empty(2, key.rows, self._angles[0].shape[1])
@@ -212,7 +214,7 @@ class Graphs:
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:
-            tiles = lora_kernel.Tiles(self.cells(key.tiles), key.tile_rows)
+            tiles = lora_kernel.RowTiles(self.cells(key.tiles), key.tile_rows)
             lora = self.hook(self.seats.table(key.rank, key.whole), tiles)
         h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
@@ -221,7 +223,7 @@ class Graphs:
 
 
 @dataclass
-class Flight:
+class StepInFlight:
     """A step that was launched: its rows' sequences, and where the results will be."""
 
     rows: list[tuple[int, Sequence]]
@@ -232,13 +234,13 @@ class Flight:
 Landed = list[tuple[Sequence, int, float]]  # a sequence, its new token and its logprob
 
 
-class Pipeline:
+class DecodePipeline:
     """Sequences in rows, and at most one step of theirs in flight when `step` returns."""
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: DecodeGraphs) -> None:
         self._graphs = graphs
         self._row: dict[Sequence, int] = {}
-        self._flight: Flight | None = None
+        self._flight: StepInFlight | None = None
         self._launched = 0
         capacity = graphs.capacity
 
@@ -248,7 +250,10 @@ class Pipeline:
         self._orders = pinned(begin.ORDERS, capacity)
         self._results = [Results.of(turn) for turn in pinned(2, capacity)]
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
-        self._key, self._spare = Key(1), 0  # what graph serves the rows, and for how many steps too large
+        self._key, self._spare = (
+            DecodeGraphKey(1),
+            0,
+        )  # what graph serves the rows, and for how many steps too large
 
     def serves(self, request: Request) -> bool:
         """Whether a captured step can do all that `request` asks for."""
@@ -295,18 +300,18 @@ class Pipeline:
         self._index[:rows] = [s.index for s in seated]
         self._key = self._key_for(seated)
 
-    def _key_for(self, seated: Several[Sequence]) -> Key:
+    def _key_for(self, seated: Several[Sequence]) -> DecodeGraphKey:
         """What graph serves them, their adapters being seated."""
         rows, lora = bucket(len(seated)), lora_of(self._graphs.backend, seated, [1] * len(seated))
         if lora is None:
-            return Key(rows)
+            return DecodeGraphKey(rows)
         cells, tile, rank, whole = self._graphs.seats.seat(lora.segments)
         fill(self._graphs.cells(cells.shape[1]), cells)
-        return Key(rows, cells.shape[1], tile, rank, whole)
+        return DecodeGraphKey(rows, cells.shape[1], tile, rank, whole)
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def _launch(self, sequences: Several[Sequence], sources: dict[Sequence, int]) -> Flight:
+    def _launch(self, sequences: Several[Sequence], sources: dict[Sequence, int]) -> StepInFlight:
         turn, graphs, n = self._launched % _RING, self._graphs, self._key.rows
         self._launched += 1
         rows = np.array([self._row[s] for s in sequences])
@@ -329,10 +334,10 @@ class Pipeline:
         for sequence in sequences:
             sequence.flying += 1
         seated = list(zip(rows.tolist(), sequences, strict=True))
-        return Flight(seated, results, done)
+        return StepInFlight(seated, results, done)
 
 
-def _land(flight: Flight) -> Landed:
+def _land(flight: StepInFlight) -> Landed:
     flight.done.synchronize()
     tokens, logprobs = flight.results.tokens.tolist(), flight.results.logprobs.tolist()
     for _, sequence in flight.rows:

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.packed import LOG2E
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.packed_attention import LOG2E
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import power_of_2
 from tinkex.engine.cuda.sums import spread, spread_down
 
@@ -41,7 +41,7 @@ class Queries(NamedTuple):
 @launched
 @triton.jit
 def _write(k, v, k_pool, v_pool, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def _write(k, v, k_pool, v_pool, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T: Tensor) -> None:
     """Put new keys and values into their slots; a slot below 0 is nowhere."""
     tokens, width = k_TGC.shape[0], k_TGC.shape[1] * k_TGC.shape[2]
-    _write[(tokens,)](k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=power_of_2(width), **CHAINED)
+    _write[(tokens,)](k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=power_of_2(width), **PDL)
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _decode(
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
-    after_previous()
+    wait_for_previous()
     if count > 0:
         tl.static_assert(PAGE == 16)
         ROUND: tl.constexpr = PAGES * PAGE
@@ -243,7 +243,7 @@ def _attend(
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
-    after_previous()
+    wait_for_previous()
     if count > 0:
         m, c, l = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK_C), tl.arange(0, KEYS)
         token, head = m // HEADS, m % HEADS
@@ -301,7 +301,7 @@ def _attend(
 @launched
 @triton.jit
 def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr):
-    after_previous()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     s, c = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
     levels = tl.load(lse + row * SPLITS + s)
@@ -347,14 +347,14 @@ def attend(
     if queries.tokens == 1 and count * kv_heads >= _MANY:
         _decode[(count, kv_heads)](
             *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if queries.least else 2, STAGES=2,
-            num_warps=2 if queries.least else 1, **CHAINED,
+            num_warps=2 if queries.least else 1, **PDL,
         )  # fmt: skip
         return out, lse[:, :, 0]
     keys, warps, stages = _loop(queries)
     _attend[(count, kv_heads, splits)](
         *tensors, parts, lse, *seen, **shape, SPLITS=splits, LEAST=queries.least, TOKENS=queries.tokens,
-        HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps, num_stages=stages, **CHAINED,
+        HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps, num_stages=stages, **PDL,
     )  # fmt: skip
     if splits > 1:
-        _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **CHAINED)
+        _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **PDL)
     return out, lse[:, :, 0]

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.lora_kernels import Site, Table, Tiles, scaled, tile_at
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.lora_kernels import AdapterTable, RowTiles, TableSite, scaled, tile_at
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.cuda.sums import close
 
@@ -34,12 +34,12 @@ _FEATURES, _SHRUNK = 64, 128  # that one round of a product reads, and one of x�
 _PROGRAMS = 400  # that keep a large device busy with weights
 
 
-class Adapters(NamedTuple):
+class SiteAdapters(NamedTuple):
     """The adapters of a step's rows at one site."""
 
-    table: Table
-    tiles: Tiles
-    site: Site
+    table: AdapterTable
+    tiles: RowTiles
+    site: TableSite
 
 
 # -- projection ----------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def _shrink(
     low, high = split * span, tl.minimum((split + 1) * span, K)
     at += low
     right = tl.load(matrix + n[None, :] * K + at[:, None], mask=have_n & (at < high)[:, None], other=0.0)
-    after_previous()
+    wait_for_previous()
     left = tl.load(x + row[:, None] * stride_x + at[None, :], mask=have_m & (at < high)[None, :], other=0.0)
     total = tl.dot(left, right)
     for k in tl.range(low + BLOCK_K, high, BLOCK_K, num_stages=2):
@@ -107,7 +107,7 @@ def _product(
     low, high = split * span, tl.minimum((split + 1) * span, K)
     at = low + tl.arange(0, BLOCK_K)
     right = _tile_of(x, w, m, n, at, M, N, high, stride_x, stride_k, stride_n, EVEN, True)
-    after_previous()
+    wait_for_previous()
     left = _tile_of(x, w, m, n, at, M, N, high, stride_x, stride_k, stride_n, EVEN, False)
     total = tl.dot(left, right)
     for k in range(low + BLOCK_K, high, BLOCK_K):
@@ -203,7 +203,7 @@ def _total(
     b, rank, scale = b_of(
         table, scales, slot, columns, column, 0, N, ranks, col, have_n, DTYPE=dtype, WHOLE=WHOLE
     )
-    after_previous()
+    wait_for_previous()
     total = _summed(
         y, u, b, rank, scale, 0, row, have_m, 0, col, have_n, N, split_y, stride_u, split_u,
         SPLITS=SPLITS, U_SPLITS=U_SPLITS, RANK=RANK,
@@ -231,7 +231,7 @@ def _swiglu(
     b_up, rank_up, _ = b_of(
         table, scales, slot, columns, column, 1, F, ranks, col, have_n, DTYPE=dtype, WHOLE=WHOLE
     )
-    after_previous()
+    wait_for_previous()
     gate = _summed(
         y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, split_y, stride_u, split_u,
         SPLITS=SPLITS, U_SPLITS=U_SPLITS, RANK=RANK,
@@ -274,7 +274,7 @@ def _rotate(
     angle = row[:, None] * (C // 2) + at[None, :]
     c = tl.load(cos + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
-    after_previous()
+    wait_for_previous()
     a = _summed(
         y, u, b_low, rank, scale, part, row, have_m, first * C, low, have_n,
         (H + 2 * G) * C, split_y, stride_u, split_u, SPLITS=SPLITS, U_SPLITS=U_SPLITS,
@@ -316,12 +316,12 @@ def _rotate(
 
 
 @dataclass(frozen=True)
-class Summands:
+class SplitKProjection:
     """A projection's result before it is added up: a `hooks.Pending`."""
 
     y_SMO: Tensor  # fp32, or the model's dtype
     u_SMR: Tensor  # [S, M, P·R]: x·Aᵀ, in parts too
-    adapters: Adapters
+    adapters: SiteAdapters
     dtype: torch.dtype
 
     def swiglu(self) -> Tensor:
@@ -331,7 +331,7 @@ class Summands:
         out = torch.empty(rows, width // 2, dtype=self.dtype, device=y.device)
         _swiglu[(cdiv(width // 2, _COLUMNS), self._tiles)](
             y, self.u_SMR, out, *given, width // 2, *strides,
-            **constants, BLOCK_N=_COLUMNS, num_warps=4, **CHAINED,
+            **constants, BLOCK_N=_COLUMNS, num_warps=4, **PDL,
         )  # fmt: skip
         return out
 
@@ -352,7 +352,7 @@ class Summands:
         _rotate[(h + 2 * g, self._tiles)](
             y, self.u_SMR, cos, sin, q_norm, k_norm, q, k, v, *given, h, g, eps, *strides,
             **constants, C=c, HALF=max(16, power_of_2(c // 2)),
-            NORM=norms is not None, num_warps=4, **CHAINED,
+            NORM=norms is not None, num_warps=4, **PDL,
         )  # fmt: skip
         return q, k, v
 
@@ -363,7 +363,7 @@ class Summands:
         out = torch.empty(rows, width, dtype=self.dtype, device=y.device)
         _total[(cdiv(width, _COLUMNS), self._tiles)](
             y, self.u_SMR, out, *given, width, *strides,
-            **constants, BLOCK_N=_COLUMNS, num_warps=4, **CHAINED,
+            **constants, BLOCK_N=_COLUMNS, num_warps=4, **PDL,
         )  # fmt: skip
         return out
 
@@ -389,7 +389,7 @@ def suits(rows: int, weight: Tensor) -> bool:
     return rows <= _ROWS and weight.numel() <= 1 << 22
 
 
-def holds(table: Table, site: Site) -> bool:
+def holds(table: AdapterTable, site: TableSite) -> bool:
     """Whether `project` and the sums can hold adapters so wide."""
     return len(site.outs) * table.widest <= _WIDEST
 
@@ -399,7 +399,7 @@ def parts_of(wanted: int, most: int) -> int:
     return 1 << max(0, min(most, wanted).bit_length() - 1)
 
 
-def project(x_MI: Tensor, weight_OI: Tensor, adapters: Adapters) -> Summands:
+def project(x_MI: Tensor, weight_OI: Tensor, adapters: SiteAdapters) -> SplitKProjection:
     """x · weightᵀ and every adapter's x · Aᵀ, of at most _ROWS rows."""
     (rows, k), outs, (table, tiles, site) = x_MI.shape, weight_OI.shape[0], adapters
     splits = min(parts_of(_PROGRAMS * _COLUMNS // outs, 8), max(1, k // (2 * _FEATURES)))
@@ -415,6 +415,6 @@ def project(x_MI: Tensor, weight_OI: Tensor, adapters: Adapters) -> Summands:
         EVEN=k % (_FEATURES * splits) == 0 and outs % _COLUMNS == 0, SPLITS=splits,
         MULTIPLE=len(site.outs), U_SPLITS=u_splits, BLOCK_M=_ROWS, BLOCK_N=_COLUMNS, BLOCK_K=_FEATURES,
         U_ROWS=tiles.rows, U_COLUMNS=max(16, power_of_2(wide)), U_FEATURES=_SHRUNK,
-        num_warps=4, num_stages=4, **CHAINED,
+        num_warps=4, num_stages=4, **PDL,
     )  # fmt: skip
-    return Summands(y, u, adapters, x_MI.dtype)
+    return SplitKProjection(y, u, adapters, x_MI.dtype)

@@ -26,9 +26,9 @@ from torch import Tensor
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.lora_kernels import part_at, part_of_block, scaled, summed, tile_at, triple
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2, shared_bytes
-from tinkex.engine.cuda.step_kernels import Adapters, b_of, parts_of
+from tinkex.engine.cuda.split_k_projection import SiteAdapters, b_of, parts_of
 from tinkex.engine.cuda.sums import close
 
 _MULTIPROCESSORS = 132
@@ -99,7 +99,7 @@ def _adapted(
         weights, places = w + (before + col)[None, :] * stride_n, x + row[:, None] * stride_x
         right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
         down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
-        after_previous()
+        wait_for_previous()
         left = _block(places + at[None, :], have_m, (at < high)[None, :], False)
         total, u = tl.dot(left, right), tl.dot(left, down)
         for k in range(low + BLOCK_K, high, BLOCK_K):
@@ -146,7 +146,7 @@ def _gated(
         right_gate = _block(w_gate + at[:, None] * stride_k, have_n, here, EVEN)
         right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
         down = _block(a + at[:, None], have_r, here, False)
-        after_previous()
+        wait_for_previous()
         left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
         gate, up, u = tl.dot(left, right_gate), tl.dot(left, right_up), tl.dot(left, down)
         for k in range(BLOCK_K, K, BLOCK_K):
@@ -201,7 +201,7 @@ def _rotated(
         right_low = _block(w_low + at[:, None] * stride_k, have_n, here, EVEN)
         right_high = _block(w_high + at[:, None] * stride_k, have_n, here, EVEN)
         down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
-        after_previous()
+        wait_for_previous()
         angle, turned = row[:, None] * (C // 2) + n[None, :], have_m & have_n & (part < 2)
         c, s = tl.load(cos + angle, mask=turned, other=0.0), tl.load(sin + angle, mask=turned, other=0.0)
         left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
@@ -237,7 +237,7 @@ def _rotated(
 # -- launching -----------------------------------------------------------------------------------------
 
 
-class Shape(NamedTuple):
+class ProductTile(NamedTuple):
     """How a product is cut."""
 
     columns: int
@@ -246,7 +246,7 @@ class Shape(NamedTuple):
     warps: int = 4
 
 
-class HeadShape(NamedTuple):
+class HeadTile(NamedTuple):
     """How a product that is rotated at once is cut: always into heads."""
 
     rows: int  # of one program
@@ -254,43 +254,43 @@ class HeadShape(NamedTuple):
     warps: int = 4
 
 
-def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> Shape:
+def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> ProductTile:
     """As measured on an H200."""
     if len(outs) > 1:  # a block lies in one part
         if tile > 64:
-            return Shape(64, 64, warps=8)
+            return ProductTile(64, 64, warps=8)
         if rows > 128:
-            return Shape(128, 64)
-        return Shape(32 if rows <= 64 and sum(outs) <= 4096 else 64, 128)
+            return ProductTile(128, 64)
+        return ProductTile(32 if rows <= 64 and sum(outs) <= 4096 else 64, 128)
     columns = 64 if tile > 64 or rows <= 64 else 128
     wanted = _MULTIPROCESSORS * (2 if rows <= 64 else 1) // (cdiv(rows, tile) * cdiv(outs[0], columns))
     splits = parts_of(wanted, min(8, in_features // 256))
     features = 128 if rows <= 64 and in_features // splits <= 512 else 64
-    return Shape(columns, features, splits, warps=8 if tile > 64 else 4)
+    return ProductTile(columns, features, splits, warps=8 if tile > 64 else 4)
 
 
-def large_shape_for(weight: Tensor) -> Shape:
+def large_shape_for(weight: Tensor) -> ProductTile:
     """Of a large weight: the sums that a trainer has, as measured on an H200."""
-    return Shape(64, 128, 2 if halved(weight) else 1)
+    return ProductTile(64, 128, 2 if halved(weight) else 1)
 
 
-def gated_shape_for(rows: int, tile: int) -> Shape:
+def gated_shape_for(rows: int, tile: int) -> ProductTile:
     """As measured on an H200."""
-    return Shape(64, 64, warps=8) if tile > 64 else Shape(32 if rows <= 64 else 64, 64)
+    return ProductTile(64, 64, warps=8) if tile > 64 else ProductTile(32 if rows <= 64 else 64, 64)
 
 
-def head_shape_for(rows: int, tile: int, heads: int) -> HeadShape | None:
+def head_shape_for(rows: int, tile: int, heads: int) -> HeadTile | None:
     """None where heads would make too few programs: then rotation is better left alone."""
-    return HeadShape(64, 64) if tile > 64 and heads * cdiv(rows, 64) >= 96 else None
+    return HeadTile(64, 64) if tile > 64 and heads * cdiv(rows, 64) >= 96 else None
 
 
 @dataclass(frozen=True)
-class Adapted:
+class FusedProjection:
     """x · weightᵀ with every adapter's part, computed by whatever reads it: a `hooks.Pending`."""
 
     x_MI: Tensor
     weight_OI: Tensor
-    adapters: Adapters
+    adapters: SiteAdapters
 
     def swiglu(self) -> Tensor:
         """silu(gate) * up of a fused [M, 2F]."""
@@ -322,14 +322,14 @@ class Adapted:
         return self.parts(self._shape)
 
     @property
-    def _shape(self) -> Shape:
+    def _shape(self) -> ProductTile:
         (rows, k), (_, tiles, site) = self.x_MI.shape, self.adapters
         if large(self.weight_OI):
             return large_shape_for(self.weight_OI)
         return shape_for(rows, tiles.rows, site.outs, k)
 
-    def parts(self, shape: Shape) -> Tensor:
-        """Summands [S, M, O] of the result, in fp32 if there are several."""
+    def parts(self, shape: ProductTile) -> Tensor:
+        """SplitKProjection [S, M, O] of the result, in fp32 if there are several."""
         x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
         (rows, k), count = x.shape, tiles.cells.shape[1]
         dtype = torch.float32 if shape.splits > 1 else x.dtype
@@ -345,7 +345,7 @@ class Adapted:
         )  # fmt: skip
         return y
 
-    def gated(self, shape: Shape) -> Tensor:
+    def gated(self, shape: ProductTile) -> Tensor:
         x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
         (rows, k), (width, _), count = x.shape, site.outs, tiles.cells.shape[1]
         y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -365,7 +365,7 @@ class Adapted:
         heads: tuple[int, int],
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
-        shape: HeadShape,
+        shape: HeadTile,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, w, (table, tiles, site), (h, g) = self.x_MI, self.weight_OI, self.adapters, heads
         (rows, features), count, c = x.shape, tiles.cells.shape[1], sum(site.outs) // (h + 2 * g)
@@ -381,7 +381,9 @@ class Adapted:
         )  # fmt: skip
         return q, k, v
 
-    def _constants(self, shape: Shape | HeadShape, rows: int, columns: int, parts: int = 1) -> dict[str, int]:
+    def _constants(
+        self, shape: ProductTile | HeadTile, rows: int, columns: int, parts: int = 1
+    ) -> dict[str, int]:
         """For so many rows and columns of one program, which lie in so many parts of the site."""
         rank = max(16, power_of_2(self.adapters.table.widest))
         # in bytes: what one round reads, of which the first one's is apart, and B; a little is Triton's
@@ -392,7 +394,7 @@ class Adapted:
             "BLOCK_K": shape.features,
             "num_warps": shape.warps,
             "num_stages": max(2, min(_STAGES, left // each - 1)),
-            **CHAINED,
+            **PDL,
         }
 
 
@@ -401,7 +403,7 @@ def tile_rows(rows: int) -> int:
     return 16 if rows <= 16 else 64 if rows <= 128 else 128
 
 
-def suits(rows: int, weight: Tensor, adapters: Adapters) -> bool:
+def suits(rows: int, weight: Tensor, adapters: SiteAdapters) -> bool:
     """Whether this is quicker than a product and what follows it: few tiles, and weights that are soon read.
 
     Of larger ones those with few columns, and then with the sums that a trainer has, since in a model of 8B

@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tinkex.engine.cuda.adapted import LONGEST, large
+from tinkex.engine.cuda.fused_projection import LONGEST, large
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.lora_kernels import ALIGNED, Site, Table, Tiles, triple
+from tinkex.engine.cuda.lora_kernels import ALIGNED, AdapterTable, RowTiles, TableSite, triple
 from tinkex.engine.cuda.sizes import cdiv
 
 wait_for_all = (
@@ -291,8 +291,8 @@ def _projected(
     w_NK: Tensor,
     u: Tensor,
     y: Tensor,
-    table: Table,
-    tiles: Tiles,
+    table: AdapterTable,
+    tiles: RowTiles,
     column: int,
     sizes: Sequence[int],
     multiple: int,
@@ -310,7 +310,9 @@ def _projected(
     )  # fmt: skip
 
 
-def project(x: Tensor, weight: Tensor, u: Tensor, table: Table, tiles: Tiles, site: Site) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, u: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite
+) -> Tensor:
     """x · weightᵀ + scale · u · Bᵀ, `u` being `lora.shrink`'s of one split; the tiles must hold every row."""
     y = x.new_empty(x.shape[0], weight.shape[0])
     _projected(x, weight, u, y, table, tiles, site.column + 1, site.outs, 1)
@@ -318,7 +320,13 @@ def project(x: Tensor, weight: Tensor, u: Tensor, table: Table, tiles: Tiles, si
 
 
 def project_back(
-    grad_y: Tensor, weight: Tensor, grad_u: Tensor, grad_x: Tensor, table: Table, tiles: Tiles, site: Site
+    grad_y: Tensor,
+    weight: Tensor,
+    grad_u: Tensor,
+    grad_x: Tensor,
+    table: AdapterTable,
+    tiles: RowTiles,
+    site: TableSite,
 ) -> None:
     """grad_x = grad_y · weight + scale · grad_u · A."""
     parts = len(site.outs)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CHAINED, after_previous
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv
 
 _TOGETHER = 8  # tiles of rows that share the weights they read, while those are in the cache
@@ -49,7 +49,7 @@ def _product(
     BIAS: tl.constexpr, EVEN: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    after_previous()
+    wait_for_previous()
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     band = tl.program_id(0) // (TOGETHER * tiles_n)
     high = tl.minimum(tiles_m - band * TOGETHER, TOGETHER)
@@ -85,7 +85,7 @@ def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
         x_MK.stride(0), *weight_NK.stride(), y_MN.stride(0),
         BIAS=bias_N is not None, EVEN=k % 128 == 0, TOGETHER=_TOGETHER,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, **CHAINED,
+        num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
     return y_MN
 

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import adapted, outer
+from tinkex.engine.cuda import fused_projection as adapted
+from tinkex.engine.cuda import gluon_projection as projection
+from tinkex.engine.cuda import lora_gradients as outer
 from tinkex.engine.cuda import lora_kernels as kernel
-from tinkex.engine.cuda import project as projection
-from tinkex.engine.cuda.product import product
+from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Frozen, Site
 from tinkex.engine.torch.lora import LoraBatch
@@ -72,13 +73,13 @@ def table_rows(
     return rows
 
 
-def kernel_site(adapter: Adapter, site: Site) -> kernel.Site:
+def kernel_site(adapter: Adapter, site: Site) -> kernel.TableSite:
     shape = adapter.shapes[site]
-    return kernel.Site(column_of(site), shape.in_features, shape.outs)
+    return kernel.TableSite(column_of(site), shape.in_features, shape.outs)
 
 
 def product_with(
-    x: Tensor, weight: Tensor, table: kernel.Table, tiles: kernel.Tiles, site: kernel.Site
+    x: Tensor, weight: Tensor, table: kernel.AdapterTable, tiles: kernel.RowTiles, site: kernel.TableSite
 ) -> tuple[Tensor, Tensor]:
     """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
 
@@ -127,15 +128,15 @@ class GroupedLora:
     ) -> None:
         self._adapters = list(dict.fromkeys(adapter for adapter, _, _ in segments if adapter is not None))
         self._device, self._invariant = device, invariant
-        self._grads: list[kernel.Table] = []  # one, as soon as it is asked for, for all parts
-        self._sites: dict[Site, kernel.Site | None] = {}
+        self._grads: list[kernel.AdapterTable] = []  # one, as soon as it is asked for, for all parts
+        self._sites: dict[Site, kernel.TableSite | None] = {}
         matrices = table_rows(self._adapters, [a.flat_as(dtype) for a in self._adapters])
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
         ranks = [adapter.lora.rank for adapter in self._adapters]
         cells, rows = self._lay_out(segments)
         sent, whole = all_to_device([matrices, scales, cells], device), all(rank % 8 == 0 for rank in ranks)
-        self._table = kernel.Table(sent[0], sent[1], max(ranks), invariant, whole)
-        self._tiles = kernel.Tiles(sent[2], rows)
+        self._table = kernel.AdapterTable(sent[0], sent[1], max(ranks), invariant, whole)
+        self._tiles = kernel.RowTiles(sent[2], rows)
 
     def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> tuple[np.ndarray, int]:
         """Whose rows are where; returns their tiles, and how many rows a whole one has."""
@@ -151,10 +152,10 @@ class GroupedLora:
         """The same adapters, or some of them, over other rows; some must be theirs."""
         other = copy(self)
         cells, rows = other._lay_out(segments)
-        other._tiles = kernel.Tiles(to_device(cells, self._device), rows)
+        other._tiles = kernel.RowTiles(to_device(cells, self._device), rows)
         return other
 
-    def site(self, site: Site) -> kernel.Site | None:
+    def site(self, site: Site) -> kernel.TableSite | None:
         """How the kernels know `site`; None if no adapter is there."""
         if site not in self._sites:
             self._sites[site] = next((kernel_site(a, site) for a in self._adapters if site in a.shapes), None)
@@ -166,14 +167,14 @@ class GroupedLora:
             self.add(place, x, y)
         return y
 
-    def add(self, site: kernel.Site, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, site: kernel.TableSite, x: Tensor, y: Tensor) -> Tensor:
         """y += scale·x·Aᵀ·Bᵀ in place; returns what the backward needs."""
         u = kernel.shrink(x, self._table, self._tiles, site)
         kernel.expand(u, y, self._table, self._tiles, site)
         return u
 
     def project(
-        self, site: kernel.Site, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, site: kernel.TableSite, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The frozen product with the adapters' contribution, and what the backward needs."""
         writes = kernel.writes(self._table, site) or (adapted.large(weight) and weight.shape[0] < _HEAD)
@@ -182,14 +183,19 @@ class GroupedLora:
             return y, self.add(site, x, y)
         return product_with(x, weight, self._table, self._tiles, site)
 
-    def backward(self, site: kernel.Site, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
+    def backward(self, site: kernel.TableSite, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
         """Add to the adapters' gradients, which are open; returns what `grad_x` needs."""
         if self._back is None:
             self._back = self._backward_parts()
         return outer.backward(grad_y, x, u, self._table, self._tiles, self._back, site)
 
     def grad_x(
-        self, site: kernel.Site, grad_y: Tensor, grad_u: Tensor, weight: Tensor, out: Tensor | None = None
+        self,
+        site: kernel.TableSite,
+        grad_y: Tensor,
+        grad_u: Tensor,
+        weight: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The gradient to x, of the frozen product and of the adapters, into `out` if there is one."""
         out = grad_y.new_empty(grad_y.shape[0], weight.shape[1]) if out is None else out
@@ -203,7 +209,7 @@ class GroupedLora:
         kernel.expand_back(grad_u, out, self._table, self._tiles, site)
         return out
 
-    def _adds_last(self, site: kernel.Site) -> bool:
+    def _adds_last(self, site: kernel.TableSite) -> bool:
         """Whether the frozen product adds to the adapters' part, and not that to it."""
         return self._whole and kernel.writes(self._table, site)
 
@@ -214,7 +220,7 @@ class GroupedLora:
             addresses = to_device(table_rows(self._adapters, grads), self._device)
             self._grads.append(replace(self._table, addresses=addresses))
         longest = max(stop - start for _, start, stop in self._places)
-        segments = kernel.Tiles(to_device(kernel.whole_segments(self._places), self._device), longest)
+        segments = kernel.RowTiles(to_device(kernel.whole_segments(self._places), self._device), longest)
         atomic = len(self._places) > len({slot for slot, _, _ in self._places})
         return outer.Backward(self._grads[0], segments, atomic)
 

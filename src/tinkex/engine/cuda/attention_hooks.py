@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from tinkex.engine.cuda import packed
-from tinkex.engine.cuda import paged_kernels as kernel
-from tinkex.engine.cuda.layout import layout_of
+from tinkex.engine.cuda import packed_attention as packed
+from tinkex.engine.cuda import paged_attention as kernel
+from tinkex.engine.cuda.paged_layout import layout_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.upload import all_to_device
 
@@ -109,7 +109,7 @@ class RaggedAttend:
         self, lengths: Sequence[int], windows: Sequence[int | None], device: torch.device, invariant: bool
     ) -> None:
         self._lengths, self._windows, self._device = lengths, windows, device
-        self._tiles: packed.Tiles | None = None
+        self._tiles: packed.AttentionTiles | None = None
         self._forward = PackedForward(lengths, device) if invariant else None
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
@@ -124,7 +124,13 @@ class RaggedAttend:
 class _Ragged(Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: packed.Tiles, window: int | None, forward: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: packed.AttentionTiles,
+        window: int | None,
+        forward: Any,
     ) -> Tensor:
         out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
         ctx.save_for_backward(q, k, v, out, lse)

@@ -33,11 +33,19 @@ from tinkex.types.params import LoraConfig, SamplingParams
 if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from tinkex.engine.cuda import grouped, prefill
+from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as kernel
-from tinkex.engine.cuda.attend import KernelAttend
-from tinkex.engine.cuda.layout import layout_of
-from tinkex.engine.cuda.prefill import Key, Prefill, cut, largest, size, write_orders
+from tinkex.engine.cuda import prefill_graphs as prefill
+from tinkex.engine.cuda.attention_hooks import KernelAttend
+from tinkex.engine.cuda.paged_layout import layout_of
+from tinkex.engine.cuda.prefill_graphs import (
+    CapturedPrefill,
+    PrefillGraphKey,
+    cut,
+    largest,
+    size,
+    write_orders,
+)
 from tinkex.engine.torch.kv import Piece
 
 pytestmark = [
@@ -55,11 +63,11 @@ class Replayed:
 
 
 class Captured:
-    """Stands for `decode.Graphs`, its hook without streams."""
+    """Stands for `decode.DecodeGraphs`, its hook without streams."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._sites = {
-            site: kernel.Site(grouped.column_of(site), i, [part.out_features for part in parts])
+            site: kernel.TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
             for site, (i, parts) in decoder.sites().items()
         }
         self.count = 0
@@ -71,7 +79,7 @@ class Captured:
             raise self.error
         return Replayed(step)
 
-    def hook(self, table: kernel.Table, tiles: kernel.Tiles) -> Any:
+    def hook(self, table: kernel.AdapterTable, tiles: kernel.RowTiles) -> Any:
         def add(site: Site, x: Tensor, y: Tensor, **_: Any) -> Tensor:
             kernel.expand(
                 kernel.shrink(x, table, tiles, self._sites[site]), y, table, tiles, self._sites[site]
@@ -100,11 +108,11 @@ def test_steps_that_keep_the_device_busy_are_left_alone():
 
 def test_what_lies_beyond_a_step_does_nothing():
     pieces = [Piece([5, 2], 0, 20), Piece([7, 1, 0], 33, 1)]
-    key = Key(64, 16, 6, 1, cells=4, cell_rows=32, rank=8)
+    key = PrefillGraphKey(64, 16, 6, 1, cells=4, cell_rows=32, rank=8)
     layout, tokens = layout_of(pieces, 16), np.arange(100, 121, dtype=np.int32)
     cells = np.array([[0, 0], [0, 0], [21, 0], [0, 1], [21, 0], [1, 0]], np.int32)
     orders = np.full(400, 99, np.int32)  # of a larger step before
-    used = write_orders(orders, key, tokens, layout, prefill.Seated(cells, 32, 8, True))
+    used = write_orders(orders, key, tokens, layout, prefill.SlotTiles(cells, 32, 8, True))
     on_device = cut(torch.from_numpy(orders), key)
     got_tokens, positions, slots, tiles, got_cells, pages = (part.tolist() for part in on_device)
     assert got_tokens == [[*range(100, 121), *[0] * 43]]
@@ -123,7 +131,7 @@ def test_what_lies_beyond_a_step_does_nothing():
 
 
 def test_a_graph_serves_what_is_no_larger():
-    key = Key(128, 16, 20, 2, cells=4, cell_rows=64, rank=16)
+    key = PrefillGraphKey(128, 16, 20, 2, cells=4, cell_rows=64, rank=16)
     assert key.serves(key)
     for field in ("rows", "tiles", "cells", "rank"):
         half, double = (key._replace(**{field: int(times * getattr(key, field))}) for times in (0.5, 2))
@@ -184,7 +192,7 @@ def new_batch(decoder: Decoder, captured: bool, pages: int = 60, **given: int) -
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
     limits = Limits(**{"context": c.max_context, "sequences": 6, "prefill_alone": 128, **given})
     graphs = Captured(decoder)
-    steps = Prefill(decoder, cache, limits, graphs) if captured else None
+    steps = CapturedPrefill(decoder, cache, limits, graphs) if captured else None
     return Batch(decoder, cache, limits, prefill=steps), steps, graphs
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
-from tinkex.engine.cuda import adapted
+from tinkex.engine.cuda import fused_projection as adapted
+from tinkex.engine.cuda.adapter_slots import AdapterSlots, in_order
 from tinkex.engine.cuda.cuda_backend import CudaBackend
-from tinkex.engine.cuda.seats import Seats, in_order
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
@@ -30,7 +30,7 @@ def adapter(decoder: Decoder, rank: int) -> Adapter:
 
 
 def test_what_is_true_of_all_ranks(decoder: Decoder) -> None:
-    seats, (a, b, c) = Seats(decoder, 8), (adapter(decoder, rank) for rank in (8, 24, 12))
+    seats, (a, b, c) = AdapterSlots(decoder, 8), (adapter(decoder, rank) for rank in (8, 24, 12))
     seated = seats.seat([(a, 0, 3), (None, 3, 5), (b, 5, 9)])
     assert (seated.rank, seated.whole) == (32, True)
     seated = seats.seat([(a, 0, 3), (c, 3, 5)])
@@ -49,7 +49,7 @@ def test_tiles_of_one_adapter(
 ) -> None:
     """As large as whatever multiplies them can hold: with large weights less."""
     monkeypatch.setattr(adapted, "LARGEST", largest)
-    seated = Seats(decoder, 256).seat([(adapter(decoder, 8), 0, rows)])
+    seated = AdapterSlots(decoder, 256).seat([(adapter(decoder, 8), 0, rows)])
     assert seated.rows == tile
     assert seated.cells[2].sum() == rows
 
