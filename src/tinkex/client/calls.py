@@ -7,15 +7,13 @@ clients take, and how they warn. Knows no operation in particular.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import sys
 import warnings
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tinkex.client.future import APIFuture, check_timeout, completed, start
+from tinkex.client.future import APIFuture, completed, start
 from tinkex.client.server_connection import ServerConnection, connect
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.transport import CallContext
@@ -25,7 +23,6 @@ from tinkex.wire.ops import Op
 
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
-C = TypeVar("C", bound=type)
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
@@ -36,31 +33,6 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-def checks_timeouts(cls: C) -> C:
-    """A client whose calls look at their `timeout` before they do anything, not when they begin to wait."""
-    for name, call in list(vars(cls).items()):
-        if not name.startswith("_") and inspect.isfunction(call) and "timeout" in _parameters(call):
-            setattr(cls, name, _with_checked_timeout(call))
-    return cls
-
-
-def _parameters(call: Any) -> Any:
-    return inspect.signature(call).parameters
-
-
-def _with_checked_timeout(call: Any) -> Any:
-    @functools.wraps(call)
-    def checked(*args: Any, timeout: Any = _parameters(call)["timeout"].default, **kwargs: Any) -> Any:
-        check_timeout(timeout)
-        return call(*args, timeout=timeout, **kwargs)
-
-    @functools.wraps(call)
-    async def checked_async(*args: Any, **kwargs: Any) -> Any:
-        return await checked(*args, **kwargs)
-
-    return checked_async if inspect.iscoroutinefunction(call) else checked
 
 
 class Calls:

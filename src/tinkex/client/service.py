@@ -1,7 +1,7 @@
-"""ServiceClient: the door. Makes training, sampling and REST clients, which share one session.
+"""ServiceClient: creates training, sampling and REST clients, which share one session.
 
-Promises: made without any traffic; the session opens with the first run or sampler and ends with the
-`with` block, `close()` or the process. Knows the official signatures; how things are done is elsewhere.
+Promises: the official names, parameters and defaults; creating a ServiceClient sends nothing. The session
+opens with the first run or sampler, and ends with the `with` block, `close()` or the process.
 """
 
 from __future__ import annotations
@@ -12,33 +12,29 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinkex.client.calls import check_text, check_ttl, checks_timeouts, warn_caller
-from tinkex.client.credentials import looks_like_key
+from tinkex.client.calls import check_text, check_ttl, warn_caller
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
-from tinkex.client.future import APIFuture, start
+from tinkex.client.future import APIFuture, Within, start
 from tinkex.client.poller import retrieve
 from tinkex.client.queue_state import QueueStateObserver
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryConfig
+from tinkex.client.run_creation import create_run, resume_run
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.server_connection import ServerConnection, check_headers, connect
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
-from tinkex.client.training import TrainingClient, open_run
-from tinkex.client.transport import CallContext
+from tinkex.client.training import TrainingClient
 from tinkex.config import LOCAL, Settings, Timeouts
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.checkpoints import (
     CopyWeightsRequest,
-    LoadWeightsRequest,
     ParsedCheckpointTinkerPath,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
 )
 from tinkex.types.config import EmptyRequest, GetServerCapabilitiesResponse
-from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
+from tinkex.types.optimizers import OptimizerConfig
 from tinkex.types.params import LoraConfig
-from tinkex.types.training import CreateCustomLossRequest, CreateModelRequest, CustomLossInputRank
+from tinkex.types.training import CreateCustomLossRequest, CustomLossInputRank
 from tinkex.wire import ops
 
 if TYPE_CHECKING:
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("tinkex")
 
 
-@checks_timeouts
 class RemoteServiceClient:
     """A ServiceClient that always uses a server: the one given, TINKER_BASE_URL's, or the hosted one.
 
@@ -95,7 +90,7 @@ class RemoteServiceClient:
             connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name,
             queue_observer=queue_state_observer,
         )  # fmt: skip
-        self._losses: dict[tuple[str, str], LossHandle] = {}  # by session and what they compute
+        self._losses: dict[tuple[str, str], LossHandle] = {}  # by session and LossHandle.key
 
     def _connect_embedded(self, settings: Settings) -> ServerConnection | None:
         """Connect to a service in this process; None: use a server. Overridden in tinkex/embedded.py."""
@@ -104,27 +99,34 @@ class RemoteServiceClient:
     # -- the server --------------------------------------------------------------------------------------
 
     def get_server_capabilities(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
-        """Which base models there are."""
-        return self._capabilities().result(timeout)
+        """Return the base models that the server offers.
+
+        >>> models = service.get_server_capabilities().supported_models         # doctest: +SKIP
+        """
+        return Within(timeout).result(self._capabilities())
 
     async def get_server_capabilities_async(
         self, *, timeout: float | None = None
     ) -> GetServerCapabilitiesResponse:
-        return await self._capabilities().result_async(timeout)
+        """Like `get_server_capabilities`, awaited."""
+        return await Within(timeout).result_async(self._capabilities())
 
     def _capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         return self._connection.submit(ops.GET_SERVER_CAPABILITIES, EmptyRequest())
 
     def create_rest_client(self) -> RestClient:
-        """Runs, checkpoints and sessions, to list and to look after."""
+        """Create a client for runs, checkpoints and sessions, on the same connection.
+
+        >>> rest = service.create_rest_client()                                 # doctest: +SKIP
+        """
         return RestClient(self._connection)
 
     def get_console_url(self) -> str:
-        """A page with your runs, for a browser; embedded, the directory that holds them."""
+        """Return the URL of the console; embedded, of the directory that holds all runs."""
         return self._connection.console_url("sessions")
 
     def get_telemetry(self) -> Telemetry | None:
-        """What tells the server of failures; None unless that was asked for."""
+        """Return what reports failures to the server; None unless telemetry is on."""
         return self._connection.telemetry
 
     # -- runs --------------------------------------------------------------------------------------------
@@ -142,9 +144,12 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """Start a run: a fresh LoRA adapter on a base model."""
+        """Create a run: a new LoRA adapter on a base model.
+
+        >>> run = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)  # doctest: +SKIP
+        """
         lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        return self._create_run(base_model, lora, user_metadata, optimizer).result(timeout)
+        return Within(timeout).result(create_run(self._session, base_model, lora, user_metadata, optimizer))
 
     async def create_lora_training_client_async(
         self,
@@ -159,27 +164,10 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
+        """Like `create_lora_training_client`, awaited."""
         lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        return await self._create_run(base_model, lora, user_metadata, optimizer).result_async(timeout)
-
-    def _create_run(
-        self,
-        base_model: str,
-        lora: LoraConfig,
-        user_metadata: dict[str, str] | None,
-        optimizer: OptimizerConfig | None,
-    ) -> APIFuture[TrainingClient]:
-        if not isinstance(base_model, str) or not base_model:
-            raise InvalidInputError(f"base_model must be the name of a base model, got {base_model!r:.80}")
-        self._connection.check_open()
-        request = CreateModelRequest(
-            session_id="", model_seq_id=0, base_model=base_model, lora_config=lora,
-            user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(),
-        )  # fmt: skip
-        seq = next(self._session.run_seq)  # taken last: what is refused above leaves no gap
-        return open_run(
-            self._session,
-            lambda session_id: request.model_copy(update={"session_id": session_id, "model_seq_id": seq}),
+        return await Within(timeout).result_async(
+            create_run(self._session, base_model, lora, user_metadata, optimizer)
         )
 
     def create_training_client_from_state(
@@ -192,9 +180,13 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """Go on from saved weights, with a fresh optimizer."""
-        return self._resume(path, False, base_model, user_metadata, weights_access_token, optimizer).result(
-            timeout
+        """Create a run from saved weights, with a new optimizer.
+
+        >>> path = run.save_state("pretrained").result().path                   # doctest: +SKIP
+        >>> tuned = service.create_training_client_from_state(path)
+        """
+        return Within(timeout).result(
+            resume_run(self._session, path, base_model, user_metadata, weights_access_token, optimizer)
         )
 
     async def create_training_client_from_state_async(
@@ -207,8 +199,10 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        future = self._resume(path, False, base_model, user_metadata, weights_access_token, optimizer)
-        return await future.result_async(timeout)
+        """Like `create_training_client_from_state`, awaited."""
+        return await Within(timeout).result_async(
+            resume_run(self._session, path, base_model, user_metadata, weights_access_token, optimizer)
+        )
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -219,8 +213,16 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """Go on from a saved state: weights, Adam's moments and its step."""
-        return self._resume(path, True, base_model, user_metadata, weights_access_token, None).result(timeout)
+        """Create a run from saved weights and optimizer state: Adam's moments and its step count.
+
+        >>> path = run.save_state("step-100").result().path                     # doctest: +SKIP
+        >>> resumed = service.create_training_client_from_state_with_optimizer(path)
+        """
+        return Within(timeout).result(
+            resume_run(
+                self._session, path, base_model, user_metadata, weights_access_token, with_optimizer=True
+            )
+        )
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -231,81 +233,26 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        future = self._resume(path, True, base_model, user_metadata, weights_access_token, None)
-        return await future.result_async(timeout)
-
-    def _resume(
-        self,
-        path: str,
-        with_optimizer: bool,
-        base_model: str | None,
-        user_metadata: dict[str, str] | None,
-        token: str | None,
-        optimizer: OptimizerConfig | None,
-    ) -> APIFuture[TrainingClient]:
-        ParsedCheckpointTinkerPath.from_tinker_path(path)
-        self._connection.check_open()
-        if base_model == "":
-            raise InvalidInputError("base_model must be a model's name, or None for the checkpoint's, got ''")
-        request = LoadWeightsRequest(
-            path=path, optimizer=with_optimizer, base_model=base_model, user_metadata=user_metadata,
-            optimizer_config=optimizer, weights_access_token=token,
-        )  # fmt: skip
-        seq = next(self._session.run_seq)
-
-        async def via_load() -> TrainingClient:
-            """The server makes the run and loads it in one request; the run's id follows from its number."""
-            session_id = await self._session.open()
-            numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
-            promise = await self._connection.call(ops.LOAD_WEIGHTS, numbered)
-            loaded = await retrieve(self._connection, ops.LOAD_WEIGHTS, promise.request_id)
-            return TrainingClient(self._session, loaded.model_id or f"{session_id}:train:{seq}")
-
-        async def via_create() -> TrainingClient:
-            info = await self._weights_info(path, token)
-            run = await open_run(
-                self._session,
-                lambda session_id: CreateModelRequest(
-                    session_id=session_id, model_seq_id=seq, base_model=base_model or info.base_model,
-                    lora_config=_lora_of(info, path), user_metadata=user_metadata,
-                    optimizer_config=optimizer or info.optimizer_config,
-                ),
-            )  # fmt: skip
-            await run._load(path, optimizer=with_optimizer, token=token)
-            return run
-
-        async def resume() -> TrainingClient:
-            await self._session.open()
-            if self._connection.config.create_model_via_load_weights:
-                return await via_load()
-            return await via_create()
-
-        return start(resume, "create_training_client_from_state")
-
-    async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
-        """What a checkpoint is; another account's is asked for in its name: the token is a key of its."""
-        mine, request = self._connection, WeightsInfoRequest(tinker_path=path)
-        context = CallContext("get_weights_info_by_tinker_path")
-        if not mine.base_url or token is None or not looks_like_key(token):
-            return await mine.call(ops.GET_WEIGHTS_INFO, request, context)
-        theirs = connect(
-            mine.base_url, token, settings=mine.settings, headers=mine.headers, timeouts=mine.timeouts,
-            telemetry=False,
-        )  # fmt: skip
-        try:
-            return await theirs.call(ops.GET_WEIGHTS_INFO, request, context)
-        finally:
-            await theirs.close()
+        """Like `create_training_client_from_state_with_optimizer`, awaited."""
+        return await Within(timeout).result_async(
+            resume_run(
+                self._session, path, base_model, user_metadata, weights_access_token, with_optimizer=True
+            )
+        )
 
     # -- losses ------------------------------------------------------------------------------------------
 
     def create_custom_loss(
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
     ) -> APIFuture[LossHandle]:
-        """Trace a loss of your own, for `forward_backward_custom`; it is uploaded if the server takes it.
+        """Trace a loss for `forward_backward_custom`, and upload it if the server accepts losses.
 
-        `fn(logprobs, *inputs) -> (loss, metrics)` is called once a datum and the losses are summed; the same
-        loss of the same session is created once. docs/losses.md has what can be traced.
+        `fn(logprobs, *inputs) -> (loss, metrics)` is called per datum, and the losses are summed. Equal
+        losses of a session are created once. docs/losses.md says what can be traced.
+
+        >>> def loss(logprobs):                                                 # doctest: +SKIP
+        ...     return -logprobs.sum(), {}
+        >>> handle = service.create_custom_loss(loss, {"logprobs": 1}).result()
         """
         loss = traced(fn, input_ranks)
         self._connection.check_open()
@@ -341,8 +288,13 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """A sampler of a base model or of a published adapter (`tinker://…/sampler_weights/…`)."""
-        return self._sampler(model_path, base_model, retry_config, record_stability_info).result(timeout)
+        """Create a sampler of a base model or of a published adapter (`tinker://…/sampler_weights/…`).
+
+        >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")  # doctest: +SKIP
+        """
+        return Within(timeout).result(
+            self._sampler(model_path, base_model, retry_config, record_stability_info)
+        )
 
     async def create_sampling_client_async(
         self,
@@ -353,8 +305,10 @@ class RemoteServiceClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        future = self._sampler(model_path, base_model, retry_config, record_stability_info)
-        return await future.result_async(timeout)
+        """Like `create_sampling_client`, awaited."""
+        return await Within(timeout).result_async(
+            self._sampler(model_path, base_model, retry_config, record_stability_info)
+        )
 
     def _sampler(
         self, model_path: str | None, base_model: str | None, retry_config: RetryConfig | None, record: bool
@@ -368,7 +322,7 @@ class RemoteServiceClient:
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> APIFuture[str]:
-        """Copy a checkpoint into this client's project or, if it has none, into its session; the new path."""
+        """Copy a checkpoint into this client's project or, without one, its session; returns the new path."""
         if project := self._session.project_id:
             return RestClient(self._connection).copy_weights(
                 path, project, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
@@ -387,12 +341,12 @@ class RemoteServiceClient:
 
         return start(copy, "copy_weights")
 
-    # -- the end -----------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------------
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
     ) -> APIFuture[None]:
-        """Finish the session and close every connection. Later calls raise ClientClosedError."""
+        """Finish the session and close the connections; later calls raise ClientClosedError."""
         if status not in ("success", "errored", "interrupted"):
             raise InvalidInputError(f"status must be success, errored or interrupted, got {status!r}")
         check_text("detail", detail)
@@ -428,14 +382,3 @@ def _status(kind: type[BaseException] | None) -> Literal["success", "errored", "
     if kind is None:
         return "success"
     return "errored" if issubclass(kind, Exception) else "interrupted"
-
-
-def _lora_of(info: WeightsInfoResponse, path: str) -> LoraConfig:
-    if not info.is_lora or info.lora_rank is None:
-        raise TinkerError(f"{path} is not a LoRA checkpoint of known rank, and cannot be trained on")
-    flags = {
-        name: value
-        for name in ("train_unembed", "train_mlp", "train_attn")
-        if (value := getattr(info, name)) is not None
-    }
-    return LoraConfig(rank=info.lora_rank, **flags)

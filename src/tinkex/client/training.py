@@ -7,14 +7,13 @@ to the run's queue (queue.py), which posts it through the connection and polls f
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client import custom_loss, passes, tokenizer_files
 from tinkex.client.calls import check_ttl, warn_caller
 from tinkex.client.custom_loss import CustomLoss
 from tinkex.client.future import APIFuture, Within, start
-from tinkex.client.poller import retrieve
 from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_wishes
@@ -422,18 +421,6 @@ class TrainingClient:
 
     def __reduce__(self):
         raise TypeError("a TrainingClient cannot be pickled: its requests have one order, in one process")
-
-
-def open_run(session: Session, make_request: Callable[[str], Any]) -> APIFuture[TrainingClient]:
-    """Create a run; `make_request` is given the session id."""
-
-    async def create() -> TrainingClient:
-        request = make_request(await session.open())
-        promise = await session.connection.call(ops.CREATE_MODEL, request)
-        created = await retrieve(session.connection, ops.CREATE_MODEL, promise.request_id)
-        return TrainingClient(session, created.model_id)
-
-    return start(create, "create_model")
 
 
 def _path(reply: Any) -> str:
