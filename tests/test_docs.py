@@ -34,7 +34,11 @@ ANY_BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 GOES_ON = re.compile(r"# goes on from \"(.+)\"\n")
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
-WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*.py"))]
+WRITTEN = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("examples/*.py")),
+]
 NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|json|jsonl|toml|txt|svg|proto))`")
 # Between backticks, or a line of a console; whatever follows a comment or a pipe is not the command's.
 NAMED_COMMAND = re.compile(
@@ -187,7 +191,29 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [one for one in missing if not (page.parent / one).exists()] == []
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    wrong = []
+    for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+        target = page.parent / file if file else page
+        if anchor not in anchors(target.read_text()):
+            wrong.append(f"{file}#{anchor}")
+    assert wrong == []
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    prose = ANY_BLOCK.sub("", text)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose))
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+# The changelog speaks of files as they were.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in WRITTEN if page.name != "CHANGELOG.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_files_that_are_named_are_there(page: Path) -> None:
     """`engine/protocol.py` and the like: from the root, or from the package."""
     named = NAMED_FILE.findall(page.read_text())
@@ -216,6 +242,11 @@ def misspelt(line: str) -> str | None:
     return next((f"tinkex {line}: no option {option}" for option in options if option not in known), None)
 
 
+def test_headings_have_the_names_that_links_use() -> None:
+    text = "# A run's metrics\n```\n# no heading\n```\n## Queue states, tracing\n### `--deterministic`\n"
+    assert anchors(text) == {"a-runs-metrics", "queue-states-tracing", "--deterministic"}
+
+
 def test_a_misspelt_command_is_found() -> None:
     text = (
         "`tinkex server keys create me`\n$ tinkex demo --stepps 3  # x\n`tinkex model pull {name}`, tinkex as"
@@ -231,7 +262,6 @@ def test_a_misspelt_command_is_found() -> None:
 def test_the_tables_of_what_works_are_what_was_recorded() -> None:
     """`python -m tests.compat.table` writes them."""
     outcomes = json.loads(table.RESULTS.read_text())
-    assert (ROOT / "docs/compat.md").read_text() == table.page(outcomes)
-    text = (ROOT / "README.md").read_text()
-    assert text == table.readme(text, outcomes)
+    for page in table.PAGES:
+        assert page.read_text() == table.placed(page.read_text(), outcomes)
     assert "failed" not in outcomes.values()

@@ -513,9 +513,10 @@ def test_options_are_checked(options: Any) -> None:
 
 
 def test_the_example_of_the_docs_works(stub: Stub, service: ServiceClient, capsys: Any) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "recovery.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "client.md").read_text()
     scope: dict[str, Any] = {}
-    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = next(block for block in blocks if "RecoveryPolicy(" in block)
     exec(code.partition("\ndata = ")[0], scope)  # what follows has a model of its own: tests/test_docs.py
     lose = status(410)
     stub.script("retrieve_future", *[Action()] * 50, lose)  # some step after the twentieth

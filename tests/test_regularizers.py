@@ -334,7 +334,7 @@ def test_a_term_of_ones_own_is_checked() -> None:
 
 def test_the_example_of_the_docs_works(capsys: Any) -> None:
     """Four tokens of x = -1 and r = -2: cross-entropy 4, kl 0.1·4·1, entropy -0.01·4·1."""
-    page = (Path(__file__).parents[1] / "docs" / "losses.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "client.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(next(block for block in blocks if "reg.regularized" in block), {})
     said = [float(word) for word in capsys.readouterr().out.split()]

@@ -3,7 +3,7 @@
 A term is a function of a batch's datums and logprobs that gives a number and its derivative by every logprob;
 the built-in ones do so in closed form, in numpy: no torch. Promises: the gradient is that of the weighted
 sum, and every term's value and gradient norm are among the metrics. Sees what a client sees, logprobs of
-target tokens: no weights of the model, and no other token's probability. docs/losses.md has the formulas.
+target tokens: no weights of the model, and no other token's probability. docs/client.md has the formulas.
 
     >>> loss = regularized("cross_entropy", [0.01 * l2(around="ref_logprobs"), -0.001 * entropy()])
     >>> run.forward_backward_custom(data, loss).result().metrics["reg/l2/value"]      # doctest: +SKIP

@@ -307,7 +307,7 @@ def test_what_is_no_loss_at_all_is_refused(stub: Stub, run: Any) -> None:
 
 def test_the_example_of_the_docs_works(service: ServiceClient, run: Any) -> None:
     """Ratios of e^-0.5 / e^-1 and 1: one of two is clipped."""
-    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
     scope: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     function, _, _ = next(block for block in blocks if "def clipped" in block).partition("\nservice = ")

@@ -1,10 +1,10 @@
-"""What works with what, from test results: docs/compat.md and the table in the README.
+"""The table of what works with what, in README.md and docs/compat.md, from test results.
 
     make compat-sdk ARGS=--junitxml=compat.xml && make compat-cookbook ARGS=--junitxml=cookbook.xml
     python -m tests.compat.table compat.xml cookbook.xml      # records results.json and writes both tables
 
-Without files it writes the tables from what was recorded. A test fails where they differ from it. Tests that
-were skipped are not counted: a row without a passed test says so.
+Without files it writes the tables from results.json. A test fails if a page differs from it. Skipped tests
+are not counted; a row without a passed test says "not run".
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.json")
+PAGES = [ROOT / "README.md", ROOT / "docs" / "compat.md"]
 BEGIN = "<!-- table: from tests/compat/results.json by `python -m tests.compat.table` -->"
 END = "<!-- end of table -->"
 SERVED, OLDER = "unmodified, on `tinkex serve`", r"compat\.test_older::.*"
 COOKBOOK = "`tinker-cookbook` 0.5.8"
-INTRODUCTION = """
-Generated from the results of `make compat` by `python -m tests.compat.table`:
-other people's programs, unmodified, each in an environment of its own, over real sockets. vLLM is not among
-them, since it needs a GPU: it reads PEFT adapters, but not one whose unembedding was trained.
-""".strip()
 
 # What it is, how it is used, and which tests show it (a pattern of test names).
 ROWS = [
@@ -68,35 +64,16 @@ def table(outcomes: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def page(outcomes: dict[str, str]) -> str:
-    """docs/compat.md: the table, and the tests behind each row."""
-    parts = ["# What works with what", INTRODUCTION, table(outcomes)]
-    for what, _, pattern in ROWS:
-        shown = [
-            f"- `{_short(name)}`{'' if outcome == 'passed' else ' **fails**'}"
-            for name, outcome in sorted(outcomes.items())
-            if re.search(pattern, name)
-        ]
-        if shown:
-            parts.append(f"## {what}\n\n" + "\n".join(shown))
-    return "\n\n".join(parts) + "\n"
-
-
-def _short(name: str) -> str:
-    """Without the packages of its module; a parameter may have dots of its own."""
-    module, _, test = name.partition("::")
-    return f"{module.rpartition('.')[2]}::{test}"
-
-
-def readme(text: str, outcomes: dict[str, str]) -> str:
+def placed(text: str, outcomes: dict[str, str]) -> str:
+    """A page with the table between its two marks."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{table(outcomes)}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
     outcomes = record(sys.argv[1:])
-    (ROOT / "docs/compat.md").write_text(page(outcomes))
-    (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text(), outcomes))
+    for page in PAGES:
+        page.write_text(placed(page.read_text(), outcomes))
 
 
 if __name__ == "__main__":

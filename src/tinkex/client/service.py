@@ -248,7 +248,7 @@ class RemoteServiceClient:
         """Trace a loss for `forward_backward_custom`, and upload it if the server accepts losses.
 
         `fn(logprobs, *inputs) -> (loss, metrics)` is called per datum, and the losses are summed. Equal
-        losses of a session are created once. docs/losses.md says what can be traced.
+        losses of a session are created once. docs/client.md says what can be traced.
 
         >>> def loss(logprobs):                                                 # doctest: +SKIP
         ...     return -logprobs.sum(), {}
