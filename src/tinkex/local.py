@@ -123,7 +123,7 @@ _transports: dict[Path, LocalTransport] = {}
 @atexit.register
 def _stop_engines() -> None:
     """At exit: an engine that computes while the interpreter goes away would abort the process."""
-    if background._owner_pid != os.getpid():
+    if not background.is_running_here():
         return  # a forked child: its engines are its parent's
     for transport in _transports.values():
         for engine in transport.engines():

@@ -386,7 +386,7 @@ def test_a_batch_poll_survives_failures_that_pass(stub: Stub, service: ServiceCl
 def test_a_batch_poll_that_always_fails_is_given_up(
     stub: Stub, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.client.poller.MAX_FAILURES", 2)
+    monkeypatch.setattr("tinkex.client.polling.MAX_FAILURES", 2)
     stub.config = {"sample_use_retrieve_futures": True}
     stub.script("retrieve_futures", status(503), always=True)
     sampler = service.create_sampling_client(base_model="stub/base")

@@ -20,17 +20,16 @@ MIXED = (
 )
 
 
-def whole(raw: bytes) -> tuple[list[ServerSentEvent], ServerSentEvent | None, int | None]:
-    """The standard's algorithm over a whole text: its events, that of an unterminated tail, and `retry`."""
+def whole(raw: bytes) -> tuple[list[ServerSentEvent], ServerSentEvent | None]:
+    """The standard's algorithm over a whole text: its events, and that of an unterminated tail."""
     text = raw.decode(errors="replace").removeprefix("\ufeff")
     lines = re.split("\r\n|\r|\n", text)
-    last, events, retry = lines.pop(), [], None
+    last, events = lines.pop(), []
     fields: dict[str, list[str]] = {}
-    last_id = ""
 
     def dispatch() -> ServerSentEvent | None:
         data, name = fields.pop("data", None), fields.pop("event", [""])[-1]
-        return None if data is None else ServerSentEvent("\n".join(data), name or "message", last_id)
+        return None if data is None else ServerSentEvent("\n".join(data), name or "message")
 
     for line in [*lines, *([last] if last else [])]:
         if line == "":
@@ -41,30 +40,25 @@ def whole(raw: bytes) -> tuple[list[ServerSentEvent], ServerSentEvent | None, in
         value = value or ""
         if name in ("data", "event"):
             fields.setdefault(name, []).append(value)
-        elif name == "id" and "\0" not in value:
-            last_id = value
-        elif name == "retry" and re.fullmatch("[0-9]+", value):
-            retry = int(value)
-    return events, dispatch(), retry
+    return events, dispatch()
 
 
-def decoded(pieces: list[bytes]) -> tuple[list[ServerSentEvent], ServerSentEvent | None, int | None]:
+def decoded(pieces: list[bytes]) -> tuple[list[ServerSentEvent], ServerSentEvent | None]:
     decoder = SSEDecoder()
     events = [event for piece in pieces for event in decoder.feed(piece)]
-    return events, decoder.end(), decoder.retry
+    return events, decoder.end()
 
 
 def test_what_the_reference_makes_of_a_mixed_stream() -> None:
     """The oracle itself, by hand."""
-    events, tail, retry = whole(MIXED)
-    assert [(e.event, e.data, e.id) for e in events] == [
-        ("add", "1\n2\n", ""),
-        ("message", "x", "7"),
-        ("message", " two spaces ", "7"),
-        ("message", "café \ufffd\n:", ""),
+    events, tail = whole(MIXED)
+    assert [(e.event, e.data) for e in events] == [
+        ("add", "1\n2\n"),
+        ("message", "x"),
+        ("message", " two spaces "),
+        ("message", "café \ufffd\n:"),
     ]
     assert tail == ServerSentEvent("t")
-    assert retry == 3000
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r", b"\r\n", None])

@@ -121,7 +121,7 @@ def test_a_sessions_life_in_the_official_form(stub: Stub) -> None:
     failed, mine, end = events[1:]
     assert (failed["error_type"], failed["severity"]) == ("RequestFailedError", "ERROR")
     assert failed["error_message"] == "during=optim_step category=server"
-    assert "client/poller.py:" in failed["traceback"]
+    assert "client/polling.py:" in failed["traceback"]
     assert mine["event_data"] == {"steps": 3, "kind": "warm-up", "ok": True}
     assert end["duration"].startswith("0:00:0")
     for request in stub.sent("telemetry"):

@@ -1,8 +1,7 @@
-"""What RestClient and AdminClient share: a connection, one way to make a call, and how they end.
+"""`Calls`, the base class of RestClient and AdminClient, and argument checks that several clients share.
 
-Promises: a client made on its own sends nothing until its first call and opens no session; one that a
-ServiceClient made uses that one's connection and leaves it open. Also the checks of arguments that several
-clients take, and how they warn. Knows no operation in particular.
+Promises: a client made on its own sends nothing until its first call and opens no session; one made by a
+ServiceClient uses that client's connection and leaves it open. Knows no operation in particular.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn at the line that called us, however many of our own frames are in between."""
+    """Warn at the first line outside this package."""
     level, frame = 2, sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -36,7 +35,7 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 
 class Calls:
-    """A client that makes single calls, each a future."""
+    """A client whose methods are single calls, each a future."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Calls:
         return self._connection.submit(op, request, CallContext(method))
 
     def get_telemetry(self) -> Telemetry | None:
-        """What tells the server of failures; None unless that was asked for."""
+        """The connection's telemetry; None if it is off."""
         return self._connection.telemetry
 
     def close(self) -> APIFuture[None]:
@@ -84,20 +83,20 @@ class Calls:
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is neither a string nor None."""
+    """Refuse anything but a string or None."""
     if value is not None and not isinstance(value, str):
         raise InvalidInputError(f"{name} must be a string or None, got {value!r:.80}")
 
 
 def check_ttl(seconds: int | None) -> int | None:
-    """`seconds`, if something can be kept for so long; None: for ever."""
+    """`seconds`, if it is a valid time to live; None: for ever."""
     if seconds is not None and (type(seconds) is not int or not 0 < seconds < 2**63):
         raise InvalidInputError(f"ttl_seconds must be a whole number from 1 on, or None, got {seconds!r}")
     return seconds
 
 
 def check_id(name: str, value: str) -> str:
-    """`value`, if it can stand in the path of a URL."""
+    """`value`, if it is an id that fits into the path of a URL."""
     if not isinstance(value, str) or not value or "/" in value:
         raise InvalidInputError(f"{name} must be an id without '/', as the server gave it, got {value!r}")
     return value

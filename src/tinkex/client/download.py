@@ -1,8 +1,8 @@
-"""Files by link: fetched to disk with progress, complete or not at all.
+"""Downloads of files by URL, with progress.
 
-Promises: a link is its own credential, so none of ours is sent along; `file://` links (a service in this
-process) are read where they are; what is interrupted leaves nothing behind; a tar is unpacked without
-leaving its directory. Blocks: for commands, not for the event loop. Knows nothing of checkpoints.
+Promises: no credential is sent, since a signed URL is one; `file://` URLs (of an embedded service) are read
+directly; an interrupted download leaves nothing behind; a tar cannot write outside its directory. Blocking:
+for commands, not for the event loop. Knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from urllib.parse import unquote, urlsplit
 from tinkex._version import __version__
 from tinkex.errors import APIConnectionError, InvalidInputError, Request, Response, TinkerError, status_error
 
-Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if that is known
-
-
-def _silent(done: int, total: int | None) -> None:
-    """Progress that nobody watches."""
+Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 
 
 _CHUNK = 1024 * 1024
 _TIMEOUT = 60.0
 
 
-def download(url: str, target: Path, progress: Progress = _silent) -> int:
-    """Put what is at `url` into the file `target`; its size in bytes."""
+def download(url: str, target: Path, progress: Progress = lambda done, total: None) -> int:
+    """Download `url` to the file `target`; returns its size in bytes."""
     if (local := _local(url)) is not None:
         shutil.copyfile(local, target)
         return target.stat().st_size
@@ -53,7 +49,7 @@ def download(url: str, target: Path, progress: Progress = _silent) -> int:
 
 def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> int:
     request = urllib.request.Request(url, headers={"User-Agent": f"tinkex/{__version__}"})
-    shown = url.partition("?")[0]  # what comes after is a signature
+    shown = url.partition("?")[0]  # without the signature
     done = 0
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
@@ -84,7 +80,7 @@ def _local(url: str) -> Path | None:
 
 @contextmanager
 def new_directory(target: Path, *, overwrite: bool) -> Generator[Path]:
-    """A directory to fill, which takes the place `target` once that has succeeded."""
+    """A temporary directory to fill, renamed to `target` if the block succeeds."""
     if target.exists() and not overwrite:
         raise InvalidInputError(f"{target} exists; --force overwrites it, --output DIR puts it elsewhere")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +98,7 @@ def new_directory(target: Path, *, overwrite: bool) -> Generator[Path]:
 
 
 def download_files(urls: Mapping[str, str], directory: Path, progress: Progress) -> None:
-    """Every file under its own name, below `directory`."""
+    """Download every file to its name below `directory`."""
     before = 0
     for name, url in urls.items():
         place = (directory / name).resolve()
@@ -111,12 +107,12 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
                 f"the server named a file {name!r}, which is outside of the checkpoint; refused"
             )
         place.parent.mkdir(parents=True, exist_ok=True)
-        # The size of all is not known before the last has begun: the bar counts bytes only.
+        # The total is not known before the last file has begun, so it is not shown.
         before += download(url, place, lambda done, total, before=before: progress(before + done, None))
 
 
-def download_archive(url: str, directory: Path, progress: Progress = _silent) -> None:
-    """A tar, unpacked into `directory`."""
+def download_archive(url: str, directory: Path, progress: Progress = lambda done, total: None) -> None:
+    """Download a tar and unpack it into `directory`."""
     with _to_read(url, directory.parent, progress) as file:
         try:
             with tarfile.open(fileobj=file) as archive:
@@ -127,7 +123,7 @@ def download_archive(url: str, directory: Path, progress: Progress = _silent) ->
 
 @contextmanager
 def _to_read(url: str, scratch: Path, progress: Progress) -> Generator[IO[bytes]]:
-    """What is at `url` as a file: one of this machine itself, any other fetched into `scratch`."""
+    """`url` as an open file: a local one itself, any other downloaded into `scratch`."""
     if (local := _local(url)) is None:
         with tempfile.NamedTemporaryFile(dir=scratch, prefix=".archive.") as file:
             _receive(url, file.write, progress)

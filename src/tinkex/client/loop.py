@@ -1,7 +1,7 @@
-"""The one background thread on which every client of the process talks.
+"""The one background thread whose event loop all clients of the process share, and its worker threads.
 
-Promises: started on first use, never blocked by user code or big bodies (those go to threads), and
-aware of fork: a child never waits on a thread that only its parent has. Knows nothing of what runs on it.
+Promises: started on first use; user code and large bodies run in other threads and never block it; a forked
+child gets an error instead of waiting for a thread that only its parent has. Knows nothing of what it runs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,6 @@ log = logging.getLogger("tinkex")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_thread: threading.Thread | None = None
-_stopped = False  # the interpreter is on its way out
-_workers: Threads | None = None
-_callbacks: Threads | None = None
-_owner_pid: int | None = None
-_tasks: set[asyncio.Task[Any]] = set()  # asyncio itself only keeps weak references
-
 FORKED = (
     "this process was forked from one that had already used tinkex, whose connections cannot be shared: "
     "start workers with multiprocessing's 'spawn' or 'forkserver' method, or make the first client "
@@ -38,9 +29,9 @@ FORKED = (
 
 
 class Threads(ThreadPoolExecutor):
-    """An executor that goes on when the main thread has ended: others of the user's may train for hours yet.
+    """An executor that still works after the main thread has ended, when other threads may train for hours.
 
-    Those of the standard library take nothing more from then on, nor at exit, where sessions are finished.
+    The standard one refuses work from then on, and at exit, when sessions are finished.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -58,15 +49,34 @@ class Threads(ThreadPoolExecutor):
 
         try:
             threading.Thread(target=work, name="tinkex-late").start()
-        except RuntimeError:  # at exit not even threads are begun, since Python 3.12
+        except RuntimeError:  # since Python 3.12 no thread starts at exit
             work()
         return done
 
 
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+_owner_pid: int | None = None
+_stopped = False  # the interpreter is exiting
+_tasks: set[asyncio.Task[Any]] = set()  # asyncio itself only keeps weak references
+
+# Executors start their threads when they get work. Encoding and decoding has one of its own: user code that
+# waits for a sample must not occupy the threads that decode it.
+_workers = Threads(4, thread_name_prefix="tinkex-worker")
+_callbacks = Threads(4, thread_name_prefix="tinkex-callback")
+_observers = Threads(1, thread_name_prefix="tinkex-observer")  # one thread, which keeps their order
+
+
 def check_fork() -> None:
-    """Raise if the loop belongs to a parent process: waiting on it would never end."""
+    """Raise if the loop belongs to a parent process: waiting for it would never end."""
     if _owner_pid is not None and _owner_pid != os.getpid():
         raise ForkedClientError(FORKED)
+
+
+def is_running_here() -> bool:
+    """Does this process have the loop? False before its first use, and in a forked child."""
+    return _owner_pid == os.getpid()
 
 
 def get_loop() -> asyncio.AbstractEventLoop:
@@ -80,7 +90,7 @@ def get_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             loop = _new_loop()
-            loop.set_default_executor(Threads(thread_name_prefix="tinkex-service"))  # of embedded mode
+            loop.set_default_executor(Threads(thread_name_prefix="tinkex-service"))  # for embedded mode
             ready = threading.Event()
 
             def run() -> None:
@@ -98,25 +108,25 @@ def get_loop() -> asyncio.AbstractEventLoop:
 
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
-        import uvloop  # half the CPU per request, where it is installed
+        import uvloop  # half the CPU per request; not available on Windows
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 
 
-@atexit.register  # at import: so it runs after the sessions' own, which needs the loop
+@atexit.register  # registered at import, so it runs after the sessions' own handler, which needs the loop
 def _stop() -> None:
-    """End the loop's thread. One of uvloop's that wakes up after the interpreter has gone is a crash."""
+    """End the loop's thread: a uvloop that wakes up after the interpreter has gone crashes the process."""
     global _stopped
-    if _loop is None or _thread is None or _owner_pid != os.getpid():
+    if _loop is None or _thread is None or not is_running_here():
         return
     _stopped = True
     _loop.call_soon_threadsafe(_loop.stop)
-    _thread.join(1.0)  # unless something blocks it, against the rules: then exit all the same
+    _thread.join(1.0)
 
 
 def _reset_lock_in_child() -> None:
-    # The parent may have held it while forking. `_owner_pid` stays: it is how the child knows.
+    # The parent may have held it while forking. `_owner_pid` stays: `check_fork` compares it.
     global _lock
     _lock = threading.Lock()
 
@@ -126,7 +136,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def on_loop() -> bool:
-    """True on the background loop's own thread, where blocking would wait for itself."""
+    """True on the background loop's own thread, where blocking would deadlock."""
     try:
         return asyncio.get_running_loop() is _loop
     except RuntimeError:
@@ -139,7 +149,7 @@ def call_soon(callback: Callable[..., object], *args: Any) -> None:
 
 
 def spawn(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a task on the loop and keep it alive until it ends. Call on the loop's own thread."""
+    """Start a task on the loop and keep a reference until it ends. Call on the loop's own thread."""
     task = asyncio.get_running_loop().create_task(coroutine)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
@@ -148,34 +158,33 @@ def spawn(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 async def off_loop(function: Callable[..., T], *args: Any) -> T:
     """Run `function` in a worker thread: for encoding and decoding, which end soon."""
-    global _workers
-    if _workers is None:
-        _workers = Threads(4, thread_name_prefix="tinkex-worker")
     return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)
 
 
 def in_callback(function: Callable[..., object], *args: Any) -> None:
-    """Call a user's callback, off the loop if this is the loop's thread."""
-    global _callbacks
-    if not on_loop():
+    """Call a user's callback, in another thread if this is the loop's."""
+    if on_loop():
+        _callbacks.submit(_call, "a callback of yours failed", function, *args)
+    else:
         function(*args)
-        return
-    if _callbacks is None:
-        _callbacks = Threads(4, thread_name_prefix="tinkex-callback")
-    _callbacks.submit(_call, function, *args)
 
 
-def _call(function: Callable[..., object], *args: Any) -> None:
+def in_order(failure: str, function: Callable[..., object], *args: Any) -> None:
+    """Call a user's observer in another thread, after all earlier calls; log `failure` if it raises."""
+    _observers.submit(_call, failure, function, *args)
+
+
+def _call(failure: str, function: Callable[..., object], *args: Any) -> None:
     try:
         function(*args)
     except Exception:
-        log.exception("a callback of yours failed")
+        log.exception("%s", failure)
 
 
 async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
     """Run a user's `function` in a thread of its own.
 
-    It may wait for samples, whose decoding needs a worker; and it may never end, which must not keep the
+    It may wait for samples, which need a worker to be decoded; and it may never end, which must not keep the
     process from exiting.
     """
     done: Future[T] = Future()
@@ -185,7 +194,7 @@ async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
             done.set_result(function(*args))
         except Exception as error:
             done.set_exception(error)
-        except BaseException as error:  # a SystemExit, say, which would end the loop itself
+        except BaseException as error:  # SystemExit, say, would end the loop itself
             done.set_exception(TinkerError(f"{type(error).__name__} in a function of yours: {error}"))
 
     threading.Thread(target=work, name="tinkex-user", daemon=True).start()

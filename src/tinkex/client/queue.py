@@ -21,7 +21,7 @@ from tinkex import tracing
 from tinkex.client import loop as background
 from tinkex.client import passes
 from tinkex.client.future import APIFuture, fail, resolve, traced
-from tinkex.client.poller import retrieve
+from tinkex.client.polling import retrieve
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.session import Session
 from tinkex.client.transport import CallContext

@@ -1,8 +1,8 @@
-"""Why work waits: a server's queue states, followed for one run or one sampler.
+"""Queue states of one run or sampler: why its work is paused, as the server reports it.
 
-Promises: each change is told once, in order, to whoever observes, off the loop; it is counted, and logged
-(the same state at most once a minute). What polls say and what submissions meet are kept apart, so that one
-request that is put off and another that goes on do not contradict each other. Knows nothing of polling.
+Promises: each change is reported once and in order to the observers, off the loop; it is counted, and logged
+(the same state at most once a minute). Polls and submissions are tracked apart, so that one request that is
+paused and another that proceeds do not contradict each other. Knows nothing of polling.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tinkex.client.loop import Threads
+from tinkex.client.loop import in_order
 
 log = logging.getLogger("tinkex")
-LOG_EVERY = 60.0  # seconds before the same state of the same thing is logged again
+LOG_EVERY = 60.0  # seconds before the same state is logged again
 ACTIVE = "active"
 
-Listener = Callable[[str, str | None], None]  # queue state, its reason
-_observing: Threads | None = None  # one thread: observers hear of changes in their order
+QueueListener = Callable[[str, str | None], None]  # queue state, its reason
 
 
 class QueueStateObserver(Protocol):
-    """Whoever wants to know.
+    """Receives changes of queue states.
 
-    States are active, paused_capacity, paused_rate_limit, paused_billing, or what a newer server says.
+    States are active, paused_capacity, paused_rate_limit, paused_billing, or one of a newer server.
     """
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None: ...
@@ -35,7 +34,7 @@ class QueueStateObserver(Protocol):
 
 @dataclass(frozen=True)
 class QueueStats:
-    """How often each state came to be, and how long those that are over lasted, in seconds."""
+    """How often each state was entered, and how many seconds the past ones lasted in all."""
 
     state: str
     changes: dict[str, int]
@@ -43,46 +42,46 @@ class QueueStats:
 
 
 class QueueWatch:
-    """Turns what polls and submissions say into changes of one state."""
+    """Merges the states that polls and submissions report into one, and reports its changes."""
 
     def __init__(
         self,
         what: str,
-        *listeners: Listener,
+        *listeners: QueueListener,
         changed: Callable[[str, str, float], None] = lambda old, new, seconds: None,
     ) -> None:
         self._what = what
         self._listeners = listeners
-        self._changed = changed  # told of the old state, the new one, and how long the old one lasted
-        self._said: dict[str, tuple[str, str | None]] = {}  # by who says so, unless it is "active"
+        self._changed = changed  # called with the old state, the new one, and how long the old one lasted
+        self._paused: dict[str, tuple[str, str | None]] = {}  # by source: a state other than active
         self._state = ACTIVE
         self._since = time.monotonic()
-        self._logged: dict[str, float] = {}  # when each state was last said
-        self._pause_was_said = False
+        self._logged: dict[str, float] = {}  # when each state was last logged
+        self._pause_was_logged = False
         self._changes: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, state: str, reason: str | None) -> None:
-        """What a poll says."""
-        self._take("poll", state, reason)
+        """Report what a poll says."""
+        self._report("poll", state, reason)
 
     def submitting(self, state: str, reason: str | None) -> None:
-        """What a submission met."""
-        self._take("submission", state, reason)
+        """Report how a submission went."""
+        self._report("submission", state, reason)
 
     def stats(self) -> QueueStats:
         return QueueStats(self._state, dict(self._changes), dict(self._seconds))
 
-    def _take(self, source: str, state: str, reason: str | None) -> None:
+    def _report(self, source: str, state: str, reason: str | None) -> None:
         if state == ACTIVE:
-            if not self._said:  # as nearly always
+            if not self._paused:  # the usual case
                 return
-            self._said.pop(source, None)
+            self._paused.pop(source, None)
         else:
-            self._said[source] = (state, reason)
-        now_state, why = next(iter(self._said.values()), (ACTIVE, None))
-        if now_state != self._state:
-            self._change(now_state, why)
+            self._paused[source] = (state, reason)
+        state, reason = next(iter(self._paused.values()), (ACTIVE, None))
+        if state != self._state:
+            self._change(state, reason)
 
     def _change(self, state: str, reason: str | None) -> None:
         now = time.monotonic()
@@ -93,28 +92,14 @@ class QueueWatch:
         self._log(state, reason, now)
         self._changed(old, state, lasted)
         for listener in self._listeners:
-            _observe(self._what, listener, state, reason)
+            in_order(f"{self._what}: its queue state observer failed", listener, state, reason)
 
     def _log(self, state: str, reason: str | None, now: float) -> None:
         if state == ACTIVE:
-            if self._pause_was_said:
+            if self._pause_was_logged:
                 log.info("%s is running again", self._what)
             return
-        self._pause_was_said = now - self._logged.get(state, -LOG_EVERY) >= LOG_EVERY
-        if self._pause_was_said:
+        self._pause_was_logged = now - self._logged.get(state, -LOG_EVERY) >= LOG_EVERY
+        if self._pause_was_logged:
             self._logged[state] = now
             log.warning("%s is paused (%s)%s", self._what, state, f": {reason}" if reason else "")
-
-
-def _observe(what: str, listener: Listener, state: str, reason: str | None) -> None:
-    global _observing
-    if _observing is None:
-        _observing = Threads(1, thread_name_prefix="tinkex-observer")
-
-    def tell() -> None:
-        try:
-            listener(state, reason)
-        except Exception:  # a user's code: it must not cost the result that was being waited for
-            log.exception("%s: its queue state observer failed", what)
-
-    _observing.submit(tell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tinkex.client.credentials import looks_like_key
 from tinkex.client.future import APIFuture, start
-from tinkex.client.poller import retrieve
+from tinkex.client.polling import retrieve
 from tinkex.client.server_connection import ServerConnection, connect
 from tinkex.client.session import Session
 from tinkex.client.training import TrainingClient

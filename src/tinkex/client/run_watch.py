@@ -1,9 +1,8 @@
-"""Watching a run: does the server still have it, though nobody makes a call?
+"""`RunWatch`: notices that the server has lost a run, even if nobody makes a call.
 
-A task on the client's own loop, no thread: now and then it asks for the run's record and beats its session's
-heart. Promises: lost is only what the server itself says is lost, after it has known the run; one that cannot
-be reached, or is about to restart, is asked again. What is told is told once, before the run's next call
-raises RunLostError. Knows nothing of what is done about it.
+A task on the background loop polls the run's record and sends its session's heartbeat. Promises: a run is
+lost only if the server says so after it has known the run; an unreachable or restarting server is asked
+again. The callback is called once, before the run's next call raises RunLostError. Knows nothing of recovery.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from tinkex.wire import ops
 
 
 class RunWatch:
-    """Looks after one run every `every` seconds, until it is lost or `stop` is called."""
+    """Checks one run every `every` seconds, until it is lost or `stop` is called."""
 
     def __init__(self, run: TrainingClient, every: float, tell: Callable[[RunLostError], object]) -> None:
         self._run, self._every, self._tell = run, every, tell
-        self._session_id = run._session.session_id or ""  # that of now: the client may open another
+        self._session_id = run._session.session_id or ""  # of now: the client may open another one
         self._lock = threading.Lock()
         self._stopped = False
-        self._known = False  # a server that never had its record cannot have lost it
+        self._known = False  # has the server ever had its record?
         self._lost: RunLostError | None = None
-        self.told = start(self._watch, "run_watch")  # done once a loss was told, or it was stopped
+        self.told = start(self._watch, "run_watch")  # resolves after the callback, or after `stop`
 
     def stop(self) -> RunLostError | None:
-        """Look no longer; why the run is lost, if that has been noticed (and is told, or just being told)."""
+        """Stop; returns why the run is lost, if that was noticed (the callback has run, or is running)."""
         with self._lock:
             self._stopped = True
             if self._lost is None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tinkex.client import loop as background
 from tinkex.client.limits import FairLimiter
-from tinkex.client.poller import BatchPoller, retrieve
+from tinkex.client.polling import BatchPoller, retrieve
 from tinkex.client.queue_state import QueueWatch
 from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy
 from tinkex.client.session import Session

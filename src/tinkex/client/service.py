@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinkex.client.calls import check_text, check_ttl, warn_caller
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, Within, start
-from tinkex.client.poller import retrieve
+from tinkex.client.polling import retrieve
 from tinkex.client.queue_state import QueueStateObserver
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryConfig

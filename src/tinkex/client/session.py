@@ -1,7 +1,7 @@
 """A session: a client process's lease on a server, kept alive by heartbeats until it is finished.
 
-Promises: opened once, on first need; finished by `close`, at exit, or when nothing uses it any more (a
-dropped client is collected, and its heartbeats with it). Knows nothing of what the session is used for.
+Promises: opened on first use, once; finished by `close`, at exit, or when the last client that uses it is
+garbage-collected. Knows nothing of what the session is used for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import itertools
 import logging
-import os
 import sys
 import weakref
 from typing import Literal
@@ -19,7 +18,7 @@ from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.client.future import start
-from tinkex.client.queue_state import Listener, QueueStateObserver, QueueWatch
+from tinkex.client.queue_state import QueueListener, QueueStateObserver, QueueWatch
 from tinkex.client.server_connection import ServerConnection
 from tinkex.errors import APITimeoutError, ExpiredError, NotFoundError, TinkerError
 from tinkex.types.sessions import (
@@ -39,16 +38,16 @@ _REASONS = {
     "interrupted": ClientSessionFinishInterrupted,
 }
 FinishReason = Literal["success", "errored", "interrupted"]
-HEARTBEAT_WARNING = 120.0  # seconds without a heartbeat that succeeded: before it is said, and said again
+HEARTBEAT_WARNING = 120.0  # seconds without a successful heartbeat, before a warning and between two
 
 
 class Lease:
-    """The part of a session that lives on the background loop. Holds no reference to the session itself."""
+    """An open session, on the background loop; without a reference to `Session`, which can be collected."""
 
     def __init__(self, connection: ServerConnection, session_id: str, *, owned: bool) -> None:
         self.connection = connection
         self.session_id = session_id
-        self.owned = owned  # a copy of someone else's session is kept alive, but not finished
+        self.owned = owned  # False: it was joined, and only its creator finishes it
         self.finished = False
         self._heartbeat = background.spawn(self._beat())
         _leases.add(self)
@@ -73,7 +72,7 @@ class Lease:
                     log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, cause)
 
     def forget(self) -> None:
-        """Stop, saying nothing: the server does not know it any more."""
+        """Stop without telling the server, which no longer has the session."""
         self.finished = True
         self._heartbeat.cancel()
 
@@ -83,7 +82,7 @@ class Lease:
             return
         self.finished = True
         self._heartbeat.cancel()
-        telling = background.spawn(self._tell_of_the_end())
+        flushing = background.spawn(self._flush_telemetry())
         try:
             if self.owned:
                 request = FinishSessionRequest(
@@ -97,10 +96,9 @@ class Lease:
                 message=f"session {self.session_id} could not be finished within {seconds:g} s"
             ) from None
         finally:
-            await telling
+            await flushing
 
-    async def _tell_of_the_end(self) -> None:
-        """What telemetry still has to say, within the time that finishing has."""
+    async def _flush_telemetry(self) -> None:
         if self.connection.telemetry is not None:
             await self.connection.telemetry.close(0.8 * self.connection.timeouts.close, ended=True)
 
@@ -109,9 +107,9 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 class Session:
-    """What training and sampling clients share. Opens itself on first use.
+    """The session that training and sampling clients share. Opens itself on first use.
 
-    `session_id` given: joins a session that another client opened, instead of opening one.
+    With a `session_id` it joins a session that another client opened.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class Session:
     ) -> None:
         self.connection = connection
         self._queue_observer = queue_observer
-        self._request = CreateSessionRequest(  # now, so that what is wrong in it is refused at once
+        self._request = CreateSessionRequest(  # built now, so that invalid arguments fail at once
             tags=list(connection.settings.tags),
             user_metadata={} if user_metadata is None else user_metadata,
             sdk_version=__version__,
@@ -139,8 +137,8 @@ class Session:
         self.sampling_seq = itertools.count()
         self.custom_loss_seq = itertools.count()
 
-    def watch(self, what: str, *listeners: Listener) -> QueueWatch:
-        """Follow the queue state of a run or a sampler, for all who want to know."""
+    def watch(self, what: str, *listeners: QueueListener) -> QueueWatch:
+        """Follow the queue state of a run or a sampler; report it to tracing, telemetry and observers."""
         telemetry = self.connection.telemetry
 
         def changed(old: str, new: str, lasted: float) -> None:
@@ -155,11 +153,11 @@ class Session:
 
     @property
     def project_id(self) -> str | None:
-        """The project that it belongs to, if one was named."""
+        """The project of the session, if one was given."""
         return self._request.project_id
 
     async def open(self) -> str:
-        """The session's id, opening the session if this is its first use."""
+        """The session's id; opens the session on first use."""
         self.connection.check_open()
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = asyncio.get_running_loop().create_task(self._open())
@@ -172,7 +170,7 @@ class Session:
         if self.connection.telemetry is not None:
             self.connection.telemetry.begin(session_id)
         finalizer = weakref.finalize(self, _abandon, lease)
-        finalizer.atexit = False  # _finish_all does it for all of them at once
+        finalizer.atexit = False  # `_finish_all` finishes all of them at once
         return lease
 
     async def _create(self) -> str:
@@ -195,14 +193,14 @@ class Session:
         return opening.result().session_id
 
     async def alive(self) -> bool:
-        """Whether the server still has the session; one that it has ended or forgotten is opened anew."""
+        """Does the server still have the session? If not, another is opened."""
         session_id = await self.open()
         try:
             request = SessionHeartbeatRequest(session_id=session_id)
             await self.connection.call(ops.SESSION_HEARTBEAT, request)
             return True
         except (ExpiredError, NotFoundError):
-            if self.session_id == session_id:  # else someone else has just done it
+            if self.session_id == session_id:  # else another caller has replaced it
                 assert self._opening is not None
                 self._opening.result().forget()
                 self._opening = None
@@ -210,7 +208,7 @@ class Session:
             return False
 
     async def close(self, reason: FinishReason = "success", detail: str | None = None) -> None:
-        """Finish the session and close its connections; closing twice is not an error."""
+        """Finish the session and close its connection; closing twice is not an error."""
         try:
             if self._opening is not None and (lease := await self._lease()) is not None:
                 await lease.finish(reason, detail)
@@ -223,19 +221,19 @@ class Session:
             async with asyncio.timeout(self.connection.timeouts.close):
                 return await asyncio.shield(self._opening)
         except (TinkerError, TimeoutError):
-            return None  # it never opened: nothing to finish
+            return None  # it never opened
 
 
 def _abandon(lease: Lease) -> None:
-    """The last reference to a session is gone: finish it in the background.
+    """Finish a session in the background after its last reference is gone.
 
-    Its connection stays open: a RestClient of the same ServiceClient may still use it.
+    The connection stays open: a RestClient of the same ServiceClient may still use it.
     """
     if not lease.finished:
         try:
             background.call_soon(_spawn_finish, lease)
         except (TinkerError, RuntimeError):
-            pass  # a forked child, or an interpreter on its way out
+            pass  # a forked child, or an exiting interpreter
 
 
 def _spawn_finish(lease: Lease) -> None:
@@ -250,9 +248,9 @@ def _spawn_finish(lease: Lease) -> None:
 
 @atexit.register
 def _finish_all() -> None:
-    """At exit: finish every open session, all at once and for a few seconds at most."""
+    """At exit: finish all open sessions concurrently, for a few seconds at most."""
     leases = [lease for lease in _leases if not lease.finished]
-    if not leases or background._owner_pid != os.getpid():
+    if not leases or not background.is_running_here():
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     reason: FinishReason = (

@@ -19,37 +19,34 @@ from tinkex.types.sampling import SampleEvent
 from tinkex.wire.event_codec import read_event
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_EVENT = 1 << 28  # bytes; what is longer is no event but a mistake
+MAX_EVENT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
 class ServerSentEvent:
-    """One event. `id` is the last one that the stream named, in this event or before it."""
+    """One event."""
 
     data: str
     event: str = "message"
-    id: str = ""
 
 
 class SSEDecoder:
-    """Bytes in, events out.
+    """An incremental decoder: bytes in, events out. Ids and retry times are ignored.
 
     >>> decoder = SSEDecoder()
     >>> decoder.feed(b"data: one\\n\\ndata: t")
-    [ServerSentEvent(data='one', event='message', id='')]
+    [ServerSentEvent(data='one', event='message')]
     >>> decoder.feed(b"wo\\r\\r")
-    [ServerSentEvent(data='two', event='message', id='')]
+    [ServerSentEvent(data='two', event='message')]
     """
 
     def __init__(self) -> None:
-        self.retry: int | None = None  # milliseconds that the server asks to wait before reconnecting
-        self._line = bytearray()  # of the line under way
+        self._line = bytearray()  # the unfinished line
         self._first = True  # has no line ended yet?
         self._after_cr = False  # an LF would belong to the line break before it
         self._data: list[str] = []
         self._size = 0
         self._event = ""
-        self._id = self._last_id = ""
 
     def feed(self, data: bytes) -> list[ServerSentEvent]:
         """The events that end in `data`."""
@@ -67,7 +64,7 @@ class SSEDecoder:
         return events
 
     def end(self) -> ServerSentEvent | None:
-        """The stream is over: the event in its tail, if that had no empty line to end it."""
+        """The stream is over: its last event, if no empty line ended it."""
         if self._line:
             self._end_line()
         return self._dispatch()
@@ -80,25 +77,21 @@ class SSEDecoder:
         if not raw:
             return self._dispatch()
         name, _, value = raw.decode(errors="replace").partition(":")
-        self._take(name, value.removeprefix(" "))  # a comment has no name
+        self._field(name, value.removeprefix(" "))  # a comment has no name
         return None
 
-    def _take(self, name: str, value: str) -> None:
+    def _field(self, name: str, value: str) -> None:
         if name == "data":
             self._data.append(value)
             self._size += len(value) + 1
             self._bounded(self._size)
         elif name == "event":
             self._event = value
-        elif name == "id" and "\0" not in value:
-            self._id = value
-        elif name == "retry" and value.isascii() and value.isdigit():
-            self.retry = int(value)
 
     def _dispatch(self) -> ServerSentEvent | None:
         data, event = self._data, self._event
-        self._data, self._size, self._event, self._last_id = [], 0, "", self._id
-        return ServerSentEvent("\n".join(data), event or "message", self._last_id) if data else None
+        self._data, self._size, self._event = [], 0, ""
+        return ServerSentEvent("\n".join(data), event or "message") if data else None
 
     def _bounded(self, size: int) -> None:
         if size > MAX_EVENT:
@@ -106,7 +99,7 @@ class SSEDecoder:
 
 
 async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEvent, None]:
-    """The events in the answer of `url`; stop at the last one, or it is said to be missing."""
+    """The events of a response of `url`. The caller stops at the last one; running past it is an error."""
     request = Request("POST", url)
     try:
         async for sent in _server_sent(streamed):

@@ -1,9 +1,9 @@
-"""What a client tells its server about itself, if it was asked to: sessions, failures, pauses.
+"""Telemetry: events about sessions, failures and pauses that a client sends to its server, if it is on.
 
-Promises: off unless asked for; no call ever waits for it or fails by it; at most CAPACITY events wait, the
-oldest give way, and what is lost is counted. Redacted where an event is made: of an exception its kind, its
-status and our own lines of code, never its words; of data numbers and plain names. So no key, header, prompt
-or token can be in it. Knows nothing of HTTP.
+Promises: off by default; no call waits for it or fails because of it; at most CAPACITY events are queued, the
+oldest are dropped first, and drops are counted. Events are redacted when they are made: an exception's type,
+status and our own line numbers, but not its message; numbers and plain names, but no other text. So no key,
+header, prompt or token is ever sent. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from tinkex.types.telemetry import (
 
 log = logging.getLogger("tinkex")
 
-CAPACITY = 1000  # events that may wait
+CAPACITY = 1000  # events queued
 BATCH = 100  # events in one request
-FLUSH_EVERY = 10.0  # seconds, unless something is urgent
+FLUSH_EVERY = 10.0  # seconds, unless an event is urgent
 SEND_TIMEOUT = 5.0
-ATTEMPTS = 3  # for one batch, which is then lost
+ATTEMPTS = 3  # for one batch, before it is dropped
 REDACTED = "[redacted]"
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # what a string must look like to be told,
-_CREDENTIAL = re.compile("tml-|eyJ", re.I)  # and what must not be in it
-_HERE = Path(__file__).resolve().parents[1]
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # the only strings that are sent,
+_CREDENTIAL = re.compile("tml-|eyJ", re.I)  # unless they contain this
+_PACKAGE = Path(__file__).resolve().parents[1]
 _processes: dict[int, str] = {}
 
 Send = Callable[[TelemetrySendRequest], Awaitable[object]]
 
 
 class Telemetry:
-    """Events of one connection, on their way to its server. May be used from any thread.
+    """The events of one connection. Thread-safe.
 
-    `allowed(name, value)` says whether a plain string may be told at all: it is asked about every one.
+    A string is sent only if `allowed(name, value)` agrees.
     """
 
     def __init__(self, send: Send, allowed: Callable[[str, str], bool] = lambda name, value: True) -> None:
@@ -71,37 +71,37 @@ class Telemetry:
         self.sent = 0  # events
         self.dropped = 0
 
-    # -- what is told ------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------
 
     def log(
         self, event_name: str, event_data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
     ) -> bool:
-        """Tell of something of your own; False if nothing is told any more.
+        """Send an event of your own; False if telemetry is closed.
 
-        Numbers and plain names are kept; whatever could be text, a token or a credential is redacted.
+        Numbers and plain names are kept; everything else is redacted.
         """
         name = event_name if self._is_plain("", event_name) else REDACTED
-        data = self._scrubbed("", event_data or {})
-        return self._tell(GenericEvent, severity, event_name=name, event_data=data)
+        data = self._redacted("", event_data or {})
+        return self._add(GenericEvent, severity, event_name=name, event_data=data)
 
     def log_exception(
         self, exception: BaseException, severity: Severity = "ERROR", *, during: str = ""
     ) -> bool:
-        """Tell of a failure, at once; a mistake of the user's is a warning."""
+        """Send a failure, at once; a user's mistake is a warning."""
         what = _described(exception, during)
         if is_user_error(exception):
-            return self._tell(GenericEvent, "WARNING", event_name="user_error", event_data=what, urgent=True)
+            return self._add(GenericEvent, "WARNING", event_name="user_error", event_data=what, urgent=True)
         message = " ".join(f"{key}={value}" for key, value in what.items() if key != "error_type")
-        return self._tell(
+        return self._add(
             UnhandledExceptionEvent, severity, error_message=message, error_type=what["error_type"],
             traceback=_our_lines(exception), urgent=True,
         )  # fmt: skip
 
     def flush(self) -> None:
-        """Send what waits, in the background."""
+        """Send the queued events, in the background."""
         self._on_loop(self._wake)
 
-    def _tell(
+    def _add(
         self, kind: Callable[..., TelemetryEvent], severity: Severity, *, urgent: bool = False, **fields: Any
     ) -> bool:
         if self._closed:
@@ -113,10 +113,10 @@ class Telemetry:
         )  # fmt: skip
         return self._on_loop(self._put, event, urgent)
 
-    def _scrubbed(self, name: str, value: AnyJson | Mapping[str, Any]) -> Any:
+    def _redacted(self, name: str, value: AnyJson | Mapping[str, Any]) -> Any:
         if isinstance(value, Mapping):
             return {
-                key if self._is_plain("", key) else REDACTED: self._scrubbed(str(key), item)
+                key if self._is_plain("", key) else REDACTED: self._redacted(str(key), item)
                 for key, item in value.items()
             }
         if value is None or isinstance(value, bool | int | float):
@@ -124,30 +124,30 @@ class Telemetry:
         return value if self._is_plain(name, value) else REDACTED
 
     def _is_plain(self, name: str, value: Any) -> bool:
-        if not isinstance(value, str) or not _NAME.fullmatch(value) or _CREDENTIAL.search(value):
+        if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value) or _CREDENTIAL.search(value):
             return False
         return self._allowed(name, value)
 
-    # -- a session's life --------------------------------------------------------------------------------
+    # -- the session -------------------------------------------------------------------------------------
 
     def begin(self, session_id: str) -> None:
-        """A session was opened; what is told from now on is about it."""
+        """A session was opened: later events belong to it."""
         self._session_id, self._began = session_id, time.monotonic()
-        self._tell(SessionStartEvent, "INFO")
+        self._add(SessionStartEvent, "INFO")
 
     async def close(self, within: float, *, ended: bool = False) -> None:
-        """Send what waits, for so many seconds at most, and tell nothing more. Call on the loop."""
+        """Send the queued events, within so many seconds, and accept no more. Call on the loop."""
         if self._closed:
             return
         if ended:
             duration = str(timedelta(seconds=time.monotonic() - self._began))
-            self._tell(SessionEndEvent, "INFO", duration=duration)
-            await asyncio.sleep(0)  # what was told so far is put into the queue by callbacks of the loop
+            self._add(SessionEndEvent, "INFO", duration=duration)
+            await asyncio.sleep(0)  # events are put into the queue by callbacks of the loop
         self._closed = True
         self._wake()
         if (task := self._task) is not None:
             await asyncio.wait([task], timeout=within)
-            task.cancel()  # if it has not ended by itself
+            task.cancel()
         self.dropped += len(self._queue)
         self._queue.clear()
 
@@ -157,7 +157,7 @@ class Telemetry:
         try:
             background.call_soon(function, *args)
         except (TinkerError, RuntimeError):
-            return False  # a forked child, or an interpreter on its way out
+            return False  # a forked child, or an exiting interpreter
         return True
 
     def _put(self, event: TelemetryEvent, urgent: bool) -> None:
@@ -179,7 +179,7 @@ class Telemetry:
             self._task = background.spawn(self._drain())
 
     async def _drain(self) -> None:
-        """Send until nothing waits: there is no task while there is nothing to tell."""
+        """Send until the queue is empty; there is no task while it is."""
         try:
             while self._queue:
                 try:
@@ -217,7 +217,7 @@ def _process_uuid() -> str:
 
 
 def _described(error: BaseException, during: str) -> dict[str, Any]:
-    """An error without its words: what it was, in which operation, and whose fault."""
+    """An error without its message: its type, the operation, and its status or category."""
     ours = type(error).__module__.partition(".")[0] in ("tinkex", "builtins", "asyncio")
     what: dict[str, Any] = {"error_type": type(error).__name__ if ours else "Exception"}
     if during:
@@ -230,10 +230,10 @@ def _described(error: BaseException, during: str) -> dict[str, Any]:
 
 
 def _our_lines(error: BaseException) -> str | None:
-    """Where in this package it came from; lines of others, and the code on any line, are not told."""
+    """The traceback's lines in this package, without their code."""
     lines: list[str] = []
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        if path.is_relative_to(_HERE):
-            lines.append(f"{path.relative_to(_HERE).as_posix()}:{frame.lineno} in {frame.name}")
+        if path.is_relative_to(_PACKAGE):
+            lines.append(f"{path.relative_to(_PACKAGE).as_posix()}:{frame.lineno} in {frame.name}")
     return "\n".join(lines) or None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tinkex.client.credentials import Credential
-from tinkex.client.queue_state import Listener
+from tinkex.client.queue_state import QueueListener
 from tinkex.client.retry import RetryConfig, RetryPolicy
 from tinkex.types.config import ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
@@ -34,7 +34,7 @@ class CallContext:
     awaiting: AnyOp | None = None  # of retrieve_future: the operation whose result is asked for
     ready: bool = False  # of retrieve_future: the result is known to be there, so no long poll is needed
     retry: RetryConfig | None = None  # the caller's own retry settings; None: the transport's policy
-    observer: Listener | None = None  # told when the server pauses the call, and when it accepts it again
+    observer: QueueListener | None = None  # called when the server pauses the call, and when it accepts it
 
 
 NO_CONTEXT = CallContext()

@@ -1,8 +1,8 @@
-"""Failures that nobody has looked at: said aloud after a while, or when the process ends.
+"""A warning about failed futures whose results nobody has read.
 
-A loop that never reads the futures of its steps would not learn that all of them fail, and would save what it
-never trained. Promises: each such failure is part of one warning, which quotes the first. Knows nothing of
-requests; futures say when they fail and when somebody looks.
+A training loop that never reads its futures would not notice that all of its steps fail. Promises: every
+unread failure is counted in one warning, which quotes the first; it comes after a while, or at exit. Knows
+nothing of requests: futures report when they fail and when they are read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import time
 from tinkex.client import loop as background
 
 log = logging.getLogger("tinkex")
-PATIENCE = 30.0  # seconds that whoever asked has to look
-_MOST = 1000  # that are remembered at a time
+PATIENCE = 30.0  # seconds to read a failure before the warning
+_CAPACITY = 1000  # failures remembered at a time
 
-_unread: dict[int, tuple[float, str]] = {}  # since when, and what it was
+_unread: dict[int, tuple[float, str]] = {}  # when it failed, and its message
 _numbers = itertools.count()
 _watching = False
 
 
 def failed(what: str, error: BaseException) -> int:
-    """Something failed; returns the number by which `seen` knows it."""
+    """Record a failure; returns its number, for `seen`."""
     global _watching
     number = next(_numbers)
-    if len(_unread) < _MOST and not _is_given_up():
+    if len(_unread) < _CAPACITY and not _is_interrupted():
         _unread[number] = time.monotonic(), f"{what} failed ({type(error).__name__}: {error})"
         if not _watching and background.on_loop():
             _watching = True
@@ -38,8 +38,8 @@ def failed(what: str, error: BaseException) -> int:
     return number
 
 
-def _is_given_up() -> bool:
-    """Has Ctrl-C ended the script? Whoever pressed it knows. At a prompt it ends one line of many."""
+def _is_interrupted() -> bool:
+    """Has Ctrl-C ended the script? Then its failures are expected. (At a prompt it only ends one line.)"""
     return getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1")
 
 
@@ -48,7 +48,7 @@ def seen(number: int) -> None:
 
 
 def say(before: float = float("inf")) -> None:
-    """Warn of what failed before this moment and was not looked at since."""
+    """Warn of the failures before this moment that were not read since."""
     due = [number for number, (since, _) in list(_unread.items()) if since <= before]
     texts = [entry[1] for number in due if (entry := _unread.pop(number, None))]
     if texts:
@@ -58,7 +58,7 @@ def say(before: float = float("inf")) -> None:
 
 def _watch() -> None:
     global _watching
-    say(before=time.monotonic() - PATIENCE / 2)  # so that those of one moment are in one warning
+    say(before=time.monotonic() - PATIENCE / 2)  # failures of the same moment go into one warning
     _watching = bool(_unread)
     if _watching:
         asyncio.get_running_loop().call_later(PATIENCE / 3, _watch)
@@ -66,4 +66,4 @@ def _watch() -> None:
 
 atexit.register(say)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unread.clear)  # they are the parent's
+    os.register_at_fork(after_in_child=_unread.clear)  # the parent warns of them

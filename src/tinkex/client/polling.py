@@ -1,8 +1,8 @@
-"""Waiting for results: one long poll per request, or one per sampler where the server offers it.
+"""Polling for results: one long poll per request, or one per sampler where the server offers it.
 
-Promises: polls are paced whatever the server answers; a batch poll that breaks falls back to single polls
-instead of failing everyone; a server that forgot what is waited for is found out, even if it never seemed
-to be away; queue states reach an observer on each change. Knows nothing of what a result means.
+Promises: the polls of an impatient server are paced; a batch poll that fails repeatedly is replaced by single
+polls; a server that restarted and lost the requests is noticed, even if no connection failed; queue states
+reach the observer. Knows nothing of what a result means.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from tinkex.client import loop as background
-from tinkex.client.queue_state import Listener
+from tinkex.client.queue_state import QueueListener
 from tinkex.client.retry import retryable
 from tinkex.client.server_connection import ServerConnection
 from tinkex.client.transport import CallContext
@@ -35,9 +35,9 @@ from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
-MAX_FAILURES = 8  # of a batch poll in a row, before single polls take over for good
-EARLY_KEPT = 120.0  # seconds; a submit that is answered later than that was given up
-QUICK_POLL = 1.0  # a "not yet" that came back sooner than this was no long poll: wait before the next
+MAX_FAILURES = 8  # of a batch poll in a row, before single polls replace it for good
+EARLY_KEPT = 120.0  # seconds that a completion is kept for a caller that has not asked yet
+QUICK_POLL = 1.0  # seconds: a "not yet" that came sooner was no long poll, so wait before the next
 
 
 async def retrieve(
@@ -45,120 +45,110 @@ async def retrieve(
     op: Op[Any, Any],
     request_id: str,
     *,
-    observe: Listener | None = None,
+    observe: QueueListener | None = None,
     size: int | None = None,
     owner: str = "",
 ) -> Any:
-    """The result of a promise of `op`; raises RequestFailedError if the server failed it.
+    """The result of a request of `op`; raises RequestFailedError if the server failed it.
 
-    `size` says that the result is known to be there, and how many bytes it has (0: nobody said). `owner` is
-    the run or sampler that waits, as limits are shared.
+    `size` says that the result is known to be there, and its bytes (0: unknown). `owner` is the run or
+    sampler that shares the limits.
     """
-    with connection.reporting(op.name):
-        return await _retrieve(connection, op, request_id, observe, size, owner)
-
-
-async def _retrieve(
-    connection: ServerConnection,
-    op: Op[Any, Any],
-    request_id: str,
-    observe: Listener | None,
-    size: int | None,
-    owner: str,
-) -> Any:
-    async def ask(*, ready: bool) -> Any:
-        request = FutureRetrieveRequest(request_id, allow_metadata_only=not ready)
-        return await connection.transport.call(
-            ops.RETRIEVE_FUTURE, request, CallContext(awaiting=op, ready=ready, owner=owner)
-        )
-
     now = asyncio.get_running_loop().time
     pause = 0.0
-    while True:
-        asked = now()
-        if size is None:
-            answer = await ask(ready=False)
-        else:
-            async with connection.responses.permit(size, owner):
-                answer = await ask(ready=True)
-        if isinstance(answer, MetadataOnly) and size is None:
-            size = answer.size
-            continue
-        if isinstance(answer, RequestFailedResponse):
-            raise RequestFailedError(
-                f"{op.name} failed ({answer.category}): {answer.error}",
-                request_id,
-                RequestErrorCategory.parse(answer.category),
-            )
-        if isinstance(answer, Pending):
-            if observe is not None:
-                observe(answer.queue_state, answer.queue_state_reason)
-        elif not isinstance(answer, MetadataOnly):
-            if observe is not None:
-                observe("active", None)
-            return answer
-        size = None
-        pause = min(max(0.05, pause * 2), QUICK_POLL) if now() - asked < QUICK_POLL else 0.0
-        if pause:
-            await asyncio.sleep(pause)
+    with connection.reporting(op.name):
+        while True:
+            asked = now()
+            answer = await _ask(connection, op, request_id, size, owner)
+            if isinstance(answer, MetadataOnly) and size is None:
+                size = answer.size
+                continue
+            if isinstance(answer, RequestFailedResponse):
+                message = f"{op.name} failed ({answer.category}): {answer.error}"
+                category = RequestErrorCategory.parse(answer.category)
+                raise RequestFailedError(message, request_id, category)
+            if isinstance(answer, Pending):
+                if observe is not None:
+                    observe(answer.queue_state, answer.queue_state_reason)
+            elif not isinstance(answer, MetadataOnly):
+                if observe is not None:
+                    observe("active", None)
+                return answer
+            size = None
+            pause = min(max(0.05, pause * 2), QUICK_POLL) if now() - asked < QUICK_POLL else 0.0
+            if pause:
+                await asyncio.sleep(pause)
+
+
+async def _ask(
+    connection: ServerConnection, op: Op[Any, Any], request_id: str, size: int | None, owner: str
+) -> Any:
+    """One long poll; or, if the size is known, one fetch within the limit of bytes being fetched."""
+    request = FutureRetrieveRequest(request_id, allow_metadata_only=size is None)
+    context = CallContext(awaiting=op, ready=size is not None, owner=owner)
+    if size is None:
+        return await connection.transport.call(ops.RETRIEVE_FUTURE, request, context)
+    async with connection.responses.permit(size, owner):
+        return await connection.transport.call(ops.RETRIEVE_FUTURE, request, context)
 
 
 class BatchPoller:
-    """One long poll for all samples of a sampling session (one at a time, and none when nobody waits)."""
+    """One long poll at a time for all samples of a sampling session; none while nobody waits."""
 
     def __init__(self, connection: ServerConnection, sampling_session_id: str, clone_id: int) -> None:
         self._connection = connection
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
-        # How large the result is, once it is there; None: it had better be asked for on its own.
+        # Resolved with the size of the result once it is there; with None: poll for it alone.
         self._waiting: dict[str, asyncio.Future[int | None]] = {}
-        # Finished before anyone asked (the submit's answer was slower, or it was cancelled): when, how large.
+        # Completions that nobody waits for (the reply to the submit was slower, or it was cancelled):
+        # when they came, and their sizes.
         self._early: dict[str, tuple[float, int]] = {}
-        self._fetching = 0  # callers whose result is there and on its way
-        self._moved = asyncio.Event()  # set when a caller came, went or was served
+        self._fetching = 0  # callers whose result is being fetched
+        self._changed = asyncio.Event()  # set when a caller came, left or got its result
         self._retrieved: list[str] = []
         self._cursor = 0
         self._task: asyncio.Task[None] | None = None
         self._failures = 0  # of polls, in a row
         self._broken = False
 
-    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: Listener | None = None) -> Any:
-        """As `retrieve` above, through the shared poll."""
+    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: QueueListener | None = None) -> Any:
+        """`retrieve`, through the shared poll."""
         size = None
         if request_id in self._early:
             size = self._early[request_id][1]
         elif not self._broken:
             waiter = self._waiting[request_id] = asyncio.get_running_loop().create_future()
-            self._moved.set()
+            self._changed.set()
             if self._task is None:
                 self._task = background.spawn(self._poll())
             try:
                 size = await waiter
             finally:
                 del self._waiting[request_id]
-                self._moved.set()
+                self._changed.set()
         self._fetching += 1
         try:
             owner = self._target.sampling_session_id
             return await retrieve(self._connection, op, request_id, observe=observe, size=size, owner=owner)
         except ExpiredError:
-            self._let_go()  # forgotten, and perhaps not alone
+            self._release_all()  # the server may have lost the others too
             raise
-        finally:  # whatever came of it, nobody will ask again
+        finally:  # nobody will ask for it again
             self._fetching -= 1
-            self._moved.set()
+            self._changed.set()
             self._early.pop(request_id, None)
             if not self._broken:
                 self._retrieved.append(request_id)
 
     async def _poll(self) -> None:
         try:
-            # One more round after the last caller was served, to tell the server what may be forgotten.
+            # One more poll after the last result was fetched, to tell the server what it may delete.
             while self._waiting or self._fetching or self._retrieved:
                 if (self._waiting or self._fetching) and not self._unanswered():
-                    self._moved.clear()
-                    await self._moved.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
                     continue
                 try:
                     await self._poll_once()
@@ -169,23 +159,23 @@ class BatchPoller:
                     if self._failures > MAX_FAILURES or not retryable(status):
                         raise
                     if status == 0 or status >= 500:
-                        self._let_go()
+                        self._release_all()
                     await asyncio.sleep(min(0.1 * 2**self._failures, QUICK_POLL))
         except Exception as error:
             log.debug("batch retrieval gave up (%s); polling one by one", error)
             self._broken = True
-            self._let_go()
+            self._release_all()
         finally:
             self._task = None
 
     def _unanswered(self) -> bool:
-        """Is there anything to wait for? A poll for nothing holds a place that another sampler needs."""
+        """Is there anything to poll for? An idle poll would hold a permit that another sampler needs."""
         return any(not waiter.done() for waiter in self._waiting.values())
 
-    def _let_go(self) -> None:
-        """Have everyone ask on their own: a server that came back may have forgotten what they wait for."""
+    def _release_all(self) -> None:
+        """Have every caller poll alone: a server that restarted may have lost their requests."""
         self._retrieved.clear()
-        self._cursor = 0  # and it may count anew
+        self._cursor = 0  # a restarted server counts anew
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_result(None)
@@ -204,8 +194,8 @@ class BatchPoller:
         except BaseException:
             self._retrieved = retrieved + self._retrieved
             raise
-        if reply.cursor < self._cursor:  # it came back without our noticing
-            return self._let_go()  # and the next poll asks for all that has ended since
+        if reply.cursor < self._cursor:  # the server restarted unnoticed
+            return self._release_all()  # the next poll asks for all completions since
         self._cursor = reply.cursor
         for completion in reply.completions:
             waiter = self._waiting.get(completion.request_id)
@@ -220,7 +210,7 @@ class BatchPoller:
             return
         if asyncio.get_running_loop().time() - asked < QUICK_POLL:
             await asyncio.sleep(0.1)
-        else:  # nothing for so long: let the one that waits longest see whether the server still knows it
+        else:  # nothing came: let the oldest caller find out whether the server still knows its request
             oldest = next(iter(self._waiting.values()))
             if not oldest.done():
                 oldest.set_result(None)
