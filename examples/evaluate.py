@@ -43,7 +43,7 @@ def main() -> None:
             text = tokenizer.decode(sample.result().sequences[0].tokens, skip_special_tokens=True).strip()
             good = row["answer"].lower() in text.lower()
             right += good
-            logprobs.append(float(np.mean(scores.result()[len(prompt) :])))
+            logprobs.append(np.mean([x for x in scores.result()[len(prompt) :] if x is not None]))
             print(f"{'right' if good else 'wrong'}   {row['question']}   ->   {text!r}")
         print(
             f"{right} of {len(rows)} right, mean logprob of the right answers {np.mean(logprobs):.3f} a token"

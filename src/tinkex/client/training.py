@@ -35,7 +35,7 @@ from tinkex.types.checkpoints import (
 from tinkex.types.data import Datum
 from tinkex.types.optimizers import OptimParams
 from tinkex.types.outputs import ForwardBackwardOutput
-from tinkex.types.params import AdamParams
+from tinkex.types.params import AdamParams, LossFnType
 from tinkex.types.training import GetInfoRequest, GetInfoResponse, OptimStepRequest, OptimStepResponse
 from tinkex.wire import ops
 
@@ -57,7 +57,7 @@ class TrainingClient:
     # -- passes ------------------------------------------------------------------------------------------
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """Compute logprobs and the loss, without gradients.
 
@@ -68,13 +68,13 @@ class TrainingClient:
         return self._queue.submit_pass("forward", list(data), loss_fn, loss_fn_config, forward_only=True)
 
     async def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """Like `forward`: await this call, then the future that it returns."""
         return self.forward(data, loss_fn, loss_fn_config)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """Add the gradients of a loss, summed over all tokens and datums, to the run's gradients.
 
@@ -89,7 +89,7 @@ class TrainingClient:
         )
 
     async def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """Like `forward_backward`: await this call, then the future that it returns."""
         return self.forward_backward(data, loss_fn, loss_fn_config)

@@ -17,6 +17,7 @@ import numpy as np
 
 from tinkex.errors import InvalidInputError
 from tinkex.strict import Dumpable, strict, strict_init
+from tinkex.types.params import LossFnType
 from tinkex.types.tensor import MAX_TOKEN, TensorData, TensorDtype, as_array
 
 if TYPE_CHECKING:
@@ -327,7 +328,9 @@ class SampledProvenanceSpan(_Span):
 
 
 ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
-LossFnInputs = dict[str, TensorData]
+if TYPE_CHECKING:
+    ArrayLike = TensorData | np.ndarray | torch.Tensor | Sequence[float] | Sequence[Sequence[float]]
+LossFnInputs = Mapping[str, "ArrayLike"]
 LossFnOutput = dict[str, TensorData]
 
 # What these keys hold; so they may be plain lists, which have no dtype of their own.
@@ -348,7 +351,7 @@ def _tensor_of_torch(key: str, value: Any, *, as_float: bool) -> TensorData:
     return TensorData.from_torch_sparse(value) if key in _SPARSE_KEYS else TensorData.from_torch(value)
 
 
-def as_tensor(key: str, value: TensorData | np.ndarray | Mapping[str, Any] | Sequence[Any]) -> TensorData:
+def as_tensor(key: str, value: ArrayLike | Mapping[str, Any]) -> TensorData:
     """`value` as the TensorData that `key` calls for."""
     if isinstance(value, TensorData):
         return value
@@ -383,7 +386,7 @@ def _check_spans(name: str, spans: Sequence[object]) -> None:
         _check(fine, must, span)
 
 
-@strict
+@dataclass(frozen=True, init=False)
 class Datum:
     """One training example: what the model reads, and the arrays that its loss reads.
 
@@ -393,33 +396,46 @@ class Datum:
     """
 
     model_input: ModelInput
-    loss_fn_inputs: LossFnInputs = field(default_factory=LossFnInputs)
-    model_input_spans: ProvenanceSpans | None = None
-    loss_fn_input_spans: ProvenanceSpans | None = None
+    loss_fn_inputs: dict[str, TensorData]
+    model_input_spans: ProvenanceSpans | None
+    loss_fn_input_spans: ProvenanceSpans | None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.model_input, ModelInput):
+    @strict_init
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: LossFnInputs | None = None,
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> None:
+        if not isinstance(model_input, ModelInput):
             raise InvalidInputError(
-                f"Datum.model_input must be a ModelInput, got {type(self.model_input).__name__}; "
+                f"Datum.model_input must be a ModelInput, got {type(model_input).__name__}; "
                 "ModelInput.from_ints(tokens) makes one"
             )
-        if not isinstance(self.loss_fn_inputs, Mapping):
-            given = type(self.loss_fn_inputs).__name__
+        loss_fn_inputs = {} if loss_fn_inputs is None else loss_fn_inputs
+        if not isinstance(loss_fn_inputs, (dict, Mapping)):  # a dict nearly always, which is quick to tell
+            given = type(loss_fn_inputs).__name__
             raise InvalidInputError(f"Datum.loss_fn_inputs must be a dict of arrays by name, got {given}")
-        inputs: LossFnInputs = {}
-        for key, value in self.loss_fn_inputs.items():
+        inputs: dict[str, TensorData] = {}
+        for key, value in loss_fn_inputs.items():
             if not isinstance(key, str):
                 raise InvalidInputError(f"Datum.loss_fn_inputs has the key {key!r}; keys are strings")
             try:
                 inputs[key] = as_tensor(key, value)
             except InvalidInputError as error:
                 raise InvalidInputError(f"loss_fn_inputs[{key!r}]: {error}") from None
-        object.__setattr__(self, "loss_fn_inputs", inputs)
-        if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
+        if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise InvalidInputError("a Datum has both model_input_spans and loss_fn_input_spans, or neither")
-        if self.model_input_spans is not None and self.loss_fn_input_spans is not None:
-            _check_spans("model_input_spans", self.model_input_spans)
-            _check_spans("loss_fn_input_spans", self.loss_fn_input_spans)
+        if model_input_spans is not None and loss_fn_input_spans is not None:
+            _check_spans("model_input_spans", model_input_spans)
+            _check_spans("loss_fn_input_spans", loss_fn_input_spans)
+        self.__dict__.update(
+            model_input=model_input,
+            loss_fn_inputs=inputs,
+            model_input_spans=model_input_spans,
+            loss_fn_input_spans=loss_fn_input_spans,
+        )
 
     @cached_property
     def nbytes(self) -> int:
@@ -444,5 +460,5 @@ class ForwardBackwardInput:
     """A pass: datums, the loss's name and its settings."""
 
     data: list[Datum]
-    loss_fn: str
+    loss_fn: LossFnType | str  # a server may know others
     loss_fn_config: Mapping[str, float | str] | None = None
