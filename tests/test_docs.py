@@ -1,11 +1,10 @@
-"""Every ```python block of README.md and docs/*.md is run as a reader would run it: copied into a file.
+"""Run every ```python block of README.md and docs/, and check links, file names and commands in all pages.
 
-A block has a fresh interpreter with no key and no server, so that models run in the process, and nothing
-else: what it needs it defines. One that begins with `# goes on from "HEADING"` comes after the last block
-under that heading, in the same file. What looks like a model's name or path is a tiny model. A block that
-begins with `# NAME.py` is that file; the `$ python …` lines of a page's ```console blocks are run beside
-those files, and say what stands below them. A block is left out only by `<!-- not run: REASON -->` on the
-line above it.
+A block runs as a reader would run it, copied into a file: in a fresh interpreter with no key and no server,
+so models run in the process. A block that begins with `# goes on from "HEADING"` runs after the last block
+under that heading, in the same file. Names and paths of models are those of a tiny model. A block that begins
+with `# NAME.py` is that file; the `$ python …` lines of a page's ```console blocks run beside those files,
+and print what stands below them. Only `<!-- not run: REASON -->` on the line above leaves a block out.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from tinkex.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *ROOT.glob("bench/*.md"), *sorted(ROOT.glob("src/**/*.md"))]
 BLOCK = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- not run:(.*?)-->\n+\Z", re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
@@ -184,14 +184,14 @@ def test_both_command_lines_of_compat_are_on_a_page() -> None:
     assert any(re.search(r"tinkex\.compat -m \w+", command) for command in told)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)|src=\"([^\"]+)\"", page.read_text())
     missing = [one for pair in targets for one in pair if one and "://" not in one]
     assert [one for one in missing if not (page.parent / one).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_headings_lead_to_one(page: Path) -> None:
     wrong = []
     for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
