@@ -21,6 +21,8 @@ from tinkex.cli.serve import read_model, read_size
 from tinkex.cli.serve import serve as serve_command
 from tinkex.errors import InvalidInputError
 
+pytestmark = pytest.mark.slow
+
 TINKEX = [sys.executable, "-m", "tinkex.cli"]
 SERVE = [*TINKEX, "serve", "--model", "m/base=anything", "--engine", "fake", "--port", "0"]
 
