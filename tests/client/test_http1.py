@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.client.raw_server import FRAMED, Handler, answering, serving
-from tinkex.client.http1 import Http1Client, HttpStream
+from tinkex.client.http1 import Http1Client, HttpRequest, HttpStream
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ async def test_an_answer_cut_at_any_byte_is_the_same_answer(kind: str) -> None:
     raw, body = FRAMED[kind]
     for cut in range(1, len(raw)):
         async with serving(answering(raw[:cut], raw[cut:])) as (http, url):
-            status, headers, got, _ = await http.execute("POST", url + "/x", {}, b"ask")
+            status, headers, got, _ = await http.execute(HttpRequest("POST", url + "/x", {}, b"ask"))
             assert (status, got) == (int(raw.split(b"HTTP/1.1 ")[-1][:3]), body)
             assert headers.get("x-a") == ("b" if kind == "length" else None)
 
@@ -38,14 +38,14 @@ async def test_a_body_without_a_length_ends_with_its_connection() -> None:
 
     async with serving(answer) as (http, url):
         for _ in range(2):
-            assert (await http.execute("GET", url + "/x", {}, None))[2] == b"to the end"
+            assert (await http.execute(HttpRequest("GET", url + "/x", {})))[2] == b"to the end"
 
 
 async def test_a_packed_answer_is_unpacked() -> None:
     packed = gzip.compress(b"hello" * 100)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
     async with serving(answering(head + packed)) as (http, url):
-        _, headers, body, _ = await http.execute("GET", url + "/x", {}, None)
+        _, headers, body, _ = await http.execute(HttpRequest("GET", url + "/x", {}))
     assert body == b"hello" * 100
     assert "content-encoding" not in headers
 
@@ -58,9 +58,9 @@ async def test_a_long_body_is_whole_however_it_comes(first: int) -> None:
     """And it stays what it was, whatever is read after it."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(LONG)
     async with serving(answering(head + LONG[:first], LONG[first:])) as (http, url):
-        bodies = [(await http.execute("GET", url + "/x", {}, None))[2] for _ in range(2)]
+        bodies = [(await http.execute(HttpRequest("GET", url + "/x", {})))[2] for _ in range(2)]
     async with serving(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as (http, url):
-        assert (await http.execute("GET", url + "/x", {}, None))[2] == b"ok"
+        assert (await http.execute(HttpRequest("GET", url + "/x", {})))[2] == b"ok"
     assert bodies == [LONG, LONG]
 
 
@@ -71,14 +71,14 @@ async def test_a_short_answer_after_a_long_one_on_the_same_connection() -> None:
 
     async with serving(answer) as (http, url):
         for path, body in [("/long", LONG), ("/short", b"short")] * 2:
-            assert (await http.execute("GET", url + path, {}, None))[2] == body
+            assert (await http.execute(HttpRequest("GET", url + path, {})))[2] == body
 
 
 async def test_a_long_packed_answer_is_unpacked() -> None:
     packed = gzip.compress(random.Random(0).randbytes(300_000))
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
     async with serving(answering(head, packed)) as (http, url):
-        assert (await http.execute("GET", url + "/x", {}, None))[2] == gzip.decompress(packed)
+        assert (await http.execute(HttpRequest("GET", url + "/x", {})))[2] == gzip.decompress(packed)
 
 
 async def test_pieces_arrive_as_one_body_and_the_connection_is_used_again() -> None:
@@ -92,7 +92,9 @@ async def test_pieces_arrive_as_one_body_and_the_connection_is_used_again() -> N
 
     async with serving(answer) as (http, url):
         for _ in range(3):
-            await http.execute("POST", url + "/a?b=c", {"x-k": "v"}, [b"abc", memoryview(b"def"), b"ghi"])
+            await http.execute(
+                HttpRequest("POST", url + "/a?b=c", {"x-k": "v"}, [b"abc", memoryview(b"def"), b"ghi"])
+            )
     assert [body for _, body in seen] == [b"abcdefghi"] * 3
     assert seen[0][0].startswith(b"POST /a?b=c HTTP/1.1\r\nhost: 127.0.0.1")
     assert b"\r\ncontent-length: 9\r\n" in seen[0][0]
@@ -107,7 +109,7 @@ async def test_a_connection_closed_while_idle_is_replaced_without_an_error() -> 
 
     async with serving(answer) as (http, url):
         for _ in range(5):
-            assert (await http.execute("GET", url + "/x", {}, None))[0] == 200
+            assert (await http.execute(HttpRequest("GET", url + "/x", {})))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -133,16 +135,16 @@ async def test_what_is_no_answer_is_a_connection_error(raw: bytes) -> None:
 
     async with serving(answer) as (http, url):
         with pytest.raises(ConnectionError):
-            await http.execute("GET", url + "/x", {}, None)
+            await http.execute(HttpRequest("GET", url + "/x", {}))
 
 
 async def test_silence_is_a_timeout_and_a_header_cannot_hide_another() -> None:
     async with serving(answering()) as (_, url):
         http = Http1Client(url, timeout=0.1, connect_timeout=1, keep=1)
         with pytest.raises(TimeoutError):
-            await http.execute("GET", url + "/x", {}, None)
+            await http.execute(HttpRequest("GET", url + "/x", {}))
         with pytest.raises(ConnectionError, match="line break"):
-            await http.execute("GET", url + "/x", {"x-a": "b\r\nx-api-key: stolen"}, None)
+            await http.execute(HttpRequest("GET", url + "/x", {"x-a": "b\r\nx-api-key: stolen"}))
 
 
 async def test_a_cancelled_request_does_not_give_its_answer_to_the_next() -> None:
@@ -155,13 +157,13 @@ async def test_a_cancelled_request_does_not_give_its_answer_to_the_next() -> Non
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
     async with serving(answer) as (http, url):
-        slow = asyncio.create_task(http.execute("GET", url + "/slow", {}, None))
+        slow = asyncio.create_task(http.execute(HttpRequest("GET", url + "/slow", {})))
         await asyncio.sleep(0.05)
         slow.cancel()
         with pytest.raises(asyncio.CancelledError):
             await slow
         go.set()
-        assert (await http.execute("GET", url + "/fast", {}, None))[2] == b"/fast"
+        assert (await http.execute(HttpRequest("GET", url + "/fast", {})))[2] == b"/fast"
 
 
 async def test_a_way_that_fell_silent_is_left_with_all_its_connections() -> None:
@@ -177,12 +179,12 @@ async def test_a_way_that_fell_silent_is_left_with_all_its_connections() -> None
 
     async with serving(answer) as (_, url):
         http = Http1Client(url, timeout=2, connect_timeout=4, keep=4)
-        await asyncio.gather(*(http.execute("GET", url + "/x", {}, None) for _ in range(4)))
+        await asyncio.gather(*(http.execute(HttpRequest("GET", url + "/x", {})) for _ in range(4)))
         assert len(known) == 4
         silent |= known
         with pytest.raises(TimeoutError):
-            await http.execute("GET", url + "/x", {}, None)
-        assert (await http.execute("GET", url + "/x", {}, None))[0] == 200
+            await http.execute(HttpRequest("GET", url + "/x", {}))
+        assert (await http.execute(HttpRequest("GET", url + "/x", {})))[0] == 200
         await http.aclose()
 
 
@@ -200,7 +202,7 @@ async def test_a_request_given_up_half_way_is_not_sent_to_its_end(end: str) -> N
 
     async with serving(slow) as (_, url):
         http = Http1Client(url, timeout=0.3 if end == "timeout" else 20, connect_timeout=2, keep=4)
-        sending = asyncio.create_task(http.execute("POST", url + "/x", {}, bytes(50_000_000)))
+        sending = asyncio.create_task(http.execute(HttpRequest("POST", url + "/x", {}, bytes(50_000_000))))
         if end == "cancel":
             await asyncio.sleep(0.3)
             sending.cancel()
@@ -215,7 +217,7 @@ async def test_a_request_given_up_half_way_is_not_sent_to_its_end(end: str) -> N
 
 def opened(url: str, silence: float = 5.0, body: bytes | None = b"{}") -> asyncio.Future[HttpStream]:
     http = Http1Client(url, timeout=silence, connect_timeout=2, keep=1)
-    return asyncio.ensure_future(http.stream("POST", f"{url}/x?y=1", {"x-a": "b"}, body))
+    return asyncio.ensure_future(http.stream(HttpRequest("POST", f"{url}/x?y=1", {"x-a": "b"}, body)))
 
 
 async def whole(stream: HttpStream) -> bytes:

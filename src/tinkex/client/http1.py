@@ -25,15 +25,22 @@ SCRATCH = 64 * 1024  # bytes of the read buffer; longer bodies are received in p
 STREAM_BUFFER = 256 * 1024  # unread bytes of a stream at which the socket is no longer read
 
 
+class HttpRequest(NamedTuple):
+    """One HTTP request, with header names in lower case."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    content: Body | None = None
+
+
 class HttpStream(Protocol):
     """A response whose body is still arriving: iterate over it, and close it in any case."""
 
     status: int
 
     @property
-    def headers(self) -> Mapping[str, str]:
-        """By their names in lower case."""
-        ...
+    def headers(self) -> Mapping[str, str]: ...
 
     def __aiter__(self) -> HttpStream: ...
 
@@ -43,7 +50,7 @@ class HttpStream(Protocol):
 
 
 class HttpResponse(NamedTuple):
-    """One HTTP response, its headers by their names in lower case; the body of a stream is yet to come."""
+    """One HTTP response, with header names in lower case; the body of a stream is yet to come."""
 
     status: int
     headers: Mapping[str, str]
@@ -74,11 +81,9 @@ class Http1Client:
         self._scratch = memoryview(bytearray(SCRATCH))  # shared: one loop reads one connection at a time
         self._closed = False
 
-    async def execute(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpResponse:
-        """Send one request and read its response. `url` is one of this server's."""
-        pieces = self._request(method, url, headers, content)
+    async def execute(self, request: HttpRequest) -> HttpResponse:
+        """Send one request, to a URL of this server, and read its response."""
+        pieces = self._write(request)
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_open:
@@ -87,24 +92,29 @@ class Http1Client:
                 return await self._exchange(connection, pieces)
             except StaleConnectionError:
                 # The server may have executed it: a second DELETE would find nothing.
-                if not self._resend or method == "DELETE":
+                if not self._resend or request.method == "DELETE":
                     raise
         return await self._exchange(await self._connect(), pieces)
 
-    async def stream(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpStream:
+    async def stream(self, request: HttpRequest) -> HttpStream:
         """Send one request; the response, once its head is there."""
-        pieces = self._request(method, url, headers, content)
-        stream = Http1Stream(await self._connect(), self._timeout)
-        await stream.open(pieces)
-        return stream
+        pieces = self._write(request)
+        connection = await self._connect()
+        await connection.open_stream(pieces, self._timeout)
+        return connection
 
-    def _request(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> list[bytes | memoryview]:
-        target = url.removeprefix(self._origin) or "/"
-        return write_request(method, target, {"host": self._netloc, **headers}, content)
+    def _write(self, request: HttpRequest) -> list[bytes | memoryview]:
+        """A request as a list of buffers to write; the body's own are not copied."""
+        method, url, headers, content = request
+        parts = [content] if isinstance(content, bytes) else list(content or ())
+        lines = [f"{method} {url.removeprefix(self._origin) or '/'} HTTP/1.1", f"host: {self._netloc}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if content is not None or method not in ("GET", "DELETE"):
+            lines.append(f"content-length: {sum(map(len, parts))}")
+        head = "\r\n".join(lines) + "\r\n\r\n"
+        if head.count("\n") != len(lines) + 1:
+            raise ConnectionError("a header has a line break in it")  # or it would be two headers
+        return [head.encode("latin-1", "replace"), *parts]
 
     async def _exchange(self, connection: _Http1Connection, pieces: list[bytes | memoryview]) -> HttpResponse:
         try:
@@ -142,58 +152,6 @@ class Http1Client:
             self._idle.pop().close()
 
 
-def write_request(
-    method: str, target: str, headers: dict[str, str], body: Body | None
-) -> list[bytes | memoryview]:
-    """A request as a list of buffers to write; the body's own are not copied."""
-    parts: list[bytes | memoryview] = []
-    if body is not None:
-        parts = [body] if isinstance(body, bytes) else list(body)
-    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-    if body is not None or method not in ("GET", "DELETE"):
-        lines.append(f"content-length: {sum(map(len, parts))}")
-    head = "\r\n".join(lines) + "\r\n\r\n"
-    if head.count("\n") != len(lines) + 1:
-        raise ConnectionError("a header has a line break in it")  # or it would be two headers
-    return [head.encode("latin-1", "replace"), *parts]
-
-
-class Http1Stream:
-    """A response over plain TCP that is read while it arrives."""
-
-    def __init__(self, connection: _Http1Connection, silence: float) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self._connection, self._silence = connection, silence
-
-    async def open(self, pieces: list[bytes | memoryview]) -> None:
-        """Send the request and read the head of the response."""
-        connection = self._connection
-        try:
-            connection.start(pieces, streaming=True)
-            await connection.wait(self._silence, f"no word for {self._silence:g} s")
-            if encoding := connection.headers.get("content-encoding"):
-                raise ConnectionError(f"a stream in {encoding}, which was not asked for")
-        except BaseException:
-            connection.close()
-            raise
-        self.status, self.headers = connection.status, connection.headers
-
-    def __aiter__(self) -> Http1Stream:
-        return self
-
-    async def __anext__(self) -> bytes:
-        connection = self._connection
-        while not connection.chunks and connection.is_active:
-            await connection.wait(self._silence, f"no word for {self._silence:g} s")
-        if not (piece := connection.take()):
-            raise StopAsyncIteration
-        return piece
-
-    async def aclose(self) -> None:
-        self._connection.close()
-
-
 class _Http1Connection(asyncio.BufferedProtocol):
     """One socket and its parser; one exchange at a time.
 
@@ -208,11 +166,11 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._error: Exception | None = None
         self._place: memoryview | None = None  # the part of a long body that is yet to come
         self._used = self._streaming = self._paused = False
-        self.is_active = False  # is a response expected, or arriving?
+        self._is_active = False  # is a response expected, or arriving?
+        self._chunks: list[bytes] = []  # of the body, as they arrived
         self.reusable = False
         self.status = 0
         self.headers: dict[str, str] = {}
-        self.chunks: list[bytes] = []  # of the body, as they arrived
 
     # -- the exchange --------------------------------------------------------------------------------
 
@@ -222,9 +180,9 @@ class _Http1Connection(asyncio.BufferedProtocol):
 
     async def exchange(self, pieces: list[bytes | memoryview], timeout: float) -> HttpResponse:
         """Send a request and read the whole response."""
-        self.start(pieces)
-        await self.wait(timeout, f"no answer within {timeout:g} s")
-        body = self.take()
+        self._start(pieces)
+        await self._wait(timeout, f"no answer within {timeout:g} s")
+        body = self._take()
         if encoding := self.headers.pop("content-encoding", ""):
             try:
                 body = unpack(body, encoding, MAX_BODY)
@@ -232,21 +190,46 @@ class _Http1Connection(asyncio.BufferedProtocol):
                 raise ConnectionError(f"not an HTTP answer: {error}") from None
         return HttpResponse(self.status, self.headers, body)
 
-    def start(self, pieces: list[bytes | memoryview], *, streaming: bool = False) -> None:
-        """Write a request. `wait` then waits for its response; when `streaming`, for the next part of it."""
+    async def open_stream(self, pieces: list[bytes | memoryview], silence: float) -> None:
+        """Send a request and read the head of the response; the connection itself is the `HttpStream`."""
+        self._silence = silence
+        try:
+            self._start(pieces, streaming=True)
+            await self._wait(silence, f"no word for {silence:g} s")
+            if encoding := self.headers.get("content-encoding"):
+                raise ConnectionError(f"a stream in {encoding}, which was not asked for")
+        except BaseException:
+            self.close()
+            raise
+
+    def __aiter__(self) -> _Http1Connection:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._chunks and self._is_active:
+            await self._wait(self._silence, f"no word for {self._silence:g} s")
+        if not (piece := self._take()):
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def _start(self, pieces: list[bytes | memoryview], *, streaming: bool = False) -> None:
+        """Write a request. `_wait` then waits for its response; when `streaming`, for the next part of it."""
         if self._socket is None:
             raise StaleConnectionError("the server closed the connection")
         self._reused, self._used = self._used, True
         self._received = 0  # bytes, until the head is complete
         self._has_head = self._until_eof = False
-        self._streaming, self.is_active, self.reusable = streaming, True, False
+        self._streaming, self._is_active, self.reusable = streaming, True, False
         self._error = self._place = None
-        self.status, self.headers, self.chunks = 0, {}, []
+        self.status, self.headers, self._chunks = 0, {}, []
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
         self._socket.writelines(pieces)
 
-    async def wait(self, timeout: float, message: str) -> None:
+    async def _wait(self, timeout: float, message: str) -> None:
         """Wait for what the parser signals next; raise what went wrong instead."""
         if self._error is None:
             loop = asyncio.get_running_loop()
@@ -260,9 +243,9 @@ class _Http1Connection(asyncio.BufferedProtocol):
         if self._error is not None:
             raise self._error
 
-    def take(self) -> bytes:
+    def _take(self) -> bytes:
         """The body as far as it has arrived, and not been taken yet."""
-        chunks, self.chunks = self.chunks, []
+        chunks, self._chunks = self._chunks, []
         if self._paused and self._socket is not None:
             self._paused = False
             self._socket.resume_reading()
@@ -282,7 +265,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._wake()
 
     def _complete(self) -> None:
-        self.is_active = False
+        self._is_active = False
         self._wake()
 
     # -- the socket ----------------------------------------------------------------------------------
@@ -292,7 +275,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._socket = self._parser = None
-        if not self.is_active:
+        if not self._is_active:
             return
         if self._until_eof and exc is None:
             self._complete()
@@ -305,7 +288,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
         return self._place or self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        if not self.is_active or self._parser is None:
+        if not self._is_active or self._parser is None:
             return self.close()  # bytes that belong to no request
         if self._place is not None:
             self._place = self._place[nbytes:]
@@ -322,7 +305,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
             self._fail(ConnectionError, "not an HTTP answer: its head has no end")
         elif self._streaming:
             self._signal_stream()
-        elif not self.is_active:
+        elif not self._is_active:
             self._wake()  # only now: bytes after the body would have been an error
         elif self._has_head:
             self._receive_in_place()
@@ -330,24 +313,24 @@ class _Http1Connection(asyncio.BufferedProtocol):
     def _signal_stream(self) -> None:
         if self._has_head:
             self._wake()
-        if sum(map(len, self.chunks)) > STREAM_BUFFER and self._socket is not None and not self._paused:
+        if sum(map(len, self._chunks)) > STREAM_BUFFER and self._socket is not None and not self._paused:
             self._paused = True
             self._socket.pause_reading()
 
     def _receive_in_place(self) -> None:
         """Receive the rest of a long body where it will stay."""
         length = int(self.headers.get("content-length", 0))
-        arrived = sum(map(len, self.chunks))
+        arrived = sum(map(len, self._chunks))
         if SCRATCH < length - arrived < MAX_BODY and "transfer-encoding" not in self.headers:
             body = bytearray(length)
-            body[:arrived] = b"".join(self.chunks)
+            body[:arrived] = b"".join(self._chunks)
             self._place = memoryview(body)[arrived:]
-            self.chunks = [body]  # type: ignore[list-item]  # used as bytes
+            self._chunks = [body]  # type: ignore[list-item]  # used as bytes
 
     # -- the parser ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if not self.is_active:
+        if not self._is_active:
             raise ValueError("its body is longer than it said")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -365,8 +348,8 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._until_eof = not framed and self.status not in (204, 304)
 
     def on_body(self, body: bytes) -> None:
-        self.chunks.append(body)
+        self._chunks.append(body)
 
     def on_message_complete(self) -> None:
         if self._has_head:
-            self.is_active = False
+            self._is_active = False

@@ -14,7 +14,7 @@ from functools import partial
 
 import pyqwest
 
-from tinkex.client.http1 import Body, HttpResponse, HttpStream
+from tinkex.client.http1 import Body, HttpRequest, HttpResponse, HttpStream
 
 LIBRARY_ERRORS = (pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError)
 SILENCE = 5.0  # seconds without any response, after which a connection may be dead
@@ -61,27 +61,27 @@ class LibraryClient:
                 self._transport = None
             raise
 
-    async def execute(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpResponse:
+    async def execute(self, request: HttpRequest) -> HttpResponse:
         """Send one request and read its response."""
-        body = b"".join(content) if isinstance(content, list) else content
+        method, url, headers, content = request
         with self._in_use():
-            response = await self._client.execute(method, url, headers, body)  # type: ignore[arg-type]
+            response = await self._client.execute(method, url, headers, _whole(content))
         return HttpResponse(response.status, response.headers, response.content)  # type: ignore[arg-type]
 
-    async def stream(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpStream:
+    async def stream(self, request: HttpRequest) -> HttpStream:
         """Send one request; the response, once its head is there."""
-        body = b"".join(content) if isinstance(content, list) else content
-        request = pyqwest.Request(method, url, pyqwest.Headers(headers), body)  # type: ignore[arg-type]
+        method, url, headers, content = request
+        sent = pyqwest.Request(method, url, pyqwest.Headers(headers), _whole(content))  # type: ignore[arg-type]
         with self._in_use() as transport:
-            return LibraryStream(await transport.execute(request))
+            return LibraryStream(await transport.execute(sent))
 
     async def aclose(self) -> None:
         if self._transport is not None:
             await self._transport.aclose()
+
+
+def _whole(content: Body | None) -> bytes | None:
+    return content if content is None or isinstance(content, bytes) else b"".join(content)
 
 
 def _limit(seconds: float) -> float | None:

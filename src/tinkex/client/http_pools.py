@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 from urllib.parse import urljoin, urlsplit
 
-from tinkex.client.http1 import Body, Http1Client, HttpResponse, HttpStream
+from tinkex.client.http1 import Http1Client, HttpRequest, HttpResponse, HttpStream
 from tinkex.client.http_library import LibraryClient
 from tinkex.config import Timeouts
 from tinkex.wire import ops
@@ -50,13 +50,9 @@ def capacities(https: bool) -> dict[Pool, int]:
 class HttpClient(Protocol):
     """What sends requests of one kind of traffic: `Http1Client` or `LibraryClient`."""
 
-    async def execute(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpResponse: ...
+    async def execute(self, request: HttpRequest) -> HttpResponse: ...
 
-    async def stream(
-        self, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpStream: ...
+    async def stream(self, request: HttpRequest) -> HttpStream: ...
 
     async def aclose(self) -> None: ...
 
@@ -69,37 +65,29 @@ class HttpPools:
         self._base_url, self._timeouts, self._keep = base_url, timeouts, keep
         self._clients: dict[tuple[Pool, bool], HttpClient] = {}
 
-    async def send(
-        self, op: Op[Any, Any], pool: Pool, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpResponse:
+    async def send(self, op: Op[Any, Any], pool: Pool, request: HttpRequest) -> HttpResponse:
         """Send one request, follow redirects, and read the response."""
-        method = op.method
-        exchange = self._exchange_stream if op is ops.STREAM_SAMPLE else self._exchange
-        response = await exchange(pool, method, url, headers, content)
+        response = await self._send(op, pool, request)
         for _ in range(MAX_REDIRECTS):
             if is_reply(op, response.status) or response.status >= 400:
                 break
-            url = urljoin(url, response.headers.get("location", url))
+            url = urljoin(request.url, response.headers.get("location", request.url))
+            request = request._replace(url=url)
             if not _same_origin(url, self._base_url):
-                headers = {}  # a signed URL elsewhere must not see our key
+                request = request._replace(headers={})  # a signed URL elsewhere must not see our key
             if response.status not in (307, 308):
-                method, content = "GET", None
-            response = await exchange(pool, method, url, headers, content)
+                request = request._replace(method="GET", content=None)
+            response = await self._send(op, pool, request)
         if note := response.headers.get("x-deprecation-note"):
             severe = response.headers.get("x-deprecation-level") == "error"
             log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self._base_url, note)
         return response
 
-    async def _exchange(
-        self, pool: Pool, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpResponse:
-        return await self.client(pool, url).execute(method, url, headers, content)
-
-    async def _exchange_stream(
-        self, pool: Pool, method: str, url: str, headers: dict[str, str], content: Body | None
-    ) -> HttpResponse:
-        """A response with its stream still open, or an error that was read."""
-        stream = await self.client(pool, url).stream(method, url, headers, content)
+    async def _send(self, op: Op[Any, Any], pool: Pool, request: HttpRequest) -> HttpResponse:
+        client = self.client(pool, request.url)
+        if op is not ops.STREAM_SAMPLE:
+            return await client.execute(request)
+        stream = await client.stream(request)
         if stream.status < 300:
             return HttpResponse(stream.status, stream.headers, b"", stream)
         body = bytearray()

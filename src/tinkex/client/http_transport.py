@@ -21,7 +21,7 @@ from typing import Any
 from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client.credentials import CommandCredential, Credential, JwtCredential
-from tinkex.client.http1 import HttpResponse
+from tinkex.client.http1 import HttpRequest, HttpResponse
 from tinkex.client.http_call import (
     SAMPLES,
     Call,
@@ -242,7 +242,8 @@ class HttpTransport:
                 url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
                 headers = headers_of(call, encoded, self._headers)
                 began = time.monotonic()
-                response = await self._pools.send(op, call.pool, url, headers, encoded.content)
+                request = HttpRequest(op.method, url, headers, encoded.content)
+                response = await self._pools.send(op, call.pool, request)
         except (OSError, *LIBRARY_ERRORS) as cause:
             if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
                 self._host.failed(cause)  # a slow host is reachable
@@ -371,7 +372,7 @@ class HttpTransport:
         url = self.base_url + ops.GET_HEALTH.path
         try:
             async with asyncio.timeout(min(PROBE_TIMEOUT, self.timeouts.request)):
-                await self._pools.client(Pool.SESSION, url).execute("GET", url, dict(self._headers), None)
+                await self._pools.client(Pool.SESSION, url).execute(HttpRequest("GET", url, self._headers))
         except LIBRARY_ERRORS as cause:
             raise ConnectionError(root_cause(cause)) from cause
         except OSError:
