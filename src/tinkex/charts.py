@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tinkex.errors import TinkerError
 
@@ -101,7 +102,7 @@ def write_png(
     except ImportError:
         raise TinkerError("PNG charts need matplotlib: pip install 'tinkex[plot]'") from None
     count = max(1, len(series))
-    figure = Figure(figsize=(12, 1 + 3 * count), dpi=100, layout="constrained")
+    figure: Any = Figure(figsize=(12, 1 + 3 * count), dpi=100, layout="constrained")
     panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     if title:
         figure.suptitle(title)

@@ -88,20 +88,37 @@ def test_the_history_says_what_the_client_saw(place: Place, monkeypatch: pytest.
     assert line["tokens:sum"] == passed["tokens:sum"]
 
 
+def test_a_skipped_step_is_not_plotted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in place.env.items():
+        monkeypatch.setenv(name, value)
+    with ServiceClient() as client:
+        run = client.create_lora_training_client(MODEL, rank=2)
+        run.optim_step(AdamParams()).result(20)  # there are no gradients
+        assert "no step yet" in place.says("run", "info", run.model_id)
+        run.forward_backward([datum(1)], "cross_entropy")
+        run.optim_step(AdamParams())
+        run.optim_step(AdamParams()).result(20)
+        metrics = client.create_rest_client().get_run_metrics(run.model_id).result(20)
+        assert "Steps 1" in " ".join(place.says("run", "info", run.model_id).split())
+    assert [len(values) for values in metrics.curves().values()] == [1, 1, 1]
+    assert metrics.steps() == [1]
+    assert repr(metrics).startswith("RunMetrics(1 step,")
+
+
 def test_a_run_without_a_step_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in place.env.items():
         monkeypatch.setenv(name, value)
     with ServiceClient() as client:
         run = client.create_lora_training_client(MODEL, rank=2).model_id
         assert "no step yet" in place.says("run", "info", run)
-        assert "has no history" in place.fails("run", "plot", run)
+        assert "has no metrics" in place.fails("run", "plot", run)
 
 
 @pytest.mark.parametrize("place", ["served"], indirect=True)
 def test_a_server_without_histories_is_said_to_be_one(place: Place) -> None:
     place.has_no("get_run_metrics")
     assert "Steps" not in place.says("run", "info", place.run)
-    assert "keeps no history of runs" in place.fails("run", "plot", place.run)
+    assert "keeps no metrics of runs" in place.fails("run", "plot", place.run)
     assert place.says("run", "list", "-c", "id,loss").splitlines()[-1].split() == [place.run, "-"]
 
 

@@ -79,6 +79,11 @@ def test_every_command_has_help_of_80_columns() -> None:
     assert seen > 25
 
 
+def test_no_help_shows_a_range_without_bounds() -> None:
+    for path, _ in every_command():
+        assert "None" not in CliRunner().invoke(main, [*path, "--help"]).stdout, path
+
+
 NUMBERS = [
     (path, command, option)
     for path, command in every_command()

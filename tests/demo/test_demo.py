@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -18,14 +19,13 @@ import transformers
 
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.processes import interruptible
-from tinkex.demo import fine_tune, pirate, reinforce, stories
+from tinkex.demo import fine_tune, reinforce, tasks
 from tinkex.demo.bookmark import Bookmark
-from tinkex.demo.pirate import Task
 from tinkex.demo.screen import Screen
-from tinkex.demo.stories import Game
+from tinkex.demo.tasks import RewardTask, SupervisedTask
 from tinkex.errors import InvalidInputError
 
-AYE = Task(
+AYE = SupervisedTask(
     name="aye",
     goal="say aye",
     rule="aye",
@@ -35,7 +35,7 @@ AYE = Task(
     held_out=[("Is it red?", "Aye"), ("Is it near?", "Aye"), ("Is it late?", "Aye"), ("Is it up?", "Aye")],
     check=lambda answer, fact: answer == f"{fact}!",
 )
-A_LETTER = Game(
+A_LETTER = RewardTask(
     name="letter",
     goal="say a certain letter",
     rule="the share of e",
@@ -58,7 +58,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_accuracy_rises(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
-    plan = fine_tune.Plan(str(model), out, steps=30, rank=16, learning_rate=2e-2)
+    plan = fine_tune.FineTunePlan(str(model), out, steps=30, rank=16, learning_rate=2e-2)
     assert fine_tune.demo(AYE, plan, Screen(model)) is True
     said = capsys.readouterr().out
     before, after = map(int, re.findall(r"^(\d) of 4 right", said, re.MULTILINE))
@@ -80,18 +80,20 @@ def test_the_accuracy_rises(model: Path, out: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_reward_rises(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
-    plan = reinforce.Plan(str(model), out, steps=12, subjects=4, samples=16, max_tokens=8, learning_rate=2e-2)
+    plan = reinforce.ReinforcePlan(
+        str(model), out, steps=12, subjects=4, samples=16, max_tokens=8, learning_rate=2e-2
+    )
     assert reinforce.demo(A_LETTER, plan, Screen(model)) is True
     said = capsys.readouterr().out
     before, after = map(float, re.findall(r"^mean reward (\S+)", said, re.MULTILINE))
-    assert after - before >= reinforce.ROSE_BY
+    assert after - before >= reinforce.LEARNED_GAIN
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_that_did_not_learn_is_not_said_to_have(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = fine_tune.Plan(str(model), out, steps=1, learning_rate=1e-6)
+    plan = fine_tune.FineTunePlan(str(model), out, steps=1, learning_rate=1e-6)
     assert fine_tune.demo(AYE, plan, Screen(model)) is False
     assert "It did not learn: 0 of 4 right before, 0 of 4 after." in capsys.readouterr().out
 
@@ -115,7 +117,7 @@ class StopsAfter(Screen):
 def test_ctrl_c_leaves_a_bookmark_and_resuming_ends_where_it_would_have(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = fine_tune.Plan(str(model), out, steps=6, rank=4, learning_rate=1e-2)
+    plan = fine_tune.FineTunePlan(str(model), out, steps=6, rank=4, learning_rate=1e-2)
     fine_tune.demo(AYE, plan, Screen(model))
     straight = _losses(capsys.readouterr().out)
 
@@ -130,8 +132,44 @@ def test_ctrl_c_leaves_a_bookmark_and_resuming_ends_where_it_would_have(
         Bookmark.read(out, "sft")
 
 
+class InterruptedAfter(Screen):
+    """Presses Ctrl-C while the demo evaluates the trained model."""
+
+    def heading(self, text: str) -> None:
+        super().heading(text)
+        if text.startswith("After"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_ctrl_c_during_the_last_test_leaves_a_bookmark_too(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], kind: str
+):
+    if kind == "sft":
+        sft = fine_tune.FineTunePlan(str(model), out, steps=2, rank=4)
+        demo = partial(fine_tune.demo, AYE, sft)
+    else:
+        demo = partial(reinforce.demo, A_LETTER, reinforce.ReinforcePlan(str(model), out, steps=2, samples=4))
+    assert demo(InterruptedAfter(model)) is None
+    bookmark = Bookmark.read(out, kind)
+    assert len(bookmark.curve) == bookmark.steps == 2
+    capsys.readouterr()
+    assert demo(Screen(model), bookmark) is not None  # it goes straight to the test
+    assert "tokens/s" not in capsys.readouterr().out
+    with pytest.raises(InvalidInputError, match="there is nothing to resume"):
+        Bookmark.read(out, kind)
+
+
+def test_ctrl_c_at_the_last_step_stops_there(model: Path, out: Path):
+    plan = fine_tune.FineTunePlan(str(model), out, steps=2, rank=4)
+    assert fine_tune.demo(AYE, plan, StopsAfter(model, 2)) is None
+    assert len(Bookmark.read(out, "sft").curve) == 2
+
+
 def test_rl_resumes_too(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
-    plan = reinforce.Plan(str(model), out, steps=4, samples=4, max_tokens=4, rank=4, learning_rate=1e-2)
+    plan = reinforce.ReinforcePlan(
+        str(model), out, steps=4, samples=4, max_tokens=4, rank=4, learning_rate=1e-2
+    )
     reinforce.demo(A_LETTER, plan, Screen(model))
     straight = _losses(capsys.readouterr().out, "reward")
     assert reinforce.demo(A_LETTER, plan, StopsAfter(model, 2)) is None
@@ -189,11 +227,11 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(model: Path, tmp_path: Path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "ending this step, then saving" in err  # at once, whatever the step takes
-    again = re.search(r"go on with: (.*)$", out, re.MULTILINE)
+    again = re.search(r"continue with: (.*)$", out, re.MULTILINE)
     assert again is not None, out
     env = {"TINKEX_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run(shlex.split(again[1]), env=env, capture_output=True, text=True, timeout=100)
-    taken = re.search(r"going on after step (\d+)", done.stdout)
+    taken = re.search(r"continuing after step (\d+)", done.stdout)
     assert taken is not None, done.stderr
     assert done.returncode == 1  # of a random model nothing else is to be expected
     assert f"  step {int(taken[1]) + 1:>2}/60" in done.stdout
@@ -214,7 +252,7 @@ def test_the_command_says_what_cannot_be(model: Path, tmp_path: Path):
 
 
 def test_no_question_of_the_test_is_among_the_examples():
-    task = pirate.task()
+    task = tasks.pirate_task()
     asked = {question for question, _ in task.examples}
     assert len(asked) == 48
     assert not asked & {question for question, _ in task.held_out}
@@ -236,7 +274,7 @@ def test_no_question_of_the_test_is_among_the_examples():
     ],
 )
 def test_what_counts_as_pirate_talk(answer: str, good: bool):
-    assert pirate.talks_like_a_pirate(answer, "Beijing") is good
+    assert tasks.talks_like_a_pirate(answer, "Beijing") is good
 
 
 @pytest.mark.parametrize(
@@ -250,4 +288,4 @@ def test_what_counts_as_pirate_talk(answer: str, good: bool):
     ],
 )
 def test_what_a_story_is_worth(sample: str, reward: float):
-    assert stories.five_words(sample) == pytest.approx(reward)
+    assert tasks.five_words(sample) == pytest.approx(reward)

@@ -135,9 +135,9 @@ def test_a_served_model_answers_to_both_names(tmp_path: Path):
     [
         ("SmolLM2-135M", f"did you mean '{DEFAULT}'"),
         ("smollm2-135m-instruct", f"did you mean '{DEFAULT}'"),
-        ("./nowhere", "there is no directory or file './nowhere'"),
-        ("/models/tiny.gguf", "there is no directory or file '/models/tiny.gguf'"),
-        ("a/b/c", "there is no directory or file 'a/b/c'"),
+        ("./nowhere", "there is no directory or file ./nowhere"),
+        ("/models/tiny.gguf", "there is no directory or file /models/tiny.gguf"),
+        ("a/b/c", "there is no directory or file a/b/c"),
         ("nobody", "no base model is called 'nobody'; there are:"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_directory_that_is_no_model_says_so(tmp_path: Path):
 def test_a_server_is_told_a_name(tmp_path: Path):
     assert read_model(DEFAULT) == (DEFAULT, DEFAULT)
     assert read_model(f"small={DEFAULT}") == ("small", DEFAULT)
-    with pytest.raises(TinkerError, match="no directory or file nobody, and no model of that name"):
+    with pytest.raises(TinkerError, match="no base model is called 'nobody'"):
         read_model("nobody")
 
 

@@ -20,6 +20,7 @@ import pytest
 from tinkex.cli.serve import read_model, read_size
 from tinkex.cli.serve import serve as serve_command
 from tinkex.errors import InvalidInputError
+from tinkex.models import DEFAULT
 
 pytestmark = pytest.mark.slow
 
@@ -176,7 +177,11 @@ def test_a_signal_while_models_are_loaded_ends_it_and_frees_the_home(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ([], "Missing option '--model'"),
+        (["--model", "SmolLM2-135M"], "did you mean 'SmolLM2-135M-Instruct'?"),
+        (["--device", "gpu"], "'gpu' is not a device: an NVIDIA GPU is called cuda. Give auto, cpu, cuda"),
+        (["--device", "mps"], "'mps' is not a device: Apple's GPU is not supported, cpu is. Give auto"),
+        (["--device", "cuda:x"], "'cuda:x' is not a device. Give auto, cpu, cuda or cuda:N."),
+        (["--drain", "nan"], "Invalid value for '--drain'"),
         (["--model", "m=/no/such/place"], "there is no directory or file /no/such/place"),
         (["--model", "m=./none.gguf"], "there is no directory or file ./none.gguf"),
         (["--model", "a:b=."], "must have no colon"),
@@ -212,6 +217,17 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "the base model m could not be loaded" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_model_it_serves_the_default_one(tmp_path: Path, processes: list[Any]) -> None:
+    command = [*TINKEX, "serve", "--engine", "fake", "--port", "0", "--home", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env()
+    )
+    processes.append(process)
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(2)]
+    assert f"  {DEFAULT}: " in said[1]
 
 
 def test_options_come_from_the_environment_too(tmp_path: Path) -> None:

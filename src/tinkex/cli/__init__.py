@@ -1,8 +1,7 @@
-"""The hand: `tinkex …`. A command's module is imported when that command is used, so that help is quick.
+"""`tinkex …`: the command line. A command's module is imported when it is used, so that `--help` is quick.
 
-Promises: an error is one line on stderr that says what to do next; 0 is success, 1 failure, 2 a command line
-that cannot be read, 130 Ctrl-C, 141 a reader that went away. To add a command, add its row; the words in the
-row are what `--help` shows.
+An error is one line on stderr that says what to do. Exit codes: 0 success, 1 failure, 2 usage, 130 Ctrl-C,
+141 closed pipe. To add a command, add a row to COMMANDS; its text is what `--help` shows.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from typing import Any, NoReturn
 import click
 
 from tinkex._version import __version__
-from tinkex.cli.output import CONTEXT, format_option
+from tinkex.cli.options import format_option
 
-# name -> module:attribute, and what it is for
+# name -> module:attribute, and its line in `tinkex --help`
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("tinkex.cli.demo:demo", "Watch a model learn, on this machine."),
+    "demo": ("tinkex.cli.demo:demo", "Fine-tune a small model on this machine, in a minute."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
-    "server": ("tinkex.cli.keys:server", "Look after a server: its API keys."),
-    "run": ("tinkex.cli.run:run", "Training runs: list them, look into one, plot its history."),
+    "server": ("tinkex.cli.keys:server", "API keys of a server, and sharing of runs."),
+    "run": ("tinkex.cli.run:run", "Training runs: list, show, plot."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Checkpoints: list, download, publish, delete."),
-    "model": ("tinkex.cli.model:model", "Base models: what can be trained and sampled."),
-    "session": ("tinkex.cli.session:session", "Sessions: export what happened in one."),
-    "auth": ("tinkex.cli.auth:auth", "Log in and out; who am I?"),
-    "billing": ("tinkex.cli.billing:billing", "What was used, and what is stored."),
-    "completion": ("tinkex.cli.completion:completion", "Complete commands with Tab in your shell."),
-    "version": ("tinkex.cli.version:version", "Show the version."),
+    "model": ("tinkex.cli.model:model", "Base models: list, fetch, remove."),
+    "session": ("tinkex.cli.session:session", "Sessions: export the timeline of one."),
+    "auth": ("tinkex.cli.login:auth", "Log in and out, and show who you are."),
+    "billing": ("tinkex.cli.billing:billing", "Usage by the hour, and storage."),
+    "completion": ("tinkex.cli.shell:completion", "Print the script for Tab completion in your shell."),
+    "version": ("tinkex.cli.shell:version", "Show the version."),
 }
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as shells say it
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as shells report it
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are rows of a table, imported when they are used."""
+    """A group whose commands are the rows of COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -65,29 +64,35 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # before click sees it, for which it is a failure
+        except BrokenPipeError:  # click would report it as a failure
             raise click.exceptions.Exit(_pipe_closed()) from None
 
     def main(self, *args: Any, **more: Any) -> NoReturn:  # type: ignore[override]
-        """Run a command line and exit as the module's docstring says."""
-        _steady_streams()
+        """Run a command line and exit."""
+        _prepare_streams()
         try:
             code = super().main(*args, **more, standalone_mode=False)
             sys.stdout.flush()
         except BrokenPipeError:
             code = _pipe_closed()
         except click.ClickException as error:
-            code = _say(error)
+            code = _usage_or_failure(error)
         except (click.Abort, KeyboardInterrupt):
             click.echo(err=True)
             code = INTERRUPTED
         except Exception as error:
-            code = _failed(error)
+            from tinkex.errors import TinkerError
+
+            if not isinstance(error, TinkerError | OSError):
+                raise  # a bug: show its traceback
+            from tinkex.cli.target import explain
+
+            code = _print_error(explain(error))
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _steady_streams() -> None:
-    """A closed stdin or stdout is an empty one, and characters that a terminal does not have end nothing."""
+def _prepare_streams() -> None:
+    """Treat a closed stdin or stdout as empty, and replace characters that the terminal's encoding lacks."""
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
@@ -95,46 +100,40 @@ def _steady_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _say(error: click.ClickException) -> int:
+def _usage_or_failure(error: click.ClickException) -> int:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()  # a group without a command: its help
     elif isinstance(error, click.UsageError):
-        command, said = error.ctx.command_path if error.ctx else "tinkex", error.format_message()
-        click.echo(f"Error: {_one_line(said)} See `{command} --help`.", err=True)
+        command = error.ctx.command_path if error.ctx else "tinkex"
+        _print_error(f"{error.format_message()} See `{command} --help`.")
     else:
-        click.echo(f"Error: {_one_line(error.format_message())}", err=True)
+        _print_error(error.format_message())
     return error.exit_code
 
 
-def _failed(error: Exception) -> int:
-    from tinkex.errors import TinkerError
-
-    if not isinstance(error, TinkerError | OSError):
-        raise error  # a mistake of ours: its traceback is what is needed
-    from tinkex.cli.advice import explain
-
-    click.echo(f"Error: {_one_line(explain(error))}", err=True)
+def _print_error(message: str) -> int:
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
     return 1
 
 
 def _pipe_closed() -> int:
-    """`| head` has seen enough. Nothing more may be written, not even at exit."""
+    """The reader (`| head`) has left: nothing more may be written, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return PIPE_CLOSED
 
 
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
-
-
-@click.group("tinkex", cls=LazyGroup, context_settings=CONTEXT)
+@click.group("tinkex", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tinkex", message="%(prog)s %(version)s")
 @format_option
 def main() -> None:
     """Tinkex: the Tinker training API as an open system you run yourself.
 
-    Commands talk to the server that TINKER_BASE_URL names, with the key in TINKER_API_KEY. With neither, they
-    show what scripts on this machine have left in its home directory (TINKEX_HOME, or ~/.tinkex).
+    \b
+    tinkex demo     fine-tune a model here and now: no key, no server
+    tinkex serve    the same for other machines and scripts, over HTTP
+
+    Commands talk to the server in TINKER_BASE_URL, with the key in TINKER_API_KEY. If neither is set, they
+    show what scripts on this machine have trained (in TINKEX_HOME, or ~/.tinkex).
     """
     from tinkex.config import Settings
 

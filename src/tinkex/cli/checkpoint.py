@@ -1,4 +1,4 @@
-"""`tinkex checkpoint`: saved weights, looked at and looked after. How files travel is in transfer.py."""
+"""`tinkex checkpoint`: list, publish, expire, delete and download saved weights; transfer.py moves files."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.numbers import Whole
+from tinkex.cli.options import Whole, format_option
 from tinkex.cli.output import (
-    CONTEXT,
     Column,
     ago,
     bar,
-    format_option,
     gather,
     note,
     plural,
+    show,
     show_facts,
-    show_json,
     show_table,
     size,
-    wants_json,
+    title,
 )
-from tinkex.cli.place import rest, where
+from tinkex.cli.target import error_message, rest, where
 
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint
@@ -34,19 +32,16 @@ if TYPE_CHECKING:
 KINDS = ("weights", "sampler_weights", "external_weights")
 
 
-@click.group(context_settings=CONTEXT)
+@click.group()
 def checkpoint() -> None:
     """Checkpoints: saved weights, named by their tinker:// paths."""
 
 
-# -- looking ---------------------------------------------------------------------------------------------
-
-
-@checkpoint.command("list", context_settings=CONTEXT)
+@checkpoint.command("list")
 @click.option("--run-id", help="Only those of this run.")
 @click.option(
     "--limit", default=20, type=Whole(0), show_default=True,
-    help="At most so many of all runs'; 0: all. A run's own are all shown.",
+    help="At most this many of all runs'; 0: all. With --run-id all are shown.",
 )  # fmt: skip
 @format_option
 def list_checkpoints(run_id: str | None, limit: int) -> None:
@@ -54,29 +49,22 @@ def list_checkpoints(run_id: str | None, limit: int) -> None:
     with rest() as client:
         listing = client.iter_checkpoints(run_id, page_size=min(limit or 1000, 1000))
         found = gather(listing, 0 if run_id else limit, "Checkpoints")
-    if wants_json():
-        show_json({"run_id": run_id, "checkpoints": found} if run_id else {"checkpoints": found})
-        return
-    left = (listing.total or len(found)) - len(found)
-    more = f" ({left} more: --limit 0 shows all)" if left > 0 else ""
-    of = f" of run {run_id}" if run_id else ""
-    columns = [Column("Path"), Column("Type"), Column("Size", right=True), Column("Public"), Column("Saved"),
-               Column("Expires")]  # fmt: skip
-    show_table(f"{plural(len(found), 'checkpoint')}{of} {where()}{more}", columns, [_row(c) for c in found])
-
-
-def _row(saved: Checkpoint) -> list[Any]:
-    return [
-        saved.tinker_path, saved.checkpoint_type, size(saved.size_bytes), saved.public, saved.time,
-        _expiry(saved),
-    ]  # fmt: skip
+    rows = [
+        [c.tinker_path, c.checkpoint_type, size(c.size_bytes), c.public, c.time, _expiry(c)] for c in found
+    ]
+    columns = ["Path", "Type", Column("Size", right=True), "Public", "Saved", "Expires"]
+    place = f"of run {run_id} {where()}" if run_id else where()
+    show(
+        {**({"run_id": run_id} if run_id else {}), "checkpoints": found},
+        lambda: show_table(title(len(found), "checkpoint", place, listing.total), columns, rows),
+    )
 
 
 def _expiry(saved: Checkpoint) -> str:
     return ago(saved.expires_at) if saved.expires_at else "never"
 
 
-@checkpoint.command("info", context_settings=CONTEXT)
+@checkpoint.command("info")
 @click.argument("checkpoint_path")
 @format_option
 def info(checkpoint_path: str) -> None:
@@ -94,9 +82,6 @@ def info(checkpoint_path: str) -> None:
                 f"list --run-id {parsed.training_run_id}` shows those it has"
             )
         weights = client.get_weights_info_by_tinker_path(parsed.tinker_path).result()
-    if wants_json():
-        show_json({**found.model_dump(), "is_lora": weights.is_lora, "lora_rank": weights.lora_rank})
-        return
     facts = {
         "Path": found.tinker_path,
         "Run": parsed.training_run_id,
@@ -109,39 +94,37 @@ def info(checkpoint_path: str) -> None:
         "Expires": _expiry(found),
     }
     facts |= {f"Metadata: {name}": value for name, value in (found.user_metadata or {}).items()}
-    show_facts(f"Checkpoint {found.checkpoint_id}", facts)
+    fields = {**found.model_dump(), "is_lora": weights.is_lora, "lora_rank": weights.lora_rank}
+    show(fields, lambda: show_facts(f"Checkpoint {found.checkpoint_id}", facts))
 
 
-# -- changing --------------------------------------------------------------------------------------------
-
-
-@checkpoint.command("publish", context_settings=CONTEXT)
+@checkpoint.command("publish")
 @click.argument("checkpoint_path")
 @format_option
 def publish(checkpoint_path: str) -> None:
-    """Let everyone on the server read a checkpoint of yours."""
+    """Make a checkpoint of yours readable to every user of the server."""
     with rest() as client:
         client.publish_checkpoint_from_tinker_path(checkpoint_path).result()
     note(f"{checkpoint_path} is public now")
 
 
-@checkpoint.command("unpublish", context_settings=CONTEXT)
+@checkpoint.command("unpublish")
 @click.argument("checkpoint_path")
 @format_option
 def unpublish(checkpoint_path: str) -> None:
-    """Keep a checkpoint of yours to yourself again."""
+    """Make a published checkpoint of yours private again."""
     with rest() as client:
         client.unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
     note(f"{checkpoint_path} is private now")
 
 
-@checkpoint.command("set-ttl", context_settings=CONTEXT)
+@checkpoint.command("set-ttl")
 @click.argument("checkpoint_path")
-@click.option("--ttl", type=Whole(1), metavar="SECONDS", help="Delete it so many seconds from now.")
+@click.option("--ttl", type=Whole(1), metavar="SECONDS", help="Delete it after this many seconds.")
 @click.option("--remove", is_flag=True, help="Keep it for ever.")
 @format_option
 def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
-    """Say when a checkpoint is deleted. Either --ttl SECONDS from now, or never (--remove)."""
+    """Set when a checkpoint is deleted: --ttl SECONDS from now, or never (--remove)."""
     if (ttl is None) != remove:
         raise click.ClickException("give either --ttl SECONDS or --remove")
     with rest() as client:
@@ -152,7 +135,7 @@ def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
 # -- deleting --------------------------------------------------------------------------------------------
 
 
-@checkpoint.command("delete", context_settings=CONTEXT)
+@checkpoint.command("delete")
 @click.argument("checkpoint_paths", nargs=-1)
 @click.option("--run-id", help="Delete the checkpoints of this run: all, or those that the filters keep.")
 @click.option("--type", "kind", metavar="TYPE", help=f"Filter: {', '.join(KINDS)}.")
@@ -183,12 +166,10 @@ def delete(
         paths = list(checkpoint_paths)
         if run_id:
             paths = [c.tinker_path for c in client.iter_checkpoints(run_id) if _matches(c, kind, *span)]
-        failed = _delete(client, paths) if _agreed(paths, yes) else None
+        failed = _delete(client, paths) if _confirmed(paths, yes) else None
     deleted = 0 if failed is None else len(paths) - len(failed)
-    if wants_json():
-        show_json({"deleted_count": deleted, "failed": failed or []})
-    else:
-        click.echo(f"deleted {plural(deleted, 'checkpoint')}")
+    done = f"deleted {plural(deleted, 'checkpoint')}"
+    show({"deleted_count": deleted, "failed": failed or []}, lambda: click.echo(done))
     if failed:
         raise click.ClickException("; ".join(dict.fromkeys(one["error"] for one in failed)))
 
@@ -213,7 +194,7 @@ def _matches(saved: Checkpoint, kind: str | None, after: datetime | None, before
     )
 
 
-def _agreed(paths: Sequence[str], yes: bool) -> bool:
+def _confirmed(paths: Sequence[str], yes: bool) -> bool:
     if not paths or yes:
         return True
     note("\n".join(["These checkpoints will be deleted for good:", *(f"  {path}" for path in paths)]))
@@ -222,35 +203,34 @@ def _agreed(paths: Sequence[str], yes: bool) -> bool:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        note("")  # the question's line has no end yet
+        note("")  # the prompt's line has no newline yet
         raise click.ClickException("nobody answered; --yes deletes without asking") from None
 
 
 def _delete(client: Any, paths: Sequence[str]) -> list[dict[str, str]]:
-    from tinkex.cli.advice import words
     from tinkex.errors import TinkerError
 
     failed: list[dict[str, str]] = []
-    with bar("Deleting") as told:
+    with bar("Deleting") as report:
         for count, path in enumerate(paths, 1):
             try:
                 client.delete_checkpoint_from_tinker_path(path).result()
             except TinkerError as error:
-                failed.append({"tinker_path": path, "error": words(error)})
-            told(count, len(paths))
+                failed.append({"tinker_path": path, "error": error_message(error)})
+            report(count, len(paths))
     return failed
 
 
-# -- taking away -----------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------
 
 
-@checkpoint.command("download", context_settings=CONTEXT)
+@checkpoint.command("download")
 @click.argument("checkpoint_path")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, file_okay=False), default=Path(), metavar="DIR",
-    help="Where its directory is made.  [default: here]",
+    help="The directory to put it in.  [default: the current one]",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Overwrite what is there.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 @format_option
 def download(checkpoint_path: str, output: Path, force: bool) -> None:
     """Download a checkpoint as a directory that PEFT loads.
@@ -259,30 +239,30 @@ def download(checkpoint_path: str, output: Path, force: bool) -> None:
     tinkex checkpoint download tinker://RUN/weights/final -o models
                                          makes models/RUN_weights_final
 
-    An encrypted checkpoint's files end in .age: `age -d` decrypts them. Where a server has no archive of a
-    training checkpoint (hosted Tinker), it is exported for the download, which starts a short session there.
+    An encrypted checkpoint's files end in .age: `age -d` decrypts them. Hosted Tinker has no archives of
+    training checkpoints: there it is exported for the download, in a short session.
     """
     from tinkex.cli.transfer import fetch_checkpoint
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
     target = output / f"{parsed.training_run_id}_{parsed.checkpoint_id.replace('/', '_')}"
-    taken = fetch_checkpoint(parsed, target, overwrite=force)
-    if wants_json():
-        show_json({"checkpoint_path": checkpoint_path, "destination": str(target), "file_size_bytes": taken})
-        return
-    show_facts(f"Downloaded {parsed.checkpoint_id}", {"To": target, "Size": size(taken)})
+    count = fetch_checkpoint(parsed, target, overwrite=force)
+    show(
+        {"checkpoint_path": checkpoint_path, "destination": str(target), "file_size_bytes": count},
+        lambda: show_facts(f"Downloaded {parsed.checkpoint_id}", {"To": target, "Size": size(count)}),
+    )
 
 
-@checkpoint.command("push-hf", context_settings=CONTEXT)
+@checkpoint.command("push-hf")
 @click.argument("checkpoint_path")
 @click.option("-r", "--repo", help="The repository, OWNER/NAME.  [default: one named after the run]")
 @click.option("--public", is_flag=True, help="Make the repository public.  [default: private]")
 @click.option("--revision", help="The branch to push to.")
-@click.option("--commit-message", help="What the commit says.")
+@click.option("--commit-message", help="The commit message.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of pushing to the branch.")
-@click.option("--allow-pattern", "allow", multiple=True, help="Only files like this; once for each.")
-@click.option("--ignore-pattern", "ignore", multiple=True, help="No files like this; once for each.")
+@click.option("--allow-pattern", "allow", multiple=True, help="Only files that match; may be repeated.")
+@click.option("--ignore-pattern", "ignore", multiple=True, help="No files that match; may be repeated.")
 @click.option("--no-model-card", is_flag=True, help="Do not write a README.md where there is none.")
 @format_option
 def push_hf(
@@ -302,7 +282,8 @@ def push_hf(
         not no_model_card,
     )  # fmt: skip
     place = push(parsed, upload, hub())
-    if wants_json():
-        show_json({"checkpoint_path": checkpoint_path, **place})
-        return
-    show_facts(f"Pushed {parsed.checkpoint_id}", {"Repository": place["repo_id"], "URL": place["url"]})
+    facts = {"Repository": place["repo_id"], "URL": place["url"]}
+    show(
+        {"checkpoint_path": checkpoint_path, **place},
+        lambda: show_facts(f"Pushed {parsed.checkpoint_id}", facts),
+    )

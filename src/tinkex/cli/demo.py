@@ -1,4 +1,4 @@
-"""`tinkex demo`: watch a model learn, on this machine, with no server and no key: also where there is one."""
+"""`tinkex demo`: train a small model in this process, even if a server or a key is set."""
 
 from __future__ import annotations
 
@@ -6,79 +6,62 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.numbers import Whole
-from tinkex.cli.output import CONTEXT, how_called, note
-from tinkex.cli.place import where
+from tinkex.cli import INTERRUPTED
+from tinkex.cli.options import Whole
+from tinkex.cli.output import note, program_name
+from tinkex.cli.target import where
 from tinkex.config import LOCAL, Settings
 from tinkex.models import DEFAULT
 
-if TYPE_CHECKING:
-    from tinkex.demo.bookmark import Bookmark
-    from tinkex.demo.screen import Screen
 
-INTERRUPTED = 130  # as a shell says it of a process that Ctrl-C ended
-
-
-@click.command(context_settings=CONTEXT)
-@click.argument("act", type=click.Choice(["sft", "rl"]), default="sft", metavar="[sft|rl]")
+@click.command()
+@click.argument("kind", type=click.Choice(["sft", "rl"]), default="sft", metavar="[sft|rl]")
 @click.option("--model", default=DEFAULT, show_default=True, help="A base model: its name or its directory.")
-@click.option("--steps", type=Whole(1), help="Training steps.  [default: 14, and 12 for rl]")
-@click.option("--resume", is_flag=True, help="Go on where Ctrl-C stopped the last one.")
+@click.option("--steps", type=Whole(1), help="Training steps.  [default: 14 for sft, 12 for rl]")
+@click.option("--resume", is_flag=True, help="Continue where Ctrl-C stopped the last one.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False),
-    help="Directory of the picture and the adapter.  [default: demo in TINKEX_HOME]",
+    help="Directory for the picture and the adapter.  [default: demo in TINKEX_HOME]",
 )  # fmt: skip
-def demo(act: str, model: str, steps: int | None, resume: bool, out: Path | None) -> None:
-    """Fine-tune a small model on this machine's CPU, and see by program that it learned.
+def demo(kind: str, model: str, steps: int | None, resume: bool, out: Path | None) -> None:
+    """Fine-tune a small model on this machine's CPU, and check by program that it learned.
 
-    sft (what runs if nothing is said) teaches it to talk like a pirate from 48 examples, in about a minute
-    on two cores; rl teaches it five-word stories from a reward alone, in two. The model is fetched first if
-    it is not here. Fails if the model did not learn.
+    sft (the default) teaches it to talk like a pirate from 48 examples, in about a minute on two cores. rl
+    teaches it to tell stories of five words from a reward alone, in two minutes. The model is fetched first
+    if it is not here. Exits with 1 if the model did not learn.
 
-    It always runs in this process, and costs nothing: TINKER_BASE_URL and keys are not used, and nothing is
-    sent to a server. examples/sft.py and examples/rl.py train on the server that is set.
+    It runs in this process and costs nothing: TINKER_BASE_URL and keys are not used. examples/sft.py and
+    examples/rl.py train on the server that is set.
     """
+    from tinkex.demo import fine_tune, reinforce
     from tinkex.demo.bookmark import Bookmark
     from tinkex.demo.screen import Screen
+    from tinkex.demo.tasks import five_words_task, pirate_task
     from tinkex.models import obtain
 
     settings = Settings.read()
     place = (out or settings.home / "demo").absolute()
-    bookmark = Bookmark.read(place, act) if resume else None
+    bookmark = Bookmark.read(place, kind) if resume else None
     model = bookmark.model if bookmark else model
-    before = ""
+    prefix = ""
     if not settings.embedded:
         note(f"the demo runs on this machine, not {where()}, which other commands use")
-        before = f"TINKER_BASE_URL={LOCAL} "
-    screen = Screen(obtain(model, settings.home / "models", offline=settings.offline), how_called(), before)
-    play = _fine_tune if act == "sft" else _reinforce
-    learned = play(screen, model, place, steps, bookmark)
+        prefix = f"TINKER_BASE_URL={LOCAL} "
+    base = obtain(model, settings.home / "models", offline=settings.offline)
+    screen = Screen(base, program_name(), prefix)
+    if kind == "sft":
+        sft, task = fine_tune.FineTunePlan(model, place), pirate_task()
+        screen.title(f"{model} learns to {task.goal}", f"LoRA of rank {sft.rank}")
+        learned = fine_tune.demo(task, replace(sft, steps=steps or sft.steps), screen, bookmark)
+    else:
+        rl, game = reinforce.ReinforcePlan(model, place), five_words_task()
+        screen.title(f"{model} learns to {game.goal}", f"LoRA of rank {rl.rank}")
+        learned = reinforce.demo(game, replace(rl, steps=steps or rl.steps), screen, bookmark)
     if learned is None:
-        again = ["demo", *(["rl"] if act == "rl" else []), "--resume", *(["--out", str(out)] if out else [])]
+        again = ["demo", *(["rl"] if kind == "rl" else []), "--resume", *(["--out", str(out)] if out else [])]
         screen.stopped(shlex.join(again))
         sys.exit(INTERRUPTED)
     sys.exit(0 if learned else 1)
-
-
-def _fine_tune(
-    screen: Screen, model: str, out: Path, steps: int | None, bookmark: Bookmark | None
-) -> bool | None:
-    from tinkex.demo import fine_tune, pirate
-
-    task, plan = pirate.task(), fine_tune.Plan(model, out)
-    screen.title(f"{model} learns to {task.goal}", f"LoRA of rank {plan.rank}")
-    return fine_tune.demo(task, replace(plan, steps=steps or plan.steps), screen, bookmark)
-
-
-def _reinforce(
-    screen: Screen, model: str, out: Path, steps: int | None, bookmark: Bookmark | None
-) -> bool | None:
-    from tinkex.demo import reinforce, stories
-
-    game, plan = stories.game(), reinforce.Plan(model, out)
-    screen.title(f"{model} learns to {game.goal}", f"LoRA of rank {plan.rank}")
-    return reinforce.demo(game, replace(plan, steps=steps or plan.steps), screen, bookmark)

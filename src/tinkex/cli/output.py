@@ -1,9 +1,8 @@
-"""What commands print: tables for people, JSON for programs, bars for those who wait.
+"""What commands print: tables for people, JSON for programs, progress bars.
 
-Promises: with `--format json` stdout is one JSON value and nothing else, with the official fields and their
-spelling; notes and bars go to stderr, bars only to a terminal. What is piped is never wrapped or cut, and an
-id is never cut anywhere: a table too wide for the terminal is shown with each row as a paragraph. Imports
-nothing heavy: help and errors are quick.
+With `--format json` stdout is one JSON value, with the official field names. Notes and bars go to stderr,
+bars only to a terminal. Piped output is never wrapped or truncated, and an id is never truncated: a table
+wider than the terminal is shown with each row as a paragraph. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -24,45 +23,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tinkex.cli.options import wants_json
+
 if TYPE_CHECKING:
     from tinkex.client.rest_results import Listing
 
-CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-_FORMAT = "tinkex.format"  # where the chosen format is kept
-_A_MOMENT = 0.3  # seconds after which whoever waits is shown a bar
-_LONG_NAME = 22  # characters from which a fact's name has a line to itself
+_BAR_DELAY = 0.3  # seconds before a progress bar appears
+_LONG_NAME = 22  # characters from which a fact's name gets its own line
 
 Item = TypeVar("Item")
-Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 
-# -- which form ------------------------------------------------------------------------------------------
-
-
-def _remember(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        ctx.meta[_FORMAT] = value  # shared by a command and its groups
-
-
-def format_option(command: Wrapped) -> Wrapped:
-    """`-f/--format`, before a command's name (where the official one has it) or after."""
-    return click.option(
-        "-f", "--format", type=click.Choice(["table", "json"]), expose_value=False, callback=_remember,
-        help="How to print: a table (the default), or JSON for programs.",
-    )(command)  # fmt: skip
-
-
-def wants_json() -> bool:
-    return click.get_current_context().meta.get(_FORMAT) == "json"
-
-
-# -- printing --------------------------------------------------------------------------------------------
+def show(value: Any, print_table: Callable[[], None]) -> None:
+    """Print `value` with `--format json`; otherwise call `print_table`."""
+    if wants_json():
+        show_json(value)
+    else:
+        print_table()
 
 
 def show_json(value: Any) -> None:
     import json
 
-    # Where stdout cannot say all characters, JSON has a way to say them in ASCII.
+    # Where stdout's encoding lacks characters, escape them.
     is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
     click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=not is_utf8))
 
@@ -72,7 +55,7 @@ def _plain(value: Any) -> Any:
 
 
 def note(text: str) -> None:
-    """Something that whoever reads stdout does not need."""
+    """Print to stderr: a hint, not a result."""
     click.echo(text, err=True)
 
 
@@ -82,11 +65,12 @@ class Column:
     right: bool = False
 
 
-def show_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> None:
-    """A table under its title; the first column is what each row is called by."""
+def show_table(title: str, columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table under its title. The first column identifies a row."""
     click.echo(click.style(title, bold=True))
     if not rows:
         return
+    columns = [column if isinstance(column, Column) else Column(column) for column in columns]
     cells = [[text(cell) for cell in row] for row in rows]
     widths = [
         max(len(column.title), *map(len, of))
@@ -111,10 +95,10 @@ def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]
 def _show_paragraphs(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
     for name, *rest in cells:
         click.echo(name)
-        said = [
+        facts = [
             f"{column.title.lower()} {cell}" for column, cell in zip(columns[1:], rest, strict=True) if cell
         ]
-        for line in _wrapped(said, _width() - 4):
+        for line in _wrapped(facts, _width() - 4):
             click.echo(f"    {line}")
 
 
@@ -130,7 +114,7 @@ def _wrapped(pieces: Sequence[str], width: int) -> Iterator[str]:
 
 
 def show_facts(title: str, facts: Mapping[str, Any]) -> None:
-    """What there is to say about one thing; a fact that does not fit beside its name stands below it."""
+    """Names and values of one thing. A value that does not fit beside its name is printed below it."""
     click.echo(click.style(title, bold=True))
     margin = min(_LONG_NAME, max(map(len, facts))) + 2
     for name, fact in facts.items():
@@ -142,11 +126,11 @@ def show_facts(title: str, facts: Mapping[str, Any]) -> None:
 
 
 def _width() -> int:
-    """Columns to fill: the terminal's, or as many as needed where no one looks."""
+    """The terminal's columns; no limit for a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
-# -- words for values ------------------------------------------------------------------------------------
+# -- values as text --------------------------------------------------------------------------------------
 
 
 def text(value: Any) -> str:
@@ -163,7 +147,7 @@ def text(value: Any) -> str:
 
 
 def ago(moment: datetime, now: datetime | None = None) -> str:
-    """How far a moment is away.
+    """A moment relative to now.
 
     >>> ago(datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 3, tzinfo=UTC))
     '2 days ago'
@@ -174,13 +158,12 @@ def ago(moment: datetime, now: datetime | None = None) -> str:
         return "just now" if seconds >= 0 else "in less than a minute"
     units = (("minute", 60), ("hour", 3600), ("day", 86400), ("week", 604800), ("year", 31557600))
     name, size = max((unit for unit in units if abs(seconds) >= unit[1]), key=lambda unit: unit[1])
-    count = int(abs(seconds) // size)
-    span = f"{count} {name}{'' if count == 1 else 's'}"
+    span = plural(int(abs(seconds) // size), name)
     return f"{span} ago" if seconds > 0 else f"in {span}"
 
 
 def size(count: int | None) -> str:
-    """Bytes, as people say them.
+    """A number of bytes.
 
     >>> [size(n) for n in (None, 110, 45030, 3 * 1024**3)]
     ['-', '110 B', '44.0 KB', '3.0 GB']
@@ -197,8 +180,8 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def how_called() -> str:
-    """What this command line is called by in the shell that it was called from, for lines to be copied."""
+def program_name() -> str:
+    """How to call this command line from the user's shell, for lines to be copied."""
     own, known = Path(sys.executable).with_name("tinkex"), shutil.which("tinkex")
     if known is not None and Path(known).resolve() == own.resolve():
         return "tinkex"
@@ -207,27 +190,27 @@ def how_called() -> str:
     return shlex.quote(min(str(own), os.path.relpath(own), key=len))  # an environment that is not activated
 
 
-# -- waiting ---------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def bar(what: str, *, of_bytes: bool = False) -> Generator[Callable[[int, int | None], None]]:
-    """A progress bar on stderr, if that is a terminal and it takes a moment; tell it (so far, in all)."""
+    """A progress bar on stderr, if that is a terminal and work takes a moment; call it with (done, total)."""
     with ExitStack() as until_done:
-        begun, update = time.monotonic(), None
+        began, update = time.monotonic(), None
 
-        def told(done: int, total: int | None) -> None:
+        def report(done: int, total: int | None) -> None:
             nonlocal update
-            if update is None and sys.stderr.isatty() and time.monotonic() - begun > _A_MOMENT:
-                update = until_done.enter_context(_drawn(what, of_bytes))
+            if update is None and sys.stderr.isatty() and time.monotonic() - began > _BAR_DELAY:
+                update = until_done.enter_context(_rich_bar(what, of_bytes))
             if update is not None:
                 update(completed=done, total=total)
 
-        yield told
+        yield report
 
 
 @contextmanager
-def _drawn(what: str, of_bytes: bool) -> Generator[Callable[..., None]]:
+def _rich_bar(what: str, of_bytes: bool) -> Generator[Callable[..., None]]:
     from rich import progress
     from rich.console import Console
 
@@ -238,11 +221,17 @@ def _drawn(what: str, of_bytes: bool) -> Generator[Callable[..., None]]:
 
 
 def gather(listing: Listing[Any, Item], limit: int, what: str) -> list[Item]:
-    """The first `limit` items of a listing (0: all of them), with a bar if that takes a moment."""
+    """The first `limit` items of a listing (0: all of them), with a progress bar."""
     found: list[Item] = []
-    with bar(what) as told:
+    with bar(what) as report:
         for item in islice(listing, limit or None):
             found.append(item)
             total = listing.total or len(found)
-            told(len(found), min(limit or total, total))
+            report(len(found), min(limit or total, total))
     return found
+
+
+def title(count: int, noun: str, place: str, total: int | None) -> str:
+    """The title of a listing, with how many more there are."""
+    left = (total or count) - count
+    return f"{plural(count, noun)} {place}" + (f" ({left} more: --limit 0 shows all)" if left > 0 else "")

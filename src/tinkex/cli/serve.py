@@ -1,7 +1,4 @@
-"""`tinkex serve`: from options and environment variables to a running server.
-
-Knows how a model is named on the command line; everything else is server/serve.py's.
-"""
+"""`tinkex serve`: options and environment variables of the server; server/serve.py runs it."""
 
 from __future__ import annotations
 
@@ -12,43 +9,56 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.numbers import Finite, Whole
+from tinkex.cli.options import Finite, Whole
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError, TinkerError
-from tinkex.models import DEFAULT, is_fetchable
+from tinkex.models import CATALOGUE, DEFAULT, is_fetchable, unknown_model
 
 _LEVELS = ("debug", "info", "warning", "error")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engine]'"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        hint = (
+            ": Apple's GPU is not supported, cpu is" if value == "mps" else ": an NVIDIA GPU is called cuda"
+        )
+        hint = hint if value in ("mps", "gpu") else ""
+        raise click.BadParameter(f"{value!r} is not a device{hint}. Give auto, cpu, cuda or cuda:N.")
+    return value
+
+
+@click.command(context_settings={"show_default": True})
 @click.option(
-    "--model", "models", multiple=True, required=True, envvar="TINKEX_MODELS", metavar="NAME=PLACE",
-    help="A base model and where it is: a Hugging Face directory, a GGUF file, or a hub id; once for each. "
-    f"NAME alone is {DEFAULT}, a hub id, or a directory that is its own name. "
-    "TINKEX_MODELS: several, with spaces.",
+    "--model", "models", multiple=True, envvar="TINKEX_MODELS", metavar="[NAME=]PLACE",
+    help="A base model: a Hugging Face directory, a GGUF file or a hub id, and the name that clients use; "
+    f"may be repeated.  [default: {DEFAULT}]",
 )  # fmt: skip
-@click.option("--host", default="127.0.0.1", envvar="TINKEX_HOST", help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", envvar="TINKEX_HOST", help="Address to listen on.")
 @click.option(
     "--port", default=8000, type=click.IntRange(0, 65535), envvar="TINKEX_PORT", help="0: any free one."
 )
 @click.option(
     "--home", type=click.Path(path_type=Path), envvar="TINKEX_HOME",
-    help="Directory of everything that is kept.  [default: ~/.tinkex]",
+    help="Directory of the server's state.  [default: ~/.tinkex]",
 )  # fmt: skip
-@click.option("--device", default="auto", envvar="TINKEX_DEVICE", help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--device", default="auto", envvar="TINKEX_DEVICE", callback=_check_device,
+    help="auto, cpu, cuda or cuda:N.",
+)  # fmt: skip
 @click.option(
     "--dtype", default="auto", envvar="TINKEX_DTYPE", type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Of the base model's weights; auto: float32 on a CPU, bfloat16 on CUDA.",
 )  # fmt: skip
 @click.option(
     "--deterministic", is_flag=True, envvar="TINKEX_DETERMINISTIC",
-    help="The same numbers to the last bit alone and in any batch, for samples and forward passes alike: "
-    "slower, on CUDA for dense models in bfloat16. On a CPU: one number of threads for all.",
+    help="Batch-invariant numerics: a request gives bitwise the same result alone and in any batch. Slower; "
+    "on CUDA for dense models in bfloat16. On a CPU, all requests use the same number of threads.",
 )  # fmt: skip
 @click.option(
     "--public-url", default="", envvar="TINKEX_PUBLIC_URL",
-    help="How clients reach the server, if not by its address: for links, behind a proxy.",
+    help="How clients reach the server behind a proxy; used in links.",
 )  # fmt: skip
 @click.option(
     "--max-context", type=Whole(1), envvar="TINKEX_MAX_CONTEXT",
@@ -56,15 +66,15 @@ MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engi
 )  # fmt: skip
 @click.option(
     "--disk-quota", default="", envvar="TINKEX_DISK_QUOTA", metavar="SIZE",
-    help="Most that the home may take, as 500MB or 2TiB: what would be more fails.  [default: the disk]",
+    help="Limit of the home directory's size, as 500MB or 2TiB.  [default: the disk]",
 )  # fmt: skip
 @click.option(
     "--preload/--no-preload", default=True, envvar="TINKEX_PRELOAD",
-    help="Load every model now, or each when it is first used.",
+    help="Load every model at start, or each on first use.",
 )  # fmt: skip
 @click.option(
     "--drain", "drain_seconds", default=5.0, type=Finite(0, 86400), envvar="TINKEX_DRAIN",
-    help="Seconds to let polls and streams end at SIGTERM.",
+    help="Seconds that open polls and streams get to finish at SIGTERM.",
 )  # fmt: skip
 @click.option(
     "--log-level", default="info", envvar="TINKEX_LOG_LEVEL", type=click.Choice(_LEVELS),
@@ -79,11 +89,13 @@ def serve(
     """Serve base models to any Tinker client.
 
     \b
-    tinkex serve --model Qwen/Qwen3-0.6B=/models/qwen3-0.6b
-    tinkex serve --model small=./small.gguf --model big=/models/big --host 0.0.0.0
+    tinkex serve                                            the default model
+    tinkex serve --model Qwen/Qwen3-0.6B                    one from the hub
+    tinkex serve --model small=./small.gguf --model big=/models/big
 
-    Without any API key only this machine can connect; `tinkex server keys add NAME` makes one. The lines that
-    a client needs are printed once models are there. Ctrl-C, or SIGTERM, ends it without losing anything.
+    The lines that a client needs are printed once models are loaded. Without an API key only this machine can
+    connect; `tinkex server keys add NAME` makes one. Ctrl-C or SIGTERM stops it; nothing is lost.
+    TINKEX_MODELS may hold several models, separated by spaces.
     """
     try:
         from tinkex.engine.protocol import EngineConfig
@@ -95,11 +107,10 @@ def serve(
     settings = Settings.read()
     _log_to_stderr(log_level)
     try:
-        places = read_models(models, any_place=engine == "fake")
         config = ServerConfig(
             ServiceConfig(
                 home=(home or settings.home).expanduser().resolve(),
-                models=places,
+                models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
                 engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
                 preload=preload,
                 offline=settings.offline,
@@ -116,7 +127,7 @@ def serve(
 
 
 def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str, str]:
-    """Every base model's place by its name; no name may have two."""
+    """The place of every base model, by name."""
     places: dict[str, str] = {}
     for spec in specs:
         name, place = read_model(spec, any_place=any_place)
@@ -126,7 +137,7 @@ def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str,
 
 
 def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
-    """The name of a base model and the directory or file it is in.
+    """The name of a base model, and its directory, file or hub id.
 
     >>> read_model("tiny=.")[0]
     'tiny'
@@ -139,14 +150,12 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     if path.exists() or any_place:
         return name, str(path.resolve()) if path.exists() else place
     if not is_fetchable(place):
-        raise InvalidInputError(
-            f"--model {spec!r}: there is no directory or file {place}, and no model of that name to fetch"
-        )
-    return name, place  # the service finds it on the shelf or in the hub's cache, or fetches it
+        raise InvalidInputError(f"--model {spec!r}: {unknown_model(place, CATALOGUE)}")
+    return name, place  # the service finds it on this machine, or fetches it
 
 
 def read_size(text: str) -> int:
-    """A number of bytes, as people write it.
+    """A number of bytes.
 
     >>> read_size("1.5GB"), read_size("2 KiB"), read_size("7")
     (1500000000, 2048, 7)

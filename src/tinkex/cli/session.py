@@ -1,4 +1,4 @@
-"""`tinkex session`: what happened in a session, as a trace for a trace viewer."""
+"""`tinkex session`: the timeline of a session, as a file for a trace viewer."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.output import CONTEXT, bar, format_option, note, show_facts, show_json, size, wants_json
-from tinkex.cli.place import is_local, rest
+from tinkex.cli.options import format_option
+from tinkex.cli.output import bar, note, show, show_facts, size
+from tinkex.cli.target import is_local, rest
 
 VIEWER = "https://ui.perfetto.dev"
 
 
-@click.group(context_settings=CONTEXT)
+@click.group()
 def session() -> None:
-    """Sessions: each is the lease of one client process."""
+    """Sessions. A session is what one client process did on the server."""
 
 
-@session.command("export-trace", context_settings=CONTEXT)
+@session.command("export-trace")
 @click.argument("session_id")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write.  [default: SESSION_ID.pftrace]",
 )  # fmt: skip
-@click.option("--url-only", is_flag=True, help="Print the link to the trace instead of fetching it.")
+@click.option("--url-only", is_flag=True, help="Print the link to the trace instead of downloading it.")
 @format_option
 def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
-    """Export a session's timeline as a trace. It is to be opened at ui.perfetto.dev.
+    """Export a session's timeline. Open the file at ui.perfetto.dev.
 
     The link of --url-only works without a key, for about an hour.
     """
@@ -41,12 +42,13 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
     with rest() as client:
         url = client.export_session_trace(session_id).result()
     if url_only:
-        show_json({"session_id": session_id, "url": url}) if wants_json() else click.echo(url)
+        show({"session_id": session_id, "url": url}, lambda: click.echo(url))
         return
     target = output or Path(f"{session_id}.pftrace")
     with bar("Downloading", of_bytes=True) as progress:
-        taken = download(url, target, progress)
-    if wants_json():
-        show_json({"session_id": session_id, "destination": str(target), "file_size_bytes": taken})
-        return
-    show_facts(f"Trace of session {session_id}", {"File": target, "Size": size(taken), "Open it at": VIEWER})
+        count = download(url, target, progress)
+    facts = {"File": target, "Size": size(count), "Open it at": VIEWER}
+    show(
+        {"session_id": session_id, "destination": str(target), "file_size_bytes": count},
+        lambda: show_facts(f"Trace of session {session_id}", facts),
+    )

@@ -1,7 +1,7 @@
-"""A checkpoint's files on their way: from a server to a directory, and from there to the Hugging Face Hub.
+"""Download a checkpoint to a directory, and upload it to the Hugging Face Hub.
 
-Promises: a directory appears complete or not at all; what is exported on the server for a download is deleted
-afterwards; nothing is uploaded but what PEFT reads, plus a model card. Knows nothing of command lines.
+A directory appears complete or not at all. A temporary export on the server is deleted afterwards. Only what
+PEFT reads and a model card are uploaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.output import bar, note
-from tinkex.cli.place import connected
+from tinkex.cli.target import connected
 from tinkex.client.checkpoints import CheckpointMethods
 from tinkex.client.download import Progress, download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
@@ -26,12 +26,13 @@ from tinkex.errors import (
     TinkerError,
     UnprocessableEntityError,
 )
+from tinkex.models import hub_name
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
     from tinkex.client.server_connection import ServerConnection
 
-_EXPORT_LIFE = 3600  # seconds after which a server deletes a forgotten export by itself
+_EXPORT_LIFE = 3600  # seconds after which the server deletes an export that was not deleted here
 _NOT_FOR_THE_HUB = ["optimizer.safetensors", "tinkex.json"]
 
 
@@ -51,7 +52,7 @@ def _fetch(
         urls = rest.get_external_weights_urls(parsed.tinker_path).result().urls
         download_files(urls, directory, progress)
         return
-    rest.get_weights_info_by_tinker_path(parsed.tinker_path).result()  # is it there at all?
+    rest.get_weights_info_by_tinker_path(parsed.tinker_path).result()  # fails if it does not exist
     try:
         archive = rest.get_checkpoint_archive_url_from_tinker_path(parsed.tinker_path).result()
     except (NotFoundError, BadRequestError, UnprocessableEntityError):
@@ -68,7 +69,7 @@ def _fetch(
 def _export(
     rest: CheckpointMethods, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
 ) -> None:
-    """The long way round: load it into a run, export that, download it, delete the export."""
+    """Load the checkpoint into a run, export that, download the export and delete it."""
     import tinkex
 
     note(f"exporting {parsed.tinker_path} on the server, in a session of its own")
@@ -87,7 +88,7 @@ def _export(
 
 @dataclass(frozen=True)
 class Upload:
-    """How a checkpoint goes to the hub."""
+    """Where and how to upload a checkpoint."""
 
     repo: str | None = None
     public: bool = False
@@ -100,7 +101,7 @@ class Upload:
 
 
 def hub() -> Any:
-    """The hub's own library, logged in."""
+    """huggingface_hub's API client, logged in."""
     try:
         from huggingface_hub import HfApi  # type: ignore[import-not-found]
     except ImportError:
@@ -108,7 +109,7 @@ def hub() -> Any:
     api = HfApi()
     try:
         api.whoami()  # pyright: ignore[reportUnknownMemberType]  # a decorator of the hub's is untyped
-    except Exception as error:  # it raises its own errors, and those of whichever HTTP library it uses
+    except Exception as error:  # its errors have no common base class
         reason = str(error).partition(".")[0].strip()
         raise click.ClickException(
             f"no access to the hub ({reason}); `hf auth login`, or set HF_TOKEN"
@@ -146,10 +147,12 @@ def _adapter_config(directory: Path, parsed: ParsedCheckpointTinkerPath) -> dict
 
 
 def _with_base_model(config: dict[str, Any], parsed: ParsedCheckpointTinkerPath) -> dict[str, Any]:
-    """Call the base model what the server calls it: the files may say where it lies on that disk."""
+    """Name the base model by its hub id, if it has one: the files may name a path on the server."""
     with connected() as connection:
         name = RestClient(connection).get_weights_info_by_tinker_path(parsed.tinker_path).result().base_model
-    return config if Path(name).is_absolute() else {**config, "base_model_name_or_path": name}
+    if Path(name).is_absolute():
+        return config
+    return {**config, "base_model_name_or_path": hub_name(name) or name}
 
 
 def _repository_name(parsed: ParsedCheckpointTinkerPath) -> str:

@@ -108,18 +108,23 @@ class RunMetrics(list[dict[str, float]]):
         return list(dict.fromkeys(name for line in self for name in line if name not in _NOT_CURVES))
 
     def curves(self, names: Sequence[str] = ()) -> dict[str, list[float]]:
-        """Each metric's values by step; NaN where a step does not have it."""
+        """Each metric's values by step; NaN where a step does not have it. Skipped steps are left out."""
         known = self.metrics()
         names = names or [name for name in DEFAULT_CURVES if name in known]
-        return {name: [line.get(name, float("nan")) for line in self] for name in names}
+        return {name: [line.get(name, float("nan")) for line in self._taken()] for name in names}
 
     def steps(self) -> list[float]:
-        return [line["step"] for line in self]
+        """The numbers of the steps that were taken: an optim_step without gradients is skipped."""
+        return [line["step"] for line in self._taken()]
+
+    def _taken(self) -> list[dict[str, float]]:
+        return [line for line in self if not line.get("skipped")]
 
     def __repr__(self) -> str:
         from tinkex.charts import number, sparkline
 
-        count = f"{len(self)} step{'' if len(self) == 1 else 's'}"
+        taken = len(self._taken())
+        count = f"{taken} step{'' if taken == 1 else 's'}"
         if not (losses := self.curves(["loss"])["loss"]) or "loss" not in self.metrics():
             return f"RunMetrics({count})"
         return f"RunMetrics({count}, loss {number(losses[0])} {sparkline(losses)} {number(losses[-1])})"
@@ -128,6 +133,6 @@ class RunMetrics(list[dict[str, float]]):
         """The curves, for a notebook."""
         from tinkex.svg import svg_chart
 
-        if not self:
+        if not self._taken():
             return None  # __repr__ is enough
         return f'<div style="max-width: 800px">{svg_chart(self.curves(), x=self.steps())}</div>'

@@ -1,7 +1,7 @@
-"""`tinkex demo`: supervised fine-tuning, from a base model that does not to an adapter that does.
+"""`tinkex demo`: supervised fine-tuning of a LoRA adapter.
 
-Read `train` first: it is a whole training loop. Around it the same questions are put to the base model and to
-the adapter, and a program, not an eye, says which answers are right.
+Read `train` first: it is a whole training loop. Around it, the base model and the adapter answer the same
+questions, and a program says which answers are right.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import tinkex
 from tinkex.client.download import download_archive, new_directory
-from tinkex.demo.bookmark import Bookmark, ctrl_c
-from tinkex.demo.pirate import Task
-from tinkex.demo.screen import Answer, Screen
+from tinkex.demo.bookmark import Bookmark, ctrl_c, open_run, save_bookmark
+from tinkex.demo.screen import CheckedAnswer, Screen
+from tinkex.demo.tasks import SupervisedTask
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a demo trains, and where it leaves what it made."""
+class FineTunePlan:
+    """How the demo trains, and where its files go."""
 
     model: str
     out: Path
@@ -31,44 +31,48 @@ class Plan:
     learning_rate: float = 1e-3
 
 
-def demo(task: Task, plan: Plan, screen: Screen, bookmark: Bookmark | None = None) -> bool | None:
-    """Did the model learn it? None if it was stopped on the way: then a bookmark is left in `plan.out`."""
+def demo(
+    task: SupervisedTask, plan: FineTunePlan, screen: Screen, bookmark: Bookmark | None = None
+) -> bool | None:
+    """Did the model learn the task? None if Ctrl-C stopped it: then there is a bookmark in `plan.out`."""
+    if bookmark is not None:
+        plan = replace(plan, model=bookmark.model, steps=bookmark.steps)
+    losses: list[float] = list(bookmark.curve) if bookmark else []
     with tinkex.ServiceClient(base_url="local") as service:
-        if bookmark is None:
-            # PEFT and vLLM load such an adapter as it is; one with an unembedding is for PEFT alone.
-            run = service.create_lora_training_client(plan.model, plan.rank, seed=1, train_unembed=False)
-            losses: list[float] = []
-        else:
-            plan = replace(plan, model=bookmark.model, steps=bookmark.steps)
-            run = service.create_training_client_from_state_with_optimizer(bookmark.checkpoint)
-            losses = bookmark.curve
+        run = open_run(service, plan.model, plan.rank, bookmark)
         tokenizer = run.get_tokenizer()
-
         screen.heading("Before: questions that are not among the examples")
         before = ask(service.create_sampling_client(base_model=plan.model), tokenizer, task)
         screen.answers(before, task.rule)
-        if not train(run, tokenizer, task, plan, losses, screen):
-            saved = run.save_state(f"{task.name}-{len(losses)}", ttl_seconds=7 * 24 * 3600).result()
-            Bookmark(plan.model, saved.path, plan.steps, losses).write(plan.out, "sft")
+        finished = train(run, tokenizer, task, plan, losses, screen)
+        save_bookmark(run, task.name, plan.model, plan.steps, losses, plan.out, "sft")
+        if not finished:
             return None
-
-        screen.heading("After: the same questions")
-        path = run.save_weights_for_sampler(task.name).result().path
-        after = ask(service.create_sampling_client(model_path=path), tokenizer, task)
-        screen.answers(after, task.rule)
-        screen.curve("loss", losses, plan.out / "loss.png")
-        screen.adapter(path, adapter_at(plan.out / task.name, service, path))
-    Bookmark.forget(plan.out, "sft")
-    right, wanted = [sum(answer.good for answer in answers) for answers in (before, after)], len(after)
+        try:
+            screen.heading("After: the same questions")
+            path = run.save_weights_for_sampler(task.name).result().path
+            after = ask(service.create_sampling_client(model_path=path), tokenizer, task)
+            screen.answers(after, task.rule)
+            screen.curve("loss", losses, plan.out / "loss.png")
+            screen.adapter(path, download_adapter(plan.out / task.name, service, path))
+        except KeyboardInterrupt:
+            return None
+    Bookmark.delete(plan.out, "sft")
+    right, wanted = [sum(answer.right for answer in answers) for answers in (before, after)], len(after)
     learned = right[1] - right[0] >= wanted / 2
     screen.verdict(learned, f"{right[0]} of {wanted} right before, {right[1]} of {wanted} after")
     return learned
 
 
 def train(
-    run: tinkex.TrainingClient, tokenizer: Any, task: Task, plan: Plan, losses: list[float], screen: Screen
+    run: tinkex.TrainingClient,
+    tokenizer: Any,
+    task: SupervisedTask,
+    plan: FineTunePlan,
+    losses: list[float],
+    screen: Screen,
 ) -> bool:
-    """Take the steps that are left, adding to `losses`; False if Ctrl-C came before the last."""
+    """Take the remaining steps, appending to `losses`; False if Ctrl-C stopped it."""
     data = [datum(tokenizer, question, answer) for question, answer in task.examples]
     random.Random(1).shuffle(data)
     screen.begin(f"Training: {plan.steps} steps of {plan.batch} examples", plan.steps, len(losses))
@@ -82,13 +86,13 @@ def train(
             losses.append(passed.result().metrics["loss:sum"] / sum(map(answer_length, batch)))
             tokens = sum(datum.model_input.length for datum in batch)
             screen.step(step, "loss", losses[-1], tokens / (time.perf_counter() - began))
-            if stopped() and step + 1 < plan.steps:
+            if stopped():
                 return False
     return True
 
 
 def datum(tokenizer: Any, question: str, answer: str) -> tinkex.Datum:
-    """One example: the conversation, with a weight of 1 on each token of the answer and 0 before it."""
+    """One example: the conversation, with weight 1 on the answer's tokens and 0 before them."""
     prompt = tinkex.render_chat(tokenizer, [{"role": "user", "content": question}])
     said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     tokens = prompt + said
@@ -101,23 +105,23 @@ def answer_length(datum: tinkex.Datum) -> float:
     return float(sum(datum.loss_fn_inputs["weights"].data))
 
 
-def ask(sampler: tinkex.SamplingClient, tokenizer: Any, task: Task) -> list[Answer]:
-    """The model's own answers to the questions it is tested with, and whether they are right."""
+def ask(sampler: tinkex.SamplingClient, tokenizer: Any, task: SupervisedTask) -> list[CheckedAnswer]:
+    """The model's answers to the test questions, and whether they are right."""
     params = tinkex.SamplingParams(max_tokens=40, temperature=0.0, stop=[tokenizer.eos_token_id])
     waiting: list[tinkex.APIFuture[tinkex.SampleResponse]] = []
     for question, _ in task.held_out:
         prompt = tinkex.render_chat(tokenizer, [{"role": "user", "content": question}])
         waiting.append(sampler.sample(tinkex.ModelInput.from_ints(prompt), 1, params))
-    answers: list[Answer] = []
+    answers: list[CheckedAnswer] = []
     for (question, fact), future in zip(task.held_out, waiting, strict=True):
         (sequence,) = future.result().sequences
         text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
-        answers.append(Answer(question, text, task.check(text, fact)))
+        answers.append(CheckedAnswer(question, text, task.check(text, fact)))
     return answers
 
 
-def adapter_at(place: Path, service: tinkex.ServiceClient, path: str) -> Path:
-    """Put the files of a checkpoint into the directory `place`, instead of those of the last time."""
+def download_adapter(place: Path, service: tinkex.ServiceClient, path: str) -> Path:
+    """Download a checkpoint's files into the directory `place`, replacing those of the last demo."""
     url = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(path).result().url
     with new_directory(place, overwrite=True) as directory:
         download_archive(url, directory)

@@ -1,7 +1,7 @@
-"""What a demo shows: answers, progress, a curve, and what to do with the adapter. In 80 columns.
+"""What a demo prints: answers, progress, a curve, and how to use the adapter. In 80 columns.
 
-In a terminal the progress is one line that changes; elsewhere it is a line for each step. Knows nothing of
-training.
+In a terminal, progress is one line that changes; elsewhere it is a line for each step. This module does not
+train.
 """
 
 from __future__ import annotations
@@ -23,59 +23,59 @@ WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckedAnswer:
     question: str
     text: str
-    good: bool
+    right: bool
 
 
 class Screen:
-    """Prints a demo as it goes, for lines to be copied: `base` is the base model's directory, `tinkex` is how
-    the command line is called here, and `before` what makes it stay on this machine, if it would not."""
+    """Prints a demo. `base` is the base model's directory, `program` how to call the command line here, and
+    `prefix` the variables with which commands use this machine instead of a server."""
 
-    def __init__(self, base: Path, tinkex: str = "tinkex", before: str = "") -> None:
-        self._base, self._tinkex, self._before = base, tinkex, before
+    def __init__(self, base: Path, program: str = "tinkex", prefix: str = "") -> None:
+        self._base, self._program, self._prefix = base, program, prefix
         self._live = sys.stdout.isatty()
         self._steps, self._began = 0, 0.0
-        self._seen: list[float] = []
+        self._values: list[float] = []
 
     def title(self, text: str, how: str) -> None:
         click.echo(click.style(text, bold=True))
-        weights = weights_of(self._base)  # what they are, where that must be said
+        weights = weights_of(self._base)  # "" if they are as published
         click.echo(f"{how} on {weights or 'the weights'} in {self._base}")
 
     def heading(self, text: str) -> None:
-        """What comes next; said before it is computed, which may take a while."""
+        """Announce what comes next, before it is computed."""
         click.echo("\n" + click.style(text, bold=True))
 
-    def answers(self, answers: Sequence[Answer], rule: str) -> None:
+    def answers(self, answers: Sequence[CheckedAnswer], rule: str) -> None:
         for answer in answers:
-            mark = click.style("✓", fg="green") if answer.good else click.style("✗", fg="red")
+            mark = click.style("✓", fg="green") if answer.right else click.style("✗", fg="red")
             click.echo(f"  {mark} {answer.question}\n      {_short(answer.text, WIDTH - 6)}")
-        good = sum(answer.good for answer in answers)
+        right = sum(answer.right for answer in answers)
         click.echo(
-            click.style(f"{good} of {len(answers)} right", bold=True) + f"  (a program checks: {rule})"
+            click.style(f"{right} of {len(answers)} right", bold=True) + f"  (a program checks: {rule})"
         )
 
-    def stories(self, stories: Sequence[tuple[str, str, float]], mean: float, rule: str) -> None:
-        """Samples (subject, text, reward), and the mean reward of these and their siblings."""
-        for subject, text, reward in stories:
+    def samples(self, samples: Sequence[tuple[str, str, float]], mean: float, rule: str) -> None:
+        """Samples (subject, text, reward), and the mean reward of all that were drawn."""
+        for subject, text, reward in samples:
             click.echo(f"  {reward:.1f}  {_short(f'{subject}: {text}', WIDTH - 7)}")
         click.echo(click.style(f"mean reward {mean:.2f}", bold=True) + f"  (a program counts: {rule})")
 
     def begin(self, title: str, steps: int, taken: int) -> None:
         self.heading(title)
         if taken:
-            click.echo(f"  going on after step {taken}")
-        self._steps, self._began, self._seen = steps, time.monotonic(), []
+            click.echo(f"  continuing after step {taken}")
+        self._steps, self._began, self._values = steps, time.monotonic(), []
 
     def step(self, step: int, name: str, value: float, tokens_per_second: float, said: str = "") -> None:
-        """One step was taken, with this value of what is being watched."""
-        self._seen.append(value)
-        left = (time.monotonic() - self._began) / len(self._seen) * (self._steps - step - 1)
+        """Show the progress after a step."""
+        self._values.append(value)
+        left = (time.monotonic() - self._began) / len(self._values) * (self._steps - step - 1)
         line = f"  step {step + 1:>2}/{self._steps}  {name} {value:.3f}  {tokens_per_second:4.0f} tokens/s"
         line += f"  {int(left) // 60}:{int(left) % 60:02} left"
-        line += f"  {sparkline(self._seen, 14)}" if self._live and not said else f"  {said}"
+        line += f"  {sparkline(self._values, 14)}" if self._live and not said else f"  {said}"
         line = _short(line.rstrip(), min(WIDTH, shutil.get_terminal_size().columns) if self._live else WIDTH)
         if self._live:
             click.echo(f"\r\x1b[K{line}", nl=step + 1 == self._steps)
@@ -96,11 +96,11 @@ class Screen:
     def adapter(self, path: str, directory: Path) -> None:
         self.heading("The adapter is yours")
         click.echo(f"  {directory}\n")
-        click.echo("Two lines load it in PEFT:\n")
+        click.echo("Load it with PEFT:\n")
         click.echo(f'  model = transformers.AutoModelForCausalLM.from_pretrained("{self._base}")')
         click.echo(f'  model = peft.PeftModel.from_pretrained(model, "{directory}")\n')
-        tinkex = f"{self._before}{self._tinkex}"
-        click.echo(f"Talk to it, or see how it went:\n\n  {tinkex} chat {path}\n  {tinkex} run plot")
+        tinkex = f"{self._prefix}{self._program}"
+        click.echo(f"Talk to it, or plot the run:\n\n  {tinkex} chat {path}\n  {tinkex} run plot")
 
     def verdict(self, learned: bool, before_and_after: str) -> None:
         said, colour = ("It learned", "green") if learned else ("It did not learn", "red")
@@ -109,9 +109,9 @@ class Screen:
         )
 
     def stopped(self, again: str) -> None:
-        click.echo(f"\nStopped. What was learned so far is saved; go on with: {self._tinkex} {again}")
+        click.echo(f"\nStopped. The training so far is saved; continue with: {self._program} {again}")
 
 
 def _short(text: str, width: int) -> str:
-    text = "".join(c if c.isprintable() else " " for c in text)  # a model may say what terminals obey
+    text = "".join(c if c.isprintable() else " " for c in text)  # a model must not control the terminal
     return text if len(text) <= width else f"{text[: width - 2]} …"

@@ -125,7 +125,7 @@ def unknown_model(name: str, known: Iterable[str], *, paths: bool = True) -> str
     if paths and path.exists():
         return f"{name!r} is not a model: a model is a directory with a config.json, or a .gguf file"
     if paths and (name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1):
-        return f"there is no directory or file {name!r}"
+        return f"there is no directory or file {name}"
     known = list(dict.fromkeys(known))
     choices = {choice.lower().rpartition("/")[2]: choice for choice in known}
     choices |= {choice.lower(): choice for choice in known}

@@ -125,7 +125,9 @@ def _describe(run: TrainingRun, steps: list[dict[str, Any]], checkpoints: list[C
 
 
 def _steps(lines: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+    """The steps that were taken; one without gradients is skipped."""
+    steps = [json.loads(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+    return [step for step in steps if not step.get("skipped")]
 
 
 def _status(run: TrainingRun) -> str:
