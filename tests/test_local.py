@@ -22,8 +22,8 @@ from tinkex import local
 from tinkex.config import Settings
 from tinkex.engine.protocol import EngineConfig
 from tinkex.service.config import ServiceConfig
-from tinkex.service.engines import Engines
 from tinkex.service.refusal import Refusal
+from tinkex.service.served_models import ServedModels
 
 
 def python(code: str, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -208,7 +208,7 @@ def test_clients_of_one_home_share_one_service(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Engines:
+def engines(tmp_path: Path) -> ServedModels:
     shelf = tmp_path / "models"
     for place in ("org--name", "org/other", "plain"):
         (shelf / place).mkdir(parents=True)
@@ -217,10 +217,10 @@ def engines(tmp_path: Path) -> Engines:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "config.json").write_text("{}")
     config = ServiceConfig(tmp_path, model_shelf=shelf, engine=EngineConfig(model="", kind="fake"))
-    return Engines(config)
+    return ServedModels(config)
 
 
-def test_models_on_the_shelf_are_found_by_name(engines: Engines, tmp_path: Path):
+def test_models_on_the_shelf_are_found_by_name(engines: ServedModels, tmp_path: Path):
     for name, place in (
         ("org/name", "org--name"), ("org/other", "org/other"), ("plain", "plain"),
         ("org/small", "org/small.gguf"), ("org/name:variant", "org--name"),
@@ -230,16 +230,16 @@ def test_models_on_the_shelf_are_found_by_name(engines: Engines, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["../secret", "org/../../secret", "", "none", "org"])
-def test_no_name_leads_out_of_the_shelf(engines: Engines, name: str):
+def test_no_name_leads_out_of_the_shelf(engines: ServedModels, name: str):
     with pytest.raises(Refusal) as refused:
         engines.find(name)
     assert refused.value.status == 404
 
 
-def test_paths_are_names_in_ones_own_process_only(engines: Engines, tmp_path: Path):
+def test_paths_are_names_in_ones_own_process_only(engines: ServedModels, tmp_path: Path):
     with pytest.raises(Refusal):
         engines.find(str(tmp_path / "secret"))
-    own = Engines(local.service_config(Settings(home=tmp_path)))
+    own = ServedModels(local.service_config(Settings(home=tmp_path)))
     assert own.find(str(tmp_path / "secret")).source == str(tmp_path / "secret")
     with pytest.raises(Refusal, match=r"no base model is called 'none'.*can be named by its path"):
         own.find("none")

@@ -31,7 +31,6 @@ from tinkex.errors import Request, Response, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
-from tinkex.service.streams import SampleEvents
 from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.wire import ops
@@ -80,7 +79,7 @@ class LocalTransport:
             await self._start()
         try:
             with tracing.span(f"transport {ops.STREAM_SAMPLE.name}", within=True):
-                events = await SampleEvents.open(self._service, request, self._caller)
+                events = self._service.stream(request, self._caller)
         except Refusal as refusal:
             raise _status_error(ops.STREAM_SAMPLE, refusal) from None
         async with aclosing(events):
@@ -97,8 +96,7 @@ class LocalTransport:
 
     def engines(self) -> list[Engine]:
         """Those that are loaded."""
-        models = self._service.core.engines if hasattr(self._service, "core") else ()
-        return [model.engine for model in models if model.engine is not None]
+        return self._service.models.engines()
 
 
 def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:

@@ -12,8 +12,6 @@ from tests.client.conftest import close, fast_retries
 from tests.stub import Stub
 from tinkex import ServiceClient, Timeouts
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def chaotic(stub: Stub) -> Iterator[tuple[Stub, ServiceClient]]:

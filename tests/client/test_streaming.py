@@ -48,8 +48,6 @@ from tinkex.server.serve import ServerConfig
 from tinkex.service.config import ServiceConfig
 from tinkex.service.service import Service
 
-pytestmark = pytest.mark.slow
-
 MODEL = "m/tiny"
 SEEDED = SamplingParams(max_tokens=12, seed=5, temperature=1.0, stop=[])
 FOREVER = SamplingParams(max_tokens=2000, stop=[])
@@ -63,8 +61,8 @@ class Place:
         self.sampler = connect().create_sampling_client(base_model=MODEL, timeout=30)
 
     def used(self, what: str) -> float:
-        (model,) = self.service.core.engines
-        return 0 if model.engine is None else model.engine.stats()[what]
+        (model,) = self.service.models
+        return 0 if model.engine is None else model.engine.heartbeat().stats[what]
 
 
 @pytest.fixture(scope="module", params=["served", "embedded"])
@@ -155,7 +153,7 @@ def test_many_streams_at_once_are_each_their_own(place: Place) -> None:
 def _leave_by_close(place: Place) -> None:
     stream = place.sampler.sample_stream(PROMPT, FOREVER)
     next(stream)
-    assert place.used("kv_pages_used") > 0
+    eventually(lambda: place.used("kv_pages_used") > 0)
     stream.close()
     stream.close()
     for _ in stream:  # what had come, and then no more
@@ -164,7 +162,7 @@ def _leave_by_close(place: Place) -> None:
 
 def _leave_by_break(place: Place) -> None:
     for _ in place.sampler.sample_stream(PROMPT, FOREVER):
-        assert place.used("kv_pages_used") > 0
+        eventually(lambda: place.used("kv_pages_used") > 0)
         break
 
 
@@ -227,8 +225,7 @@ def test_leaving_half_way_frees_what_it_held(place: Place, leave: Callable[[Plac
     """Long before the 2000 tokens are drawn, nothing of it is left on the engine."""
     leave(place)
     eventually(lambda: place.used("sequences_running") == place.used("sequences_waiting") == 0)
-    sequences_pages = place.used("kv_pages_used")  # what is left is the prefix cache's, and can be taken
-    assert sequences_pages <= 1
+    eventually(lambda: place.used("kv_pages_used") <= 1)  # the prefix cache's, and can be taken
     assert len(place.sampler.sample(PROMPT, 1, SEEDED).result(30).sequences) == 1
 
 

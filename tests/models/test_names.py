@@ -22,8 +22,8 @@ from tinkex.errors import TinkerError
 from tinkex.models import DEFAULT, obtain, spellings
 from tinkex.models.catalogue import CATALOGUE, CatalogueEntry
 from tinkex.service.config import ServiceConfig
-from tinkex.service.engines import Engines
 from tinkex.service.refusal import Refusal
+from tinkex.service.served_models import ServedModels
 
 
 @pytest.fixture
@@ -94,12 +94,12 @@ def test_local_means_this_process_whatever_keys_there_are(
 
 
 def test_only_ones_own_process_fetches_what_a_caller_names(tmp_path: Path):
-    own = Engines(local.service_config(Settings(home=tmp_path)))
+    own = ServedModels(local.service_config(Settings(home=tmp_path)))
     assert own.find(DEFAULT).source == DEFAULT
     assert own.find(DEFAULT) is own.find(f"{DEFAULT}:variant")
     assert own.find("org/name").source == "org/name"
     assert list(own) == []  # named is not there
-    served = Engines(ServiceConfig(tmp_path, model_shelf=tmp_path / "models"))
+    served = ServedModels(ServiceConfig(tmp_path, model_shelf=tmp_path / "models"))
     with pytest.raises(Refusal, match=f"no base model is called '{DEFAULT}'"):
         served.find(DEFAULT)
 
@@ -124,9 +124,9 @@ def test_both_names_of_a_catalogue_model_are_one_model(entry: CatalogueEntry, in
 
 def test_a_served_model_answers_to_both_names(tmp_path: Path):
     (full,) = spellings(DEFAULT)[1:]
-    served = Engines(ServiceConfig(tmp_path, models={DEFAULT: DEFAULT}))
+    served = ServedModels(ServiceConfig(tmp_path, models={DEFAULT: DEFAULT}))
     assert served.find(full) is served.find(DEFAULT)
-    served = Engines(ServiceConfig(tmp_path, models={full: full}))
+    served = ServedModels(ServiceConfig(tmp_path, models={full: full}))
     assert served.find(DEFAULT) is served.find(f"{full}:variant")
 
 

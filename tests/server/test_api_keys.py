@@ -49,7 +49,7 @@ def status_of(auth: Authenticator, key: str) -> int:
 
 
 def test_without_keys_every_well_formed_key_is_a_tenant(ledger: Ledger) -> None:
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     assert auth.is_open
     assert auth.identify("tml-a").user == auth.identify("tml-a").user
     assert auth.identify("tml-a").user != auth.identify("tml-b").user
@@ -60,7 +60,7 @@ def test_without_keys_every_well_formed_key_is_a_tenant(ledger: Ledger) -> None:
 
 def test_with_keys_only_those_are_taken(ledger: Ledger) -> None:
     key = add(ledger, "laptop", project="p1")
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     caller = auth.caller({"x-api-key": key}, "http://here", same_machine=True)
     assert (caller.user, caller.project, caller.public_url, caller.same_machine) == (
         "alice",
@@ -74,7 +74,7 @@ def test_with_keys_only_those_are_taken(ledger: Ledger) -> None:
 
 def test_a_bearer_token_is_a_key_too(ledger: Ledger) -> None:
     key = add(ledger, "laptop")
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     assert auth.caller({"authorization": f"Bearer {key}"}).user == "alice"
     with pytest.raises(Refusal):
         auth.caller({"authorization": f"Basic {key}"})
@@ -83,7 +83,7 @@ def test_a_bearer_token_is_a_key_too(ledger: Ledger) -> None:
 def test_revoking_the_last_key_opens_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH", 0.0)
     key = add(ledger, "laptop")
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     token = auth.issue_token(auth.identify(key)).jwt
     assert status_of(auth, token) == 200
     ledger.revoke_key(1, time.time())
@@ -93,7 +93,7 @@ def test_revoking_the_last_key_opens_nothing(ledger: Ledger, monkeypatch: pytest
 
 def test_look_ups_are_believed_for_a_moment(ledger: Ledger) -> None:
     key = add(ledger, "laptop")
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     auth.identify(key)
     ledger.revoke_key(1, time.time())
     assert status_of(auth, key) == 200
@@ -101,7 +101,7 @@ def test_look_ups_are_believed_for_a_moment(ledger: Ledger) -> None:
 
 def test_only_a_hash_is_kept(ledger: Ledger, tmp_path: Path) -> None:
     key = add(ledger, "laptop")
-    Authenticator(lambda: ledger, SECRET).identify(key)
+    Authenticator(ledger, SECRET).identify(key)
     kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert key.encode() not in kept
     assert key[4:].encode() not in kept
@@ -111,7 +111,7 @@ def test_only_a_hash_is_kept(ledger: Ledger, tmp_path: Path) -> None:
 
 
 def test_a_token_says_who_and_until_when(ledger: Ledger) -> None:
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     identity = auth.identify(add(ledger, "laptop"))
     claims = jwt.decode(auth.issue_token(identity).jwt, options={"verify_signature": False})
     assert (claims["sub"], claims["org_id"], claims["email"]) == ("alice", "tinkex", "alice@localhost")
@@ -121,7 +121,7 @@ def test_a_token_says_who_and_until_when(ledger: Ledger) -> None:
 @pytest.mark.parametrize("change", [{"exp": 1}, {"key": "0" * 64}, {"sub": None}])
 def test_tokens_that_are_not_ours(ledger: Ledger, change: dict[str, object]) -> None:
     key = add(ledger, "laptop")
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     claims = (
         jwt.decode(auth.issue_token(auth.identify(key)).jwt, options={"verify_signature": False}) | change
     )
@@ -131,11 +131,9 @@ def test_tokens_that_are_not_ours(ledger: Ledger, change: dict[str, object]) -> 
 
 def test_a_token_of_another_server_or_of_no_algorithm_is_refused(ledger: Ledger) -> None:
     key = add(ledger, "laptop")
-    auth = Authenticator(lambda: ledger, SECRET)
+    auth = Authenticator(ledger, SECRET)
     claims = jwt.decode(auth.issue_token(auth.identify(key)).jwt, options={"verify_signature": False})
-    assert (
-        status_of(auth, Authenticator(lambda: ledger, bytes(32)).issue_token(auth.identify(key)).jwt) == 401
-    )
+    assert status_of(auth, Authenticator(ledger, bytes(32)).issue_token(auth.identify(key)).jwt) == 401
     assert status_of(auth, jwt.encode(claims, None, "none")) == 401
     assert status_of(auth, "eyJhbGciOi.broken") == 401
 

@@ -323,7 +323,7 @@ def test_a_client_that_hangs_up_while_sending_disturbs_nobody(server: Running) -
 def test_health_is_ok_only_while_the_engine_can_work(start: Callable[..., Running]) -> None:
     server = start()
     assert server.ask("GET", "/api/v1/healthz", key=None).json == {"status": "ok"}
-    engine = server.server.service.core.engines.find(MODEL).engine
+    engine = server.server.service.models.find(MODEL).engine
     assert engine is not None
     engine.close()
     sick = server.ask("GET", "/api/v1/healthz", key=None)

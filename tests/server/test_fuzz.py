@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from tests.server.conftest import KEY, MODEL, Running, server_config
 from tinkex.wire import ops
 
-pytestmark = pytest.mark.slow
-
 ROUTES = [(op.method, op.path) for op in ops.OPS.values()] + [
     ("POST", "/api/v1/stream_sample"),
     ("GET", "/api/v1/models/{name:path}/tokenizer/{file}"),
@@ -215,7 +213,7 @@ def test_what_is_refused_leaves_nothing_behind(
         for (method, path), (body, more) in itertools.product(ROUTES, BAD):
             target = fill(path, ["no", "such"])
             send(connection, method, target, body if method in ("POST", "PUT") else None, {**KEY, **more})
-        server.server.service.core.futures.expire(time.monotonic() + 1e6)
+        server.server.service.polling.expire(time.monotonic() + 1e6)
         gc.collect()
         return len(gc.get_objects())
 

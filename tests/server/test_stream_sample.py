@@ -16,7 +16,6 @@ from tests.server.conftest import KEY, Running
 from tests.service.harness import User, serving
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server import stream_sample
-from tinkex.service.streams import SampleEvents
 from tinkex.types.data import ModelInput
 from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import SampleRequest
@@ -76,7 +75,7 @@ def test_what_is_wrong_with_the_request_is_a_status(server: Running) -> None:
 
 
 def test_a_client_that_leaves_stops_the_work(server: Running) -> None:
-    engine = next(iter(server.server.service.core.engines)).engine
+    engine = next(iter(server.server.service.models)).engine
     assert engine is not None
     sampler = server.open_sampler()
     connection = server.connect()
@@ -87,9 +86,9 @@ def test_a_client_that_leaves_stops_the_work(server: Running) -> None:
     response.close()
     connection.close()
     deadline = time.monotonic() + 10
-    while engine.stats()["sequences_running"] and time.monotonic() < deadline:
+    while engine.heartbeat().stats["sequences_running"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert engine.stats()["sequences_running"] == 0
+    assert engine.heartbeat().stats["sequences_running"] == 0
     assert server.ask("GET", "/api/v1/healthz").status == 200
 
 
@@ -176,7 +175,7 @@ async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -
         sampler = await user.sampler(await user.session())
         params = SamplingParams(max_tokens=50, stop=[])
         request = SampleRequest(ModelInput.from_ints([1]), params, 1, sampler)
-        events = await SampleEvents.open(service, request, user.caller)
+        events = service.stream(request, user.caller)
         response = stream_sample.SampleStreamResponse(events)
 
         async def broken(*_: Any) -> Any:

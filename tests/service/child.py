@@ -14,6 +14,7 @@ import pickle
 import struct
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,16 @@ def frame(value: Any) -> bytes:
 
 def build_slowly(config: EngineConfig) -> Engine:
     """An engine that takes long enough to be killed in the middle of things."""
-    engine = build_engine(config)
-    run = engine.trainer.run
+    engine, thread = build_engine(config), ThreadPoolExecutor(1)
+    submit = engine.trainer.submit
 
-    def slowly(command: Any, progress: Any = None) -> Any:
+    def slowly(command: Any) -> Any:
         time.sleep(0.004)
-        result = run(command, progress)
+        result = submit(command).result()
         time.sleep(0.004)
         return result
 
-    engine.trainer.run = slowly  # type: ignore[method-assign]
+    engine.trainer.submit = lambda command: thread.submit(slowly, command)  # type: ignore[method-assign]
     return engine
 
 

@@ -214,10 +214,10 @@ class Slow(FakeEngine):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        run = self.trainer.run
+        run = self.trainer._execute
 
-        def slowly(command, progress=None):
+        def slowly(command):
             time.sleep(0.05)
-            return run(command, progress)
+            return run(command)
 
-        self.trainer.run = slowly  # type: ignore[method-assign]
+        self.trainer._execute = slowly  # type: ignore[method-assign]

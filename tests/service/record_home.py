@@ -142,17 +142,17 @@ async def _from_state(user: User, facts: Facts) -> str:
 
 async def _serve_and_work(directory: Path, kind: str) -> None:
     async with opened(directory, kind) as service:
-        service.core.ledger.add_key(
+        service.ledger.add_key(
             name="laptop", note="ann's", hash="0" * 64, owner="ann", project_id=None, created_at=time.time()
         )
         user = User(service)
         facts = await work(user)
         for run, next_seq in ((facts["stepped"], 9), (facts["evicted"], 5)):
-            journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+            journal = service.runs.get(run).journal  # type: ignore[union-attr]
             await until(lambda journal=journal, next_seq=next_seq: journal.next_seq >= next_seq)
-        run = service.live.at_hand(facts["evicted"])
+        run = service.runs.get(facts["evicted"])
         assert run is not None
-        assert await service.live.put_away(run)
+        assert await service.runs.evict(run)
         await service.tick()
         print(json.dumps(facts, default=str), flush=True)
         await asyncio.sleep(600)  # until it is killed

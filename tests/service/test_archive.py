@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tinkex.service import archive as archive_module
 from tinkex.service.archive import LINK_LIFE, Archive, Archives
+from tinkex.service.home import Home
 
 names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=60)
 
@@ -79,7 +80,7 @@ def content(file: Path) -> dict[str, bytes]:
 def test_however_often_it_is_asked_for_there_is_one_and_the_newest(
     tmp_path: Path, directory: Path, kept: Path
 ) -> None:
-    archives = Archives(tmp_path)
+    archives = Archives(Home(tmp_path))
     first = archives.pack(directory)
     assert content(first) == {"a": b"one"}
     (directory / "a").write_text("two")
@@ -92,7 +93,7 @@ def test_however_often_it_is_asked_for_there_is_one_and_the_newest(
 
 
 def test_what_one_process_removes_is_no_others(tmp_path: Path, directory: Path, kept: Path) -> None:
-    mine, others = Archives(tmp_path), Archives(tmp_path)
+    mine, others = Archives(Home(tmp_path)), Archives(Home(tmp_path))
     mine.pack(directory)
     theirs = others.pack(directory)
     mine.clear()
@@ -102,9 +103,9 @@ def test_what_one_process_removes_is_no_others(tmp_path: Path, directory: Path, 
 def test_with_its_directory_every_archive_of_it_goes(tmp_path: Path, directory: Path, kept: Path) -> None:
     neighbour = directory.with_name("other")
     neighbour.mkdir()
-    archives = Archives(tmp_path)
+    archives = Archives(Home(tmp_path))
     archives.pack(directory)
-    Archives(tmp_path).pack(directory)
+    Archives(Home(tmp_path)).pack(directory)
     left = archives.pack(neighbour)
     archives.forget(directory)
     assert list(kept.iterdir()) == [left]
@@ -113,13 +114,13 @@ def test_with_its_directory_every_archive_of_it_goes(tmp_path: Path, directory: 
 def test_what_is_left_of_others_goes_when_no_link_to_it_works(
     tmp_path: Path, directory: Path, kept: Path
 ) -> None:
-    Archives(tmp_path).pack(directory)
+    Archives(Home(tmp_path)).pack(directory)
     (kept / ".half.part").touch()  # as a process leaves it that is killed
-    young = Archives(tmp_path).pack(directory)
+    young = Archives(Home(tmp_path)).pack(directory)
     for file in kept.iterdir():
         age = LINK_LIFE - 60 if file == young else LINK_LIFE + 60
         os.utime(file, times=(time.time() - age,) * 2)
-    Archives(tmp_path).sweep()
+    Archives(Home(tmp_path)).sweep()
     assert list(kept.iterdir()) == [young]
 
 
@@ -130,7 +131,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(
         yield file.read(1)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    archives = Archives(tmp_path)
+    archives = Archives(Home(tmp_path))
     before = archives.pack(directory)
     monkeypatch.setattr(archive_module, "_content", full)
     with pytest.raises(OSError, match="No space left"):
@@ -143,8 +144,9 @@ LEAVE = """
 import os, sys
 from pathlib import Path
 from tinkex.service.archive import Archives
+from tinkex.service.home import Home
 home = Path(sys.argv[1])
-packed = Archives(home).pack(home / "runs" / "état")
+packed = Archives(Home(home)).pack(home / "runs" / "état")
 if (child := os.fork()) == 0:
     sys.exit()
 os.waitpid(child, 0)

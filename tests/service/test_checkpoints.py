@@ -20,12 +20,11 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, found, killed_copy, name_of, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import CreateAdapter, EngineConfig, SaveAdapter
-from tinkex.service import accounts as accounts_module
-from tinkex.service import core as core_module
-from tinkex.service import encryption
+from tinkex.service import encryption, session_traces
+from tinkex.service import home as home_module
 from tinkex.service.config import ServiceConfig
-from tinkex.service.engines import Engines
 from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.served_models import ServedModels
 from tinkex.service.service import Service
 from tinkex.types import checkpoints, sessions, training
 from tinkex.types.params import LoraConfig
@@ -125,7 +124,7 @@ async def test_what_has_expired_is_gone_with_its_files(user: User, home: Path):
     await user.call(
         ops.SET_CHECKPOINT_TTL, checkpoints.SetCheckpointTTLRequest(**name_of(kept), ttl_seconds=None)
     )
-    ledger = user.service.core.ledger
+    ledger = user.service.ledger
     ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)
     info = checkpoints.WeightsInfoRequest(tinker_path=path)
     assert await user.status_of(ops.GET_WEIGHTS_INFO, info) == 404  # before any upkeep
@@ -140,7 +139,7 @@ async def test_what_has_expired_hides_nothing_that_has_not(user: User, service: 
     kept = await user.save(run, 1, "kept")
     for number in (2, 3):
         await user.save(run, number, f"c{number}", ttl_seconds=3600)
-        service.core.ledger.update_checkpoint(run, "weights", f"c{number}", expires_at=time.time() - 1)
+        service.ledger.update_checkpoint(run, "weights", f"c{number}", expires_at=time.time() - 1)
     page = await user.call(ops.LIST_USER_CHECKPOINTS, checkpoints.ListUserCheckpointsRequest(limit=2))
     assert ([c.tinker_path for c in page.checkpoints], page.cursor.total_count) == ([kept], 1)
     shown = await user.call(ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=run))
@@ -150,7 +149,7 @@ async def test_what_has_expired_hides_nothing_that_has_not(user: User, service: 
 async def test_the_name_of_what_has_expired_is_free_at_once(user: User, service: Service):
     run = await user.run()
     path = await user.save(run, 1, "c", ttl_seconds=3600)
-    service.core.ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)  # not yet removed
+    service.ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)  # not yet removed
     assert await user.save(run, 2, "c") == path
     await service.tick()
     await user.load(run, 3, path)
@@ -228,9 +227,9 @@ async def test_a_copy_into_a_project_is_made_once_however_often_it_is_asked_for(
 @pytest.mark.parametrize(("name", "written"), [(MODEL, MODEL), ("mine", "place")])
 async def test_an_adapter_names_its_base_model_so_that_others_find_it(home: Path, name: str, written: str):
     config = ServiceConfig(home, models={name: "place"}, engine=EngineConfig("", kind="fake"))
-    engine = await Engines(config).find(name).load()
-    engine.trainer.run(CreateAdapter("run", LoraConfig(4)))
-    engine.trainer.run(SaveAdapter("run", home / "saved"))
+    engine = await ServedModels(config).find(name).load()
+    engine.trainer.submit(CreateAdapter("run", LoraConfig(4))).result()
+    engine.trainer.submit(SaveAdapter("run", str(home / "saved"))).result()
     peft = json.loads((home / "saved" / "adapter_config.json").read_text())
     assert peft["base_model_name_or_path"] == written
 
@@ -272,7 +271,7 @@ async def test_an_archive_that_the_disk_has_no_room_for_is_refused(
     user: User, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = await user.save(await user.run(), 1, "c")
-    monkeypatch.setattr(core_module, "DISK_RESERVE", 1 << 60)
+    monkeypatch.setattr(home_module, "DISK_RESERVE", 1 << 60)
     with pytest.raises(Refusal, match="disk is full") as refused:
         await user.call(ops.GET_CHECKPOINT_ARCHIVE_URL, checkpoints.CheckpointRequest(**name_of(path)))
     assert refused.value.status == 503
@@ -362,7 +361,7 @@ async def test_what_is_saved_anew_while_others_expire_stays(
     await user.save(run, 1, "old")
     path = await user.save(run, 2, "rolling", ttl_seconds=3600)
     for n, name in enumerate(("old", "rolling")):
-        service.core.ledger.update_checkpoint(run, "weights", name, expires_at=1.0 + n)
+        service.ledger.update_checkpoint(run, "weights", name, expires_at=1.0 + n)
     deleting, go_on = held_up(monkeypatch, shutil, "rmtree")
     tick = asyncio.create_task(service.tick())
     await asyncio.to_thread(deleting.wait, 30)
@@ -394,7 +393,7 @@ async def test_what_is_copied_or_sealed_is_on_the_disk_before_anyone_is_told(
             model_id=run, path="c", seq_id=2, age_encryption_recipients=[str(identity.to_public())]
         )
         made = (await user.result(await user.call(ops.SAVE_WEIGHTS_EXTERNAL, sealing))).path
-    directory = home / user.service.core.any_checkpoint(made).directory  # type: ignore[union-attr]
+    directory = home / user.service.access.any_checkpoint(made).directory  # type: ignore[union-attr]
     part = directory.with_name(".c.part")
     assert synced >= {str(part / file.name) for file in directory.iterdir()} | {str(part)}
     assert str(directory.parent) in synced
@@ -430,8 +429,8 @@ async def test_a_full_disk_refuses_new_work_and_loses_nothing(
 ):
     run, twin = await user.run(), await user.run()
     losses = await user.train(run, 1, 2)
-    monkeypatch.setattr(core_module, "DISK_RESERVE", 1 << 60)
-    service.core._disk = (0.0, 0)
+    monkeypatch.setattr(home_module, "DISK_RESERVE", 1 << 60)
+    service.home._free = (0.0, 0)
     with pytest.raises(Refusal, match="disk is full") as refused:
         await user.forward_backward(run, 5)
     assert refused.value.status == 503
@@ -448,7 +447,7 @@ async def test_a_disk_that_fills_up_under_way_is_reported(user: User, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(accounts_module, "_write_trace", full)
+    monkeypatch.setattr(session_traces, "_write_trace", full)
     asking = sessions.ExportSessionTraceRequest(session_id=session)
     with pytest.raises(Refusal, match="disk is full") as refused:
         await user.call(ops.EXPORT_SESSION_TRACE, asking)
@@ -463,14 +462,14 @@ async def test_a_save_that_the_engine_cannot_write_fails_and_the_run_goes_on(hom
 
     def build(config):
         engine = Full(config)
-        run = engine.trainer.run
+        run = engine.trainer._execute
 
-        def maybe(command, progress=None):
+        def maybe(command):
             if engine.fails and type(command).__name__ == "SaveAdapter":
                 raise OSError(28, "No space left on device")
-            return run(command, progress)
+            return run(command)
 
-        engine.trainer.run = maybe  # type: ignore[method-assign]
+        engine.trainer._execute = maybe  # type: ignore[method-assign]
         engines.append(engine)
         return engine
 

@@ -20,17 +20,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.service import journal as journal_module
-from tinkex.service import records as records_module
-from tinkex.service.journal import Entry, Journal, JournalError, JournalFullError, Restored, delete, restore
+from tinkex import store as store_module
+from tinkex.service.runs import journal as journal_module
+from tinkex.service.runs import segments as segments_module
+from tinkex.service.runs.journal import (
+    Journal,
+    JournalEntry,
+    JournalError,
+    JournalFullError,
+    Restored,
+    delete,
+    restore,
+)
 from tinkex.types.data import Datum, ForwardBackwardInput, ModelInput
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.params import AdamParams
 from tinkex.types.training import ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 
 
-def entry(seq_id: int, request: object = None, digest: bytes = b"") -> Entry:
-    return Entry(seq_id, f"r{seq_id}", "optim_step", request, 1000.0 + seq_id, digest)
+def entry(seq_id: int, request: object = None, digest: bytes = b"") -> JournalEntry:
+    return JournalEntry(seq_id, f"r{seq_id}", "optim_step", request, 1000.0 + seq_id, digest)
 
 
 def files(directory: Path, pattern: str = "*.log") -> list[str]:
@@ -263,7 +272,7 @@ def _filled(directory: Path) -> Restored:
 @pytest.mark.parametrize("name", ["requests", "results"])
 def test_a_last_record_cut_off_anywhere_is_as_if_it_never_was(tmp_path, name):
     whole = _filled(tmp_path / "whole")
-    log = records_module.Log(tmp_path / "whole", name)
+    log = segments_module.SegmentedLog(tmp_path / "whole", name)
     start = log.read()[-2].offset + log.read()[-2].length
     for size in range(start, log.size):
         directory = tmp_path / str(size)
@@ -289,7 +298,7 @@ def test_any_byte_that_changed_is_noticed_and_named(tmp_path, name):
     _filled(tmp_path)
     path = tmp_path / f"{name}-000001.log"
     content = path.read_bytes()
-    ends = [record.offset + record.length for record in records_module.Log(tmp_path, name).read()]
+    ends = [record.offset + record.length for record in segments_module.SegmentedLog(tmp_path, name).read()]
     starts = [0, len(b"tinkex journal 1\n"), *ends[:-1]]
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
@@ -424,12 +433,12 @@ class Disk:
     )
 
     def __enter__(self) -> Disk:
-        journal_module.os = records_module.os = self  # type: ignore[assignment]
+        journal_module.os = segments_module.os = store_module.os = self  # type: ignore[assignment]
         journal_module.shutil = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        journal_module.os = records_module.os = os
+        journal_module.os = segments_module.os = store_module.os = os
         journal_module.shutil = shutil
         for file in self.opened:
             os.close(file)
@@ -548,7 +557,7 @@ def perform(journal: Journal, model: Model, new: Model, action: Action) -> None:
     if kind == "accept":
         for request_id in new.seqs.keys() - model.seqs.keys():
             request = f"request {request_id}" * 5
-            journal.accept(Entry(new.seqs[request_id], request_id, "op", request, 0.5))
+            journal.accept(JournalEntry(new.seqs[request_id], request_id, "op", request, 0.5))
     elif kind == "resolve" and ids:
         journal.resolve(ids[a % len(ids)], f"outcome {b}")  # a second one, at times
     elif kind == "forget" and ids:
@@ -578,7 +587,6 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     actions=ACTIONS,
@@ -652,10 +660,10 @@ def _go_on(directory: Path, segment_bytes: int, model: Model) -> None:
 _WRITER = """
     import sys
     from pathlib import Path
-    from tinkex.service.journal import Entry, Journal
+    from tinkex.service.runs.journal import JournalEntry, Journal
     journal = Journal(Path(sys.argv[1]), segment_bytes=3000)
     for n in range(1, 10**6):
-        journal.accept(Entry(n, f"r{n}", "op", b"x" * 500, 0.0))
+        journal.accept(JournalEntry(n, f"r{n}", "op", b"x" * 500, 0.0))
         print("accepted", n, flush=True)
         journal.resolve(f"r{n}", n * n)
         print("resolved", n, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,15 @@ pytestmark = pytest.mark.anyio
 
 
 def live(service: Service) -> int:
-    engine = service.core.engines.find(MODEL).engine
-    return 0 if engine is None else int(engine.stats()["adapters_live"])
+    engine = service.models.find(MODEL).engine
+    return 0 if engine is None else int(engine.heartbeat().stats["adapters_live"])
 
 
 def silence(service: Service, session: str, seconds: float) -> None:
     """As if the session had not been heard of for that long."""
-    service.core.flush()
-    service.core.seen[session] = time.time() - seconds
-    service.core.ledger.update_session(session, last_seen_at=time.time() - seconds)
+    service.activity.flush()
+    service.activity.seen[session] = time.time() - seconds
+    service.ledger.update_session(session, last_seen_at=time.time() - seconds)
 
 
 async def test_a_home_has_one_owner(home: Path):
@@ -103,7 +104,7 @@ async def test_a_lapsed_sessions_runs_go_to_disk_and_come_back(
     silence(service, run.split(":")[0], 1000)
     await service.tick()
     assert live(service) == 1
-    assert service.core.ledger.run(run).state == "evicted"  # type: ignore[union-attr]
+    assert service.ledger.run(run).state == "evicted"  # type: ignore[union-attr]
     first = 8 if with_gradients else 7
     outcomes = []
     for name in (run, twin):
@@ -121,7 +122,7 @@ async def test_results_of_a_run_on_disk_can_be_fetched(user: User, service: Serv
     loss = (await user.result(promise)).metrics
     silence(service, run.split(":")[0], 1000)
     await service.tick()
-    service.core.futures.discard(service.core.futures.get(promise.request_id))  # type: ignore[arg-type]
+    service.futures.drop([promise.request_id])
     assert (await user.result(promise)).metrics == loss
 
 
@@ -174,7 +175,7 @@ async def test_what_was_asked_before_the_end_is_still_done(home: Path):
         await user.result(promise)
         assert await saving == f"tinker://{run}/weights/last"
         await service.tick()
-        assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
+        assert service.ledger.run(run).state == "closed"  # type: ignore[union-attr]
 
 
 async def test_a_session_not_heard_of_for_days_ends(home: Path):
@@ -187,7 +188,7 @@ async def test_a_session_not_heard_of_for_days_ends(home: Path):
             ops.SEARCH_SESSIONS, sessions.SessionSearchRequest(session_id=run.split(":")[0])
         )
         assert found.sessions[0].status.type == "cancelled"
-        assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
+        assert service.ledger.run(run).state == "closed"  # type: ignore[union-attr]
 
 
 async def test_a_laptop_that_slept_for_long_finds_its_sessions_and_samplers(
@@ -228,10 +229,10 @@ async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
         await user.result(await user.sample(samplers[0]))
         ago = time.time() - 500
         for sampler in samplers:
-            service.core.ledger.update_sampler(sampler, created_at=ago)
-        service.core.awake_since = ago
+            service.ledger.update_sampler(sampler, created_at=ago)
+        service.activity.awake_since = ago
         await service.tick()
-        left = [row.sampler_id for row in service.core.ledger.samplers_of_session(run.split(":")[0])]
+        left = [row.sampler_id for row in service.ledger.samplers_of_session(run.split(":")[0])]
         assert left == [samplers[0], samplers[2]]  # used just now; the newest
         assert len(found(home, "ephemeral/*")) == 2
 
@@ -239,13 +240,10 @@ async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
 class Small(FakeEngine):
     """Has room for two adapters."""
 
-    def __init__(self, config) -> None:
-        super().__init__(config)
-        self.memory = {"adapters": 2000}
-
-    def stats(self):
-        stats = super().stats()
-        return {**stats, "adapter_bytes": 1000 * stats["adapters_live"]}
+    def heartbeat(self):
+        beat = super().heartbeat()
+        stats = {**beat.stats, "adapter_bytes": 1000 * beat.stats["adapters_live"]}
+        return replace(beat, stats=stats, memory={"adapters": 2000})
 
 
 async def test_adapters_beyond_the_plan_go_to_disk_least_used_first(home: Path):
@@ -256,7 +254,7 @@ async def test_adapters_beyond_the_plan_go_to_disk_least_used_first(home: Path):
             runs.append(await user.run())
             await user.train(runs[-1], 1, 1)
             assert live(service) <= 2
-        states = [service.core.ledger.run(run).state for run in runs]  # type: ignore[union-attr]
+        states = [service.ledger.run(run).state for run in runs]  # type: ignore[union-attr]
         assert states == ["evicted", "evicted", "live", "live"]
         # All go on as if nothing had been, in whatever order.
         losses = [await user.train(run, 3, 2) for run in (runs[1], runs[3], runs[0], runs[2])]
@@ -276,13 +274,13 @@ async def test_requests_and_evictions_may_cross(home: Path):
     async with serving(home) as service:
         user = User(service)
         run, twin = await user.run(), await user.run()
-        at_hand = service.live.at_hand
+        at_hand = service.runs.get
         stop = False
 
         async def keep_evicting() -> None:
             while not stop:
                 if (found := at_hand(run)) is not None:
-                    await service.live.put_away(found)
+                    await service.runs.evict(found)
                 await asyncio.sleep(0)
 
         evicting = asyncio.ensure_future(keep_evicting())
@@ -313,18 +311,18 @@ async def test_results_are_kept_until_they_expire(home: Path):
         run = await user.run()
         fetched, unfetched = await user.forward_backward(run, 1), await user.forward_backward(run, 2)
         await user.result(fetched)
-        await until(lambda: service.core.futures.get(unfetched.request_id).done)  # type: ignore[union-attr]
+        await until(lambda: service.futures.get(unfetched.request_id).done)  # type: ignore[union-attr]
         await user.step(run, 3)
         now = time.monotonic()
-        service.core.futures.expire(now + 5)
+        service.polling.expire(now + 5)
         await user.result(fetched)  # the first answer may have been lost
-        service.core.futures.expire(now + 100)
+        service.polling.expire(now + 100)
         assert (
             await user.status_of(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(fetched.request_id))
             == 410
         )
         await user.result(unfetched)
-        service.core.futures.expire(now + 2000)
+        service.polling.expire(now + 2000)
         gone = futures.FutureRetrieveRequest(unfetched.request_id)
         assert await user.status_of(ops.RETRIEVE_FUTURE, gone) == 410
 

@@ -28,14 +28,14 @@ def holding(kind: type) -> tuple[type[FakeEngine], threading.Event]:
     class Held(FakeEngine):
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
-            run = self.trainer.run
+            run = self.trainer._execute
 
-            def held(command: Any, progress: Any = None) -> Any:
+            def held(command: Any) -> Any:
                 if isinstance(command, kind):
                     go_on.wait(60)
-                return run(command, progress)
+                return run(command)
 
-            self.trainer.run = held  # type: ignore[method-assign]
+            self.trainer._execute = held  # type: ignore[method-assign]
 
     return Held, go_on
 
@@ -56,7 +56,7 @@ async def test_runs_come_back_with_the_weights_that_they_were_made_with(home: Pa
         kept, replayed = await user.run(), await user.run()
         await user.train(kept, 1, 3)
         await user.train(replayed, 1, 1)
-        await until(lambda: service.live.at_hand(kept).journal.next_seq == 5)  # type: ignore[union-attr]
+        await until(lambda: service.runs.get(kept).journal.next_seq == 5)  # type: ignore[union-attr]
         expected = [await user.loss(kept, 7), await user.loss(replayed, 3)]
         copy = killed_copy(home)
     async with serving(copy, models=wrong, preload=True, **torch) as service:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.service.harness import MODEL, Failed, User, datum, serving
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.protocol import CustomLoss, EngineError
-from tinkex.service import history as history_module
+from tinkex.engine.protocol import CheckLoss, EngineConfig, EngineError
+from tinkex.service import run_metrics
 from tinkex.service.rows import Scope
 from tinkex.service.service import Service
 from tinkex.types import (
@@ -23,7 +23,6 @@ from tinkex.types import (
     checkpoints,
     config,
     futures,
-    losses,
     sampling,
     sessions,
     telemetry,
@@ -90,7 +89,7 @@ class Belongings:
         work = ForwardBackwardInput([datum()], "cross_entropy")
         named = {"model_id": self.run, "seq_id": 9, "path": "x"}
         prompt = ModelInput.from_ints([1])
-        graph = losses.CustomLossGraph(nodes=[])
+        graph = training.CustomLossGraph(nodes=[])
         target = futures.SamplingSessionFuturesTarget(sampling_session_id=self.sampler)
         done = sessions.ClientSessionFinishSuccess()
         yield (
@@ -107,7 +106,7 @@ class Belongings:
         yield ops.EXPORT_SESSION_TRACE, sessions.ExportSessionTraceRequest(session_id=self.session)
         yield (
             ops.CREATE_CUSTOM_LOSS,
-            losses.CreateCustomLossRequest(
+            training.CreateCustomLossRequest(
                 session_id=self.session, custom_loss_seq_id=0, name="l", inputs=[], graph=graph
             ),
         )
@@ -238,7 +237,7 @@ async def test_a_published_checkpoint_can_be_read_by_all_and_changed_by_its_owne
 async def test_a_weights_access_token_opens_one_runs_checkpoints(service: Service):
     ann, bob = User(service, "ann"), User(service, "bob")
     things, others = await Belongings.make(ann), await Belongings.make(ann)
-    service.core.opened_by = lambda token: things.run if token == "good" else None
+    service.access._opened_by = lambda token: things.run if token == "good" else None
     run = await bob.run()
     await bob.load(run, 1, things.path, optimizer=False, weights_access_token="good")
     for path, token in ((things.path, "bad"), (others.path, "good")):
@@ -291,8 +290,8 @@ async def test_a_clock_that_is_set_back_takes_nothing_from_what_was_stored(
     await user.save(await user.run(), 1, "c")
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() - 24 * 3600.0)
-    service.accounts.count_storage()
-    stored = [row.amount for row in service.core.ledger.usage(0, 2**40, Scope(None)) if row.kind == "storage"]
+    service.billing.count_storage()
+    stored = [row.amount for row in service.ledger.usage(0, 2**40, Scope(None)) if row.kind == "storage"]
     assert stored
     assert min(stored) >= 0
 
@@ -318,8 +317,8 @@ async def test_usage_counts_tokens_by_kind(service: Service):
     for of in (await user.unnamed_sampler(run, 2, 5), await user.save_for_sampler(run, 3, "named")):
         adapted = await user.sampler(session, 6, of) if of.startswith("tinker:") else of
         await user.result(await user.sample(adapted, prompt=(5, 6), max_tokens=1))
-    service.core.flush()
-    used = service.core.ledger.usage_of_run(run)
+    service.activity.flush()
+    used = service.ledger.usage_of_run(run)
     assert used == {"training": 12, "sampling_prefill": 4, "sampling_sample": 2, "checkpoint": 1}
     assert (await User(service, "bob").call(ops.GET_BILLING_USAGE, request)).data == []
 
@@ -346,7 +345,7 @@ async def test_a_trace_shows_what_was_done(service: Service):
 async def test_a_long_history_loses_every_second_line_and_never_the_last(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(history_module, "MOST_BYTES", 2000)
+    monkeypatch.setattr(run_metrics, "MAX_BYTES", 2000)
     user = User(service)
     run = await user.run()
     await user.train(run, 1, 40)
@@ -366,8 +365,8 @@ async def test_half_a_line_that_a_full_disk_took_spoils_no_other(
     """A limit on the size of files cuts a write off in the middle, as a disk that fills up does."""
     user = User(service)
     run = await user.run()
-    place = service.core.run_dir(run) / history_module.FILE
-    write, limits = service.history._write, resource.getrlimit(resource.RLIMIT_FSIZE)
+    place = service.home.run_dir(run) / run_metrics.FILE
+    write, limits = service.metrics._write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def cut_off(*args: Any) -> None:
         room = place.stat().st_size + 30 if place.exists() else 30
@@ -379,7 +378,7 @@ async def test_half_a_line_that_a_full_disk_took_spoils_no_other(
 
     await user.train(run, 1, 2)
     await user.loss(run, 5)  # the steps before it are done
-    monkeypatch.setattr(service.history, "_write", cut_off)
+    monkeypatch.setattr(service.metrics, "_write", cut_off)
     await user.train(run, 6, 1)
     await user.loss(run, 8)
     monkeypatch.undo()
@@ -404,7 +403,7 @@ async def test_an_uploaded_loss_is_looked_at(service: Service):
             "args": [{"tuple": [{"ref": "total"}, {"dict": {}}]}],
         }
         fields = {"nodes": [placeholder, total, out], "inputs": [{"name": "logprobs", "rank": 1}], **changes}
-        request = losses.CreateCustomLossRequest(
+        request = training.CreateCustomLossRequest(
             session_id=session, custom_loss_seq_id=number, name="mine", inputs=fields["inputs"],
             graph={"nodes": fields["nodes"]},
         )  # fmt: skip
@@ -418,17 +417,26 @@ async def test_an_uploaded_loss_is_looked_at(service: Service):
         bad = await upload(number, nodes=nodes)
         outcome = await user.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(bad.request_id))
         assert outcome.category == "user"
-    service.core.futures.drop([promise.request_id])  # as after a restart
+    service.polling.drop([promise.request_id])  # as after a restart
     assert (await user.result(promise)).loss_id == f"{session}:loss:0"
 
 
 class Choosy(FakeEngine):
     """An engine that has losses, but not all."""
 
-    def check_loss(self, loss: CustomLoss) -> None:
-        for node in loss.nodes:
-            if node["target"] == "torch.load":
-                raise EngineError(f"custom loss node {node['name']!r}: torch.load is not on the list", "user")
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        execute = self.trainer._execute
+
+        def choosy(command: Any) -> Any:
+            for node in command.loss.nodes if isinstance(command, CheckLoss) else ():
+                if node["target"] == "torch.load":
+                    raise EngineError(
+                        f"custom loss node {node['name']!r}: torch.load is not on the list", "user"
+                    )
+            return execute(command)
+
+        self.trainer._execute = choosy  # type: ignore[method-assign]
 
 
 async def test_what_no_engine_would_run_is_refused_at_the_upload(home: Path):
@@ -439,11 +447,11 @@ async def test_what_no_engine_would_run_is_refused_at_the_upload(home: Path):
     ]
     async with serving(home, Choosy, preload=True) as service:
         user = User(service)
-        request = losses.CreateCustomLossRequest(
+        request = training.CreateCustomLossRequest(
             session_id=await user.session(), custom_loss_seq_id=0, name="mine",
             inputs=[{"name": "logprobs", "rank": 1}], graph={"nodes": nodes},
         )  # fmt: skip
         with pytest.raises(Failed, match=r"node 'bad': torch\.load") as failed:
             await user.result(await user.call(ops.CREATE_CUSTOM_LOSS, request))
         assert failed.value.category == "user"
-        assert service.core.ledger.custom_loss(f"{request.session_id}:loss:0") is None
+        assert service.ledger.custom_loss(f"{request.session_id}:loss:0") is None

@@ -12,9 +12,9 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, killed_copy, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import Engine, EngineConfig, EngineError, ForwardBackward, OptimStep
-from tinkex.service import runs
-from tinkex.service.journal import Entry, Journal
 from tinkex.service.refusal import Refusal
+from tinkex.service.runs import accept
+from tinkex.service.runs.journal import Journal, JournalEntry
 from tinkex.service.service import Service
 from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsRequest
@@ -77,12 +77,12 @@ async def test_a_gap_is_waited_for_then_given_up_and_what_comes_late_fails(home:
         user = User(service)
         run = await user.run()
         waiting = await user.forward_backward(run, 2)
-        service.core.futures.long_poll = 0.05
+        service.polling.long_poll = 0.05
         pending = await user.call(ops.RETRIEVE_FUTURE, FutureRetrieveRequest(waiting.request_id))
         assert isinstance(pending, Pending)
         assert pending.queue_state == "paused_capacity"
         assert "request 1" in (pending.queue_state_reason or "")
-        service.core.futures.long_poll = 5.0
+        service.polling.long_poll = 5.0
         await user.result(waiting)
         late = await user.forward_backward(run, 1)
         with pytest.raises(Failed, match="came after its place was given up") as failed:
@@ -275,15 +275,15 @@ async def test_runs_of_different_users_share_a_batch(service: Service):
     users = [User(service, name) for name in ("ann", "bob", "cy")]
     runs = [await user.run() for user in users]
     seen: list[int] = []
-    engine = service.core.engines.find(MODEL).engine
+    engine = service.models.find(MODEL).engine
     assert engine is not None
-    execute = engine.trainer.run
+    execute = engine.trainer._execute
 
-    def watched(command, progress=None):
+    def watched(command):
         seen.append(len(getattr(command, "passes", ())))
-        return execute(command, progress)
+        return execute(command)
 
-    engine.trainer.run = watched  # type: ignore[method-assign]
+    engine.trainer._execute = watched  # type: ignore[method-assign]
     promises = [await user.forward_backward(run, 1) for user, run in zip(users, runs, strict=True)]
     for user, promise in zip(users, promises, strict=True):
         await user.result(promise)
@@ -298,16 +298,16 @@ async def test_of_steps_done_together_only_those_fail_that_do(home: Path):
     class Held(FakeEngine):
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
-            execute = self.trainer.run
+            execute = self.trainer._execute
 
-            def run(command, progress=None):
+            def run(command):
                 if isinstance(command, ForwardBackward):
                     assert held.wait(10)
                 if isinstance(command, OptimStep) and command.run in failing:
                     raise EngineError("out of memory")
-                return execute(command, progress)
+                return execute(command)
 
-            self.trainer.run = run  # type: ignore[method-assign]
+            self.trainer._execute = run  # type: ignore[method-assign]
 
     async with serving(home, Held) as service:
         user = User(service)
@@ -329,18 +329,18 @@ async def test_a_gap_is_not_given_up_while_what_it_waits_for_is_written_down(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A large request takes its time on the way to the disk, and the patience with its absence ends."""
-    accept, begun, go_on = Journal.accept, threading.Event(), threading.Event()
+    keep, begun, go_on = Journal.accept, threading.Event(), threading.Event()
 
-    def slowly(journal: Journal, entry: Entry) -> None:
+    def slowly(journal: Journal, entry: JournalEntry) -> None:
         if entry.seq_id == 1:
             begun.set()
             go_on.wait(30)
-        accept(journal, entry)
+        keep(journal, entry)
 
     async with serving(home, gap_patience=0.05) as service:
         user = User(service)
         run = await user.run()
-        monkeypatch.setattr(runs, "BIG", 0)
+        monkeypatch.setattr(accept, "BIG", 0)
         monkeypatch.setattr(Journal, "accept", slowly)
         second = await user.forward_backward(run, 2)
         first = asyncio.create_task(user.forward_backward(run, 1))

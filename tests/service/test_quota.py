@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.service.harness import Failed, User, datum, found, killed_copy, name_of, serving
 from tinkex.service.service import Service
-from tinkex.types import checkpoints, losses
+from tinkex.types import checkpoints, training
 from tinkex.types.data import Datum
 from tinkex.wire import ops
 
@@ -18,9 +17,9 @@ pytestmark = pytest.mark.anyio
 
 def quota(service: Service, beyond: int) -> int:
     """A quota of what is there now and `beyond`, from now on."""
-    files = [file for file in service.core.home.rglob("*") if file.is_file()]
+    files = [file for file in service.home.root.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files) + beyond
-    service.core.config = replace(service.core.config, disk_quota=size)
+    service.home.quota = size
     return size
 
 
@@ -92,7 +91,7 @@ async def test_passes_that_do_not_fit_fail_with_their_step_and_cost_nothing_else
         again = await user.forward_backward(run, 5, *big(2))  # its answer was lost, say
         assert again.request_id == second.request_id
         # What was done before it and what is done after it is as if nothing had been refused.
-        service.core.config = replace(service.core.config, disk_quota=None)
+        service.home.quota = None
         await user.result(await user.forward_backward(twin, 1))
         await user.result(await user.step(twin, 2))
         assert await user.loss(run, 7) == await user.loss(twin, 3)
@@ -130,14 +129,14 @@ async def test_uploaded_losses_count_too(home: Path):
         user = User(service)
         session = await user.session()
 
-        def upload(number: int) -> losses.CreateCustomLossRequest:
+        def upload(number: int) -> training.CreateCustomLossRequest:
             nodes = [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]
             for n in range(500):
                 ref = nodes[-1]["name"]
                 nodes.append({"op": "call_method", "name": f"n{n}", "target": "exp", "args": [{"ref": ref}]})  # type: ignore[dict-item]
             result = {"tuple": [{"ref": nodes[-1]["name"]}, {"dict": {}}]}
             nodes.append({"op": "output", "name": "output", "target": "output", "args": [result]})  # type: ignore[dict-item]
-            return losses.CreateCustomLossRequest(
+            return training.CreateCustomLossRequest(
                 session_id=session, custom_loss_seq_id=number, name="mine", graph={"nodes": nodes},  # type: ignore[arg-type]
                 inputs=[{"name": "logprobs", "rank": 1}],  # type: ignore[list-item]
             )  # fmt: skip

@@ -60,7 +60,7 @@ async def test_a_sample_that_the_killed_process_owed_is_gone(recorded: Path, kin
 async def test_the_ledger_holds_what_it_held(recorded: Path, kind: str):
     facts = read(recorded, "facts.json")
     async with opened(recorded, kind) as service:
-        ledger = service.core.ledger
+        ledger = service.ledger
         session = ledger.session(facts["session"])
         assert session is not None
         assert session.display_name == "recorded"

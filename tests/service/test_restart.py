@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from tests.service.harness import MODEL, Failed, Slow, User, datum, found, killed_copy, serving, until
+from tinkex import store
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
-from tinkex.service import journal as journal_module
-from tinkex.service import live, records
-from tinkex.service.journal import Journal, JournalFullError, restore
 from tinkex.service.refusal import Refusal
+from tinkex.service.runs import journal as journal_module
+from tinkex.service.runs import residency, segments
+from tinkex.service.runs.journal import Journal, JournalFullError, restore
 from tinkex.types import checkpoints, futures, sessions, training
 from tinkex.wire import ops
 
@@ -74,13 +75,13 @@ async def test_snapshots_are_taken_and_journals_trimmed(home: Path):
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 9)
-        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        journal = service.runs.get(run).journal  # type: ignore[union-attr]
         await until(lambda: journal.next_seq == 17)
         assert journal.snapshot is not None
     async with serving(home, snapshot_steps=2) as service:
         user = User(service)
         await user.loss(run, 19)
-        engine = service.core.engines.find(MODEL).engine
+        engine = service.models.find(MODEL).engine
         assert isinstance(engine, FakeEngine)
         assert engine.trainer.adapters[run].step == 9
 
@@ -89,12 +90,12 @@ async def test_training_does_not_wait_for_a_snapshot_to_reach_the_disk(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     disk = threading.Event()
-    monkeypatch.setattr(live, "sync_below", lambda path: disk.wait(10))
+    monkeypatch.setattr(residency, "sync_tree", lambda path: disk.wait(10))
     async with serving(home, snapshot_steps=2) as service:
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 3)
-        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        journal = service.runs.get(run).journal  # type: ignore[union-attr]
         assert journal.snapshot is None  # what is not on the disk does not count
         copy = killed_copy(home)
         disk.set()
@@ -114,9 +115,9 @@ async def test_a_snapshot_that_the_disk_does_not_take_is_taken_anew(
         user = User(service)
         run = await user.run()
         with monkeypatch.context() as patched:
-            patched.setattr(live, "sync_below", broken)
+            patched.setattr(residency, "sync_tree", broken)
             await user.train(run, 1, 2)
-            at_hand = service.live.at_hand(run)
+            at_hand = service.runs.get(run)
             assert at_hand is not None
             await until(lambda: at_hand.committing is not None and at_hand.committing.done())
             assert at_hand.journal.snapshot is None
@@ -128,13 +129,13 @@ async def test_a_snapshot_is_on_the_disk_once_before_it_has_its_name(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     synced: list[Path] = []
-    for module in (records, journal_module):
-        monkeypatch.setattr(module, "sync", synced.append)
+    for module in (segments, journal_module, store):
+        monkeypatch.setattr(module, "sync_path", lambda path: synced.append(Path(path)))
     async with serving(home, fsync=True, snapshot_steps=2) as service:
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 2)
-        kept = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        kept = service.runs.get(run).journal  # type: ignore[union-attr]
         await until(lambda: kept.next_seq == 5)
         assert kept.snapshot is not None
         part = kept.snapshot.with_name(kept.snapshot.name.replace("snapshot", "part"))
@@ -150,9 +151,9 @@ async def test_results_that_were_fetched_do_not_stay_in_the_journal(home: Path):
         run = await user.run()
         await user.train(run, 1, 3)
         await user.result(f"{run}#6")
-        service.core.futures.drop([f"{run}#{n}" for n in range(1, 7)])
+        service.polling.drop([f"{run}#{n}" for n in range(1, 7)])
         await user.train(run, 7, 1)
-        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        journal = service.runs.get(run).journal  # type: ignore[union-attr]
         await until(lambda: journal.next_seq == 9)
     outcomes = restore(journal.directory).outcomes
     assert {request_id.rpartition("#")[2] for request_id in outcomes} == {"0", "7", "8"}
@@ -163,7 +164,7 @@ async def test_what_was_forgotten_before_a_snapshot_covers_it_is_done_again(home
         user = User(service)
         run, twin = await user.run(), await user.run()
         await user.train(run, 1, 3)
-        journal = service.live.at_hand(run).journal  # type: ignore[union-attr]
+        journal = service.runs.get(run).journal  # type: ignore[union-attr]
         journal.forget([f"{run}#{n}" for n in (0, 1, 2, 5)])
         left = killed_copy(home)
         await user.train(twin, 1, 3)
@@ -206,15 +207,15 @@ class Flaky(FakeEngine):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        run = self.trainer.run
+        run = self.trainer._execute
 
-        def maybe(command, progress=None):
+        def maybe(command):
             if Flaky.armed and type(command).__name__ == "ForwardBackward":
                 Flaky.armed = False
                 raise RuntimeError("out of memory")
-            return run(command, progress)
+            return run(command)
 
-        self.trainer.run = maybe  # type: ignore[method-assign]
+        self.trainer._execute = maybe  # type: ignore[method-assign]
 
 
 async def test_what_was_answered_is_never_answered_differently(home: Path):
@@ -257,7 +258,7 @@ async def test_a_save_that_was_written_and_not_answered_is_answered(home: Path):
     async with serving(home) as service:
         user = User(service)
         run = await user.run()
-        live = service.live.at_hand(run)
+        live = service.runs.get(run)
         assert live is not None
         live.journal.resolve = lambda *_: None  # type: ignore[method-assign]  # killed before each answer
         request = checkpoints.SaveWeightsRequest(model_id=run, path="c", seq_id=1)
@@ -275,7 +276,7 @@ async def test_a_load_survives_the_deletion_of_what_was_loaded(home: Path):
         path = await user.save(run, 7, "c")
         other = await user.run(seed=99)
         await user.load(other, 1, path)
-        await until(lambda: service.live.at_hand(other).journal.next_seq == 2)  # type: ignore[union-attr]
+        await until(lambda: service.runs.get(other).journal.next_seq == 2)  # type: ignore[union-attr]
         one = {"training_run_id": run, "checkpoint_id": "weights/c"}
         await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**one))
         async with serving(killed_copy(home)) as second:
@@ -287,7 +288,7 @@ async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A disk that is slow: the run goes on, and is killed, before the snapshot after the load is there."""
-    sync, go_on = live.sync_below, threading.Event()
+    sync, go_on = residency.sync_tree, threading.Event()
 
     def slowly(directory: Path) -> None:
         go_on.wait(1.0)
@@ -298,7 +299,7 @@ async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
         run = await user.run()
         await user.train(run, 1, 2)
         path = await user.save(run, 5, "latest")
-        monkeypatch.setattr(live, "sync_below", slowly)
+        monkeypatch.setattr(residency, "sync_tree", slowly)
         await user.load(run, 6, path, optimizer=True)
         await user.train(run, 7, 1)
         await user.save(run, 9, "latest", overwrite=True)
@@ -353,20 +354,20 @@ async def test_an_engine_in_trouble_costs_no_run_its_life(home: Path, broken: ty
     class Lost(FakeEngine):
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
-            run = self.trainer.run
+            run = self.trainer._execute
 
-            def fail(command: Any, progress: Any = None) -> Any:
+            def fail(command: Any) -> Any:
                 if isinstance(command, broken):
                     raise EngineError("the device has failed, and only a restart helps")
-                return run(command, progress)
+                return run(command)
 
-            self.trainer.run = fail  # type: ignore[method-assign]
+            self.trainer._execute = fail  # type: ignore[method-assign]
 
     async with serving(home, snapshot_steps=2) as service:
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 3)  # two in a snapshot, one in the journal
-        await until(lambda: service.live.at_hand(run).journal.next_seq == 5)  # type: ignore[union-attr]
+        await until(lambda: service.runs.get(run).journal.next_seq == 5)  # type: ignore[union-attr]
         expected = await user.loss(run, 7)
         copy = killed_copy(home)
     async with serving(copy, Lost) as second:
@@ -414,7 +415,7 @@ async def test_runs_that_owe_nothing_wait_on_disk(home: Path):
         promise = await user.forward_backward(run, 1)
         await user.result(promise)
     async with serving(home) as service:
-        assert service.core.engines.find(MODEL).engine is None  # nothing was loaded for it
+        assert service.models.find(MODEL).engine is None  # nothing was loaded for it
         assert (await User(service).result(promise)).metrics
 
 
@@ -485,7 +486,7 @@ async def test_a_run_whose_outcomes_were_not_kept_stays_at_hand(home: Path, monk
             await user.result(await user.step(run, 2))
             await user.call(ops.UNLOAD_MODEL, unload)
         await user.train(run, 3, 3)
-        await until(lambda: service.live.at_hand(run).journal.next_seq > 3)  # type: ignore[union-attr]
+        await until(lambda: service.runs.get(run).journal.next_seq > 3)  # type: ignore[union-attr]
 
 
 async def test_a_damaged_snapshot_is_reported(home: Path):
@@ -493,7 +494,7 @@ async def test_a_damaged_snapshot_is_reported(home: Path):
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 2)
-        await until(lambda: service.live.at_hand(run).journal.next_seq == 5)  # type: ignore[union-attr]
+        await until(lambda: service.runs.get(run).journal.next_seq == 5)  # type: ignore[union-attr]
     for file in found(home, "snapshot-*/adapter/adapter_model.safetensors"):
         file.unlink()
     async with serving(home) as service:
@@ -519,12 +520,12 @@ async def test_usage_is_not_counted_twice(home: Path):
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 3)
-        service.core.flush()
+        service.activity.flush()
         async with serving(killed_copy(home)) as second:
             again = User(second)
             await again.loss(run, 7)
-            second.core.flush()
-            assert second.core.ledger.usage_of_run(run)["training"] == 6 * 4
+            second.activity.flush()
+            assert second.ledger.usage_of_run(run)["training"] == 6 * 4
 
 
 async def test_a_service_whose_clients_died_with_it_cleans_up(home: Path):
@@ -535,12 +536,11 @@ async def test_a_service_whose_clients_died_with_it_cleans_up(home: Path):
         copy = killed_copy(home)
     async with serving(copy, resume=False) as service:
         await service.tick()
-        assert service.core.ledger.run(run).state == "closed"  # type: ignore[union-attr]
+        assert service.ledger.run(run).state == "closed"  # type: ignore[union-attr]
         assert found(copy, "journal") == []
-        assert service.core.engines.find(MODEL).engine is None
+        assert service.models.find(MODEL).engine is None
 
 
-@pytest.mark.slow
 async def test_killed_again_and_again_at_any_moment(home: Path, tmp_path: Path):
     """Twenty lives of a pipelined loop, each ended at a random moment by copying the home away."""
     expected, random_ = await undisturbed(tmp_path, 30), random.Random(5)

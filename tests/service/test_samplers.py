@@ -14,12 +14,12 @@ from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.service.harness import MODEL, Failed, User, killed_copy, serving, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, SampleWork
-from tinkex.service import published
+from tinkex.service import adapter_cache
+from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
-from tinkex.service.engines import Engines
-from tinkex.service.fairness import FairGate
-from tinkex.service.lanes import Lanes
+from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.refusal import Refusal
+from tinkex.service.served_models import ServedModels
 from tinkex.service.service import Service
 from tinkex.types import futures, sampling
 from tinkex.types.data import ModelInput
@@ -140,20 +140,15 @@ async def test_stop_strings_stop_over_token_bytes(home: Path, tmp_path: Path):
         assert text in tokenizer.decode([stopped.tokens[-1]])
 
 
-@pytest.mark.parametrize("asked_for", ["stops", "files"])
-async def test_the_first_who_need_a_tokenizer_may_come_together(tmp_path: Path, home: Path, asked_for: str):
+async def test_the_first_who_need_a_tokenizer_may_come_together(tmp_path: Path, home: Path):
     """That of a GGUF file is unpacked for the first of them, and the others wait for it."""
     metadata = byte_bpe_metadata("smollm", "qwen2")
     directory = tiny_model(tmp_path, "qwen2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", directory, **metadata)
     engine = EngineConfig(model="", kind="torch", device="cpu")
-    model = Engines(ServiceConfig(home, models={MODEL: str(file)}, engine=engine)).find(MODEL)
-    if asked_for == "stops":
-        stops = await asyncio.gather(*(model.stop_bytes(["\n"]) for _ in range(4)))
-        assert all(stop.token_bytes is stops[0].token_bytes for stop in stops)
-    else:
-        places = await asyncio.gather(*(asyncio.to_thread(model.tokenizer_dir) for _ in range(4)))
-        assert len(set(places)) == 1
+    model = ServedModels(ServiceConfig(home, models={MODEL: str(file)}, engine=engine)).find(MODEL)
+    places = await asyncio.gather(*(asyncio.to_thread(model.tokenizer_dir) for _ in range(4)))
+    assert len(set(places)) == 1
 
 
 async def test_a_model_without_a_tokenizer_says_so(user: User):
@@ -167,7 +162,7 @@ async def test_a_cancelled_sample_ends(home: Path):
         user = User(service)
         sampler = await user.sampler(await user.session())
         promise = await user.sample(sampler)
-        await until(lambda: service.core.engines.find(MODEL).engine is not None)
+        await until(lambda: service.models.find(MODEL).engine is not None)
         await user.call(ops.CANCEL_FUTURE, futures.CancelFutureRequest(request_id=promise.request_id))
         with pytest.raises(Failed, match="cancelled"):
             await user.result(promise)
@@ -205,13 +200,13 @@ async def test_a_flood_does_not_starve_the_others(home: Path):
         ann, bob = User(service, "ann"), User(service, "bob")
         flooding = await ann.sampler(await ann.session())
         floods = [await ann.sample(flooding, n, prompt=(10,)) for n in range(100)]
-        model = service.core.engines.find(MODEL)
+        model = service.models.find(MODEL)
         await until(lambda: model.engine is not None and len(model.engine.order) == 4)  # type: ignore[union-attr]
         few = [await bob.sample(await bob.sampler(await bob.session()), n, prompt=(20,)) for n in range(3)]
-        service.core.futures.long_poll = 0.01
+        service.polling.long_poll = 0.01
         state = await bob.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(few[0].request_id))
         assert state.queue_state == "paused_capacity"
-        service.core.futures.long_poll = 5.0
+        service.polling.long_poll = 5.0
         engine = model.engine
         assert isinstance(engine, SlowSampling)
         for _ in range(103):
@@ -225,30 +220,30 @@ async def test_a_flood_does_not_starve_the_others(home: Path):
 
 
 async def test_the_gate_lets_whoever_has_least_go_next():
-    gate, entered = FairGate(2), []
+    gate, entered = FairSemaphore(2), []
 
     async def visit(owner: str, units: int = 1) -> None:
-        await gate.enter(owner, units)
+        await gate.acquire(owner, units)
         entered.append(owner)
 
     tasks = [asyncio.create_task(visit(owner)) for owner in "aaaabc"]
     await asyncio.sleep(0)
     assert entered == ["a", "a"]
-    gate.leave("a", 1)  # "a" still has one inside
+    gate.release("a", 1)  # "a" still has one inside
     await asyncio.sleep(0)
     assert entered == ["a", "a", "b"]
-    gate.leave("b", 1)
+    gate.release("b", 1)
     await asyncio.sleep(0)
     assert entered == ["a", "a", "b", "c"]
     for owner in ("a", "c"):
-        gate.leave(owner, 1)
+        gate.release(owner, 1)
         await asyncio.sleep(0)
     assert entered == ["a", "a", "b", "c", "a", "a"]
     tasks[-1].cancel()
     big, small = asyncio.create_task(visit("d", 5)), asyncio.create_task(visit("e"))
     await asyncio.sleep(0)
     big.cancel()  # what all waited behind has gone
-    gate.leave("a", 1)
+    gate.release("a", 1)
     await asyncio.sleep(0.01)
     assert entered[-1] == "e"
     await asyncio.gather(*tasks, big, small, return_exceptions=True)
@@ -287,13 +282,13 @@ async def test_a_batch_poll_reports_each_end_until_it_is_acknowledged(user: User
 
 
 async def test_a_cursor_of_a_process_whose_clock_was_ahead_hides_nothing():
-    lanes = Lanes(None)
-    lanes.begin("s#0", "r")
-    lanes.end("s#0", "r", failed=False)
+    feeds = Completions(None)
+    feeds.begin("s#0", "r")
+    feeds.end("s#0", "r", failed=False)
     far = 2**62
-    completions, cursor = await lanes.poll("s#0", far, 0.0)
+    completions, cursor = await feeds.poll("s#0", far, 0.0)
     assert [done.request_id for done in completions] == ["r"]
-    assert await lanes.poll("s#0", cursor, 0.0) == ([], cursor)
+    assert await feeds.poll("s#0", cursor, 0.0) == ([], cursor)
 
 
 async def test_a_clients_last_word_is_answered_at_once(user: User):
@@ -301,7 +296,7 @@ async def test_a_clients_last_word_is_answered_at_once(user: User):
     promise = await user.sample(sampler, 0)
     await user.result(promise)
     _, cursor = await poll(user, sampler)
-    user.service.core.futures.long_poll = 1000.0
+    user.service.polling.long_poll = 1000.0
     last = asyncio.ensure_future(poll(user, sampler, cursor, fetched=(promise.request_id,)))
     assert (await asyncio.wait_for(last, 60.0))[0] == {}  # not after the poll's 1,000 seconds
 
@@ -324,22 +319,25 @@ async def test_after_a_restart_lost_samples_are_reported_and_answer_410(home: Pa
 
 def test_the_file_of_samples_is_rewritten_and_survives_being_cut_off(tmp_path: Path):
     path = tmp_path / "samples"
-    lanes = Lanes(path)
+    feeds = Completions(path)
+    feeds.restore()
     for n in range(12_000):
-        lanes.begin("s#0", f"r{n}")
-        lanes.fetched([f"r{n}"])
-    lanes.begin("s#0", "open")
+        feeds.begin("s#0", f"r{n}")
+        feeds.fetched([f"r{n}"])
+    feeds.begin("s#0", "open")
     assert path.stat().st_size < 200_000
     with path.open("ab") as file:
         file.write(b"+cut s")
-    assert set(Lanes(path)._open) == {"open"}
+    feeds = Completions(path)
+    feeds.restore()
+    assert set(feeds._open) == {"open"}
 
 
 # -- published adapters ----------------------------------------------------------------------------------
 
 
 async def test_adapters_that_make_room_come_back(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(published, "MOST", 2)
+    monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 2)
     async with serving(home) as service:
         user = User(service)
         run = await user.run()
@@ -347,7 +345,7 @@ async def test_adapters_that_make_room_come_back(home: Path, monkeypatch: pytest
         for n in range(4):
             await user.train(run, 1 + 3 * n, 1)
             samplers.append(await user.unnamed_sampler(run, 3 + 3 * n, n))
-        engine = service.core.engines.find(MODEL).engine
+        engine = service.models.find(MODEL).engine
         assert isinstance(engine, FakeEngine)
         assert len(engine.sampler.published) <= 3
         first = [(await user.result(await user.sample(s, 0))).sequences[0].logprobs for s in samplers]
@@ -361,12 +359,12 @@ async def test_an_adapter_that_is_taken_while_others_make_room_stays(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Several have to go at once, and while the first one does, somebody begins to use the second."""
-    monkeypatch.setattr(published, "MOST", 3)
+    monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 3)
     async with serving(home) as service:
         user = User(service)
         run = await user.run()
         samplers = [await user.unnamed_sampler(run, 1 + n, n) for n in range(3)]
-        engine = service.core.engines.find(MODEL).engine
+        engine = service.models.find(MODEL).engine
         assert isinstance(engine, FakeEngine)
         retire, sample = engine.sampler.retire, engine.sampler.sample
         going, taken, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -383,7 +381,7 @@ async def test_an_adapter_that_is_taken_while_others_make_room_stays(
 
         monkeypatch.setattr(engine.sampler, "retire", slowly)
         monkeypatch.setattr(engine.sampler, "sample", later)
-        monkeypatch.setattr(published, "MOST", 2)
+        monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 2)
         last = asyncio.create_task(user.unnamed_sampler(run, 4, 3))  # two too many
         await going.wait()
         promise = await user.sample(samplers[1])
@@ -396,13 +394,13 @@ async def test_an_adapter_whose_sample_is_cancelled_while_it_is_loaded_can_go_to
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The engine has begun, and does not stop: what it then holds must make room like any other."""
-    monkeypatch.setattr(published, "MOST", 1)
+    monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 1)
     async with serving(home) as service:
         user = User(service)
         run = await user.run()
         session = run.split(":")[0]
         sampler = await user.sampler(session, 0, await user.save_for_sampler(run, 1, "s"))
-        engine = service.core.engines.find(MODEL).engine
+        engine = service.models.find(MODEL).engine
         assert isinstance(engine, FakeEngine)
         publish, begun, go_on = engine.sampler.publish, asyncio.Event(), asyncio.Event()
 

@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.service.scheduler import BARRIERS_A_ROUND, Scheduler, Verdict, Work
+from tinkex.service.scheduler import BARRIERS_A_ROUND, QueuedRequest, Scheduler, Verdict
 
 BUDGET = 100
 
 
-def work(run: str, seq_id: int, *, is_pass: bool = True, tokens: int = 10, digest: bytes = b"") -> Work:
-    return Work(run, seq_id, f"{run}/{seq_id}", is_pass, tokens if is_pass else 0, digest)
+def work(
+    run: str, seq_id: int, *, is_pass: bool = True, tokens: int = 10, digest: bytes = b""
+) -> QueuedRequest:
+    return QueuedRequest(run, seq_id, f"{run}/{seq_id}", is_pass, tokens if is_pass else 0, digest)
 
 
-def step(run: str, seq_id: int) -> Work:
-    return Work(run, seq_id, f"{run}/{seq_id}", is_pass=False, shares=True)
+def step(run: str, seq_id: int) -> QueuedRequest:
+    return QueuedRequest(run, seq_id, f"{run}/{seq_id}", is_pass=False, shares=True)
 
 
-def drain(scheduler: Scheduler, now: float = 0.0) -> list[list[Work]]:
+def drain(scheduler: Scheduler, now: float = 0.0) -> list[list[QueuedRequest]]:
     """Execute everything that becomes ready, at once."""
     batches = []
     while batch := scheduler.next_batch(now):
@@ -54,8 +56,8 @@ def test_every_run_is_executed_in_order_and_only_once(arriving, pauses):
     for run in ("a0", "a1", "b0", "c0"):
         scheduler.open(run, run[0])
         reference.next_seq[run], reference.arrived[run] = 1, {}
-    executed: list[Work] = []
-    running: list[Work] = []
+    executed: list[QueuedRequest] = []
+    running: list[QueuedRequest] = []
     pauses = iter(pauses)
     for run, seq_id, is_pass, tokens in arriving:
         verdict, request_id = scheduler.submit(work(run, seq_id, is_pass=is_pass, tokens=tokens), 0.0)
@@ -170,7 +172,7 @@ def test_a_repeat_is_the_same_work_and_another_body_is_a_conflict():
     scheduler = Scheduler(batch_tokens=BUDGET)
     scheduler.open("r", "me")
     assert scheduler.submit(work("r", 1, digest=b"x"), 0.0) == (Verdict.ACCEPTED, "r/1")
-    again = Work("r", 1, "another id", True, 10, b"x")
+    again = QueuedRequest("r", 1, "another id", True, 10, b"x")
     assert scheduler.submit(again, 0.0) == (Verdict.REPEATED, "r/1")
     drain(scheduler)
     assert scheduler.submit(again, 0.0) == (Verdict.REPEATED, "r/1")
@@ -314,20 +316,20 @@ def test_a_pass_waits_for_the_passes_of_runs_that_are_about_to_come():
     scheduler = Scheduler(batch_tokens=BUDGET)
     in_turn(scheduler, "a", "b")
     scheduler.submit(work("a", 5), 8.002)
-    until = scheduler.gather_until(8.002)
+    until = scheduler.wait_until(8.002)
     assert until is not None
     assert 8.004 < until < 8.1
     scheduler.submit(work("b", 5), 8.004)
-    assert scheduler.gather_until(8.004) is None
+    assert scheduler.wait_until(8.004) is None
     assert [w.run for w in scheduler.next_batch(8.004)] == ["a", "b"]
 
 
 def test_nothing_waits_beside_a_barrier_or_in_a_full_batch():
     scheduler = Scheduler(batch_tokens=BUDGET)
     in_turn(scheduler, "a", "b", "c")
-    assert scheduler.gather_until(8.0) is None  # nothing is ready
+    assert scheduler.wait_until(8.0) is None  # nothing is ready
     scheduler.submit(work("a", 5, tokens=BUDGET), 8.002)
-    assert scheduler.gather_until(8.002) is None
+    assert scheduler.wait_until(8.002) is None
     scheduler.next_batch(8.002)
     scheduler.submit(step("b", 5), 8.002)
-    assert scheduler.gather_until(8.002) is None
+    assert scheduler.wait_until(8.002) is None

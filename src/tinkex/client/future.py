@@ -1,8 +1,9 @@
-"""APIFuture: the one future type of the SDK, for blocking and for awaiting.
+"""APIFuture: the one kind of future, awaitable and blocking alike.
 
-Promises: it is a `concurrent.futures.Future` that any event loop can also await. A wait that times out
-cancels nothing: the request goes on and can be waited for again. Waiting where the result could never arrive
-(on the background thread, in a forked child) raises instead of hanging. A failure that nobody reads is logged
+Promises: a `concurrent.futures.Future` in every respect, which can also be awaited from any event loop,
+cached once resolved, and cancelled for real or not at all. A wait that runs out of time cancels nothing: the
+request goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
+background thread, in a forked child) raises instead of hanging. A failure that nobody looks at is said
 (unread.py). Knows nothing of requests.
 """
 
@@ -26,17 +27,14 @@ T = TypeVar("T")
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise InvalidInputError unless `timeout` is a number of seconds or None (no limit)."""
+    """Refuse what is no time to wait. None: as long as it takes; 0 and less: not at all."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout == timeout
     if timeout is not None and not number:
         raise InvalidInputError(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
 
 
 class _Condition:
-    """The part of threading.Condition that a future uses, in a tenth of the memory.
-
-    Thousands of futures may be in flight.
-    """
+    """What a future needs of a threading.Condition, in a tenth of its memory: thousands are in flight."""
 
     __slots__ = ("_lock", "_sleepers")
 
@@ -57,7 +55,7 @@ class _Condition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Release the lock until `notify_all` or the timeout. The caller holds it exactly once."""
+        """Let go of the lock until `notify_all`, or until time is up. It must be held once."""
         sleeper = threading.Lock()
         sleeper.acquire()
         self._sleepers = (*self._sleepers, sleeper)
@@ -75,95 +73,86 @@ class _Condition:
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
-    """A result that will arrive later.
+    """A result that is on its way.
 
-    `await future`, `future.result(timeout=…)` and `await future.result_async(timeout=…)` all return it.
-
-    >>> future = run.forward_backward(data, "cross_entropy")        # doctest: +SKIP
-    >>> future.result(timeout=60).metrics
+    `await future`, `future.result(timeout=…)` and `await future.result_async(timeout=…)` all give it;
+    `future.cancel()` gives it up.
     """
 
     def __init__(self, what: str = "request") -> None:
         super().__init__()
         self._condition = _Condition()  # type: ignore[assignment]
-        self._task: asyncio.Task[Any] | None = None  # cancelled with the future
+        self._task: asyncio.Task[Any] | None = None  # what is cancelled with it
         self._what = what
         self._pid = os.getpid()
-        self._failure: int | None = None  # its number among the unread failures
+        self._failure: int | None = None  # its number among those that nobody has looked at
 
     def set_exception(self, exception: BaseException | None) -> None:
-        if exception is not None and not isinstance(exception, ClientClosedError):  # the user closed it
+        if exception is not None and not isinstance(exception, ClientClosedError):  # who closes it knows
             self._failure = unread.failed(self._what, exception)
         try:
             super().set_exception(exception)
         except concurrent.futures.InvalidStateError:
-            self._mark_read()
+            self._look()
             raise
 
-    def _mark_read(self) -> None:
+    def _look(self) -> None:
         if self._failure is not None:
             unread.seen(self._failure)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait up to `timeout` seconds for the result and return it; None: no limit."""
+        """The result, waiting for it up to `timeout` seconds (None: as long as it takes)."""
         self._check_can_wait(timeout)
         try:
             return super().result(timeout)
         except TimeoutError:
-            if self.done():  # it finished just now, or failed with a TimeoutError of its own
+            if self.done():  # just now, or the request failed by a timeout of its own
                 return super().result(0)
             raise self._timed_out(timeout) from None
         finally:
-            self._mark_read()
+            self._look()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait up to `timeout` seconds and return the error of a failed request, or None."""
         self._check_can_wait(timeout)
         try:
             return super().exception(timeout)
         except TimeoutError:
             raise self._timed_out(timeout) from None
         finally:
-            self._mark_read()
+            self._look()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Call `fn(future)` once the future is done, in a callback thread: `fn` may block."""
+        """Have `fn(future)` called once it is done; in a thread of its own kind, so it may take its time."""
         self.when_done(lambda future: background.in_callback(fn, future))
 
     def when_done(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Like `add_done_callback`, on the thread that resolves the future: `fn` must not block."""
+        """The same on whatever thread resolves it: for ourselves, and quick."""
         super().add_done_callback(fn)
 
     def cancel(self) -> bool:
-        """Cancel the request; False if that is no longer possible, and the future then resolves as usual.
-
-        A training request can be cancelled until it is posted: then the server never sees it. Once posted,
-        the server executes it, and cancel returns False. A custom pass can be cancelled until its gradients
-        are posted, though its forward pass may have run. A sample is cancelled on the server too. Any other
-        request that is on its way may still be executed.
-        """
+        """Give the request up; False if its result is there, or if it will be executed all the same."""
         if not super().cancel():
             return False
         with self._condition:
             if self._state == concurrent.futures._base.CANCELLED:
-                self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait
+                self.set_running_or_notify_cancel()  # or concurrent.futures.wait would never hear of it
         if (task := self._task) is not None:
             background.call_soon(task.cancel)
         return True
 
     def commit(self) -> bool:
-        """Make `cancel` return False from now on; False if the future is already cancelled."""
+        """From now on it cannot be taken back; False if it was cancelled before that."""
         with self._condition:
             if self._state == concurrent.futures._base.PENDING:
                 self._state = concurrent.futures._base.RUNNING
             return self._state == concurrent.futures._base.RUNNING
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the result for up to `timeout` seconds; a timeout cancels nothing."""
+        """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
         check_timeout(timeout)
         self._check_fork()
         if not self.done():
-            # Each await has its own waiter: cancelling one task must not affect the others.
+            # A waiter of its own: cancelling one task that awaits must not take the result from the others.
             waiter = _waiter(self)
             if timeout is None:
                 await waiter
@@ -172,20 +161,20 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
                 raise self._timed_out(timeout)
         if self.cancelled():
             raise asyncio.CancelledError
-        self._mark_read()
+        self._look()
         return super().result(0)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
 
     def future(self) -> concurrent.futures.Future[T]:
-        """Return the future itself: it is a concurrent future already."""
+        """Itself: it already is a concurrent future."""
         return self
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any attribute
+    if not TYPE_CHECKING:  # a type checker shall go on to know what a future has
 
         def __getattr__(self, name: str) -> Any:
-            """Explain that an attribute of the result is not an attribute of the future."""
+            """Say to whoever asks it for what its result has that this is not the result yet."""
             hint = "" if name.startswith("_") else "; it is a future: wait for its .result(), and ask that"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -220,23 +209,23 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
 
 class _Wakeups:
-    """Finished waiters of one event loop, delivered in batches: one wake-up of the loop serves many."""
+    """Futures that are done, on their way to another event loop: many for the price of one wake-up."""
 
     def __init__(self) -> None:
         self._done: deque[asyncio.Future[None]] = deque()
-        self._scheduled = False
+        self._under_way = False
 
     def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
         self._done.append(waiter)
-        if not self._scheduled:
-            self._scheduled = True
+        if not self._under_way:
+            self._under_way = True
             try:
                 loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nothing waits there
+            except RuntimeError:  # that loop is closed: nobody is waiting
                 self._done.clear()
 
     def _deliver(self) -> None:
-        self._scheduled = False  # reset first: a waiter added from now on wakes the loop again
+        self._under_way = False  # before the first: one that is added from now on wakes the loop again
         while self._done:
             waiter = self._done.popleft()
             if not waiter.done():
@@ -247,7 +236,7 @@ _wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = weakr
 
 
 def _waiter(future: APIFuture[Any]) -> asyncio.Future[None]:
-    """An asyncio future of the running loop that is resolved when `future` is done."""
+    """Something to await in the running event loop until `future` is done."""
     loop = asyncio.get_running_loop()
     wakeups = _wakeups.get(loop)
     if wakeups is None:
@@ -258,7 +247,7 @@ def _waiter(future: APIFuture[Any]) -> asyncio.Future[None]:
 
 
 def resolve(future: concurrent.futures.Future[T], value: T) -> None:
-    """Set the result, unless the future is already cancelled."""
+    """Set the result, unless the future was cancelled meanwhile."""
     try:
         future.set_result(value)
     except concurrent.futures.InvalidStateError:
@@ -266,18 +255,18 @@ def resolve(future: concurrent.futures.Future[T], value: T) -> None:
 
 
 def fail(future: concurrent.futures.Future[Any], error: BaseException) -> None:
-    """Set the exception, unless the future is already cancelled."""
+    """Set the exception, unless the future was cancelled meanwhile."""
     try:
         if not isinstance(error, asyncio.CancelledError):
             future.set_exception(error)
-        elif not future.cancel():  # it is committed, but the task that waited for it was cancelled
+        elif not future.cancel():  # it was sent, and what waits for it was stopped from below
             future.set_exception(concurrent.futures.CancelledError())
     except concurrent.futures.InvalidStateError:
         pass
 
 
 def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> APIFuture[T]:
-    """Run a coroutine on the background loop, from any thread; cancelling the future cancels it."""
+    """Run a coroutine on the background loop; cancelling the future cancels it. Call from any thread."""
     future: APIFuture[T] = APIFuture(what)
     hop = traced(future, what)
 
@@ -285,18 +274,18 @@ def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> 
         if not future.cancelled():
             future._task = background.spawn(_drive(make(), future, hop))
         if future.cancelled() and future._task is not None:
-            future._task.cancel()  # cancelled by another thread since the check above
+            future._task.cancel()  # meanwhile, by another thread
 
     background.call_soon(begin)
     return future
 
 
 def traced(future: APIFuture[Any], what: str) -> tracing.Hop | None:
-    """Start a tracing span that ends with the future; None if tracing is off."""
+    """Hop 1, for whoever traces: from the caller's own span on, until the future is done."""
     hop = tracing.begin(f"client {what}")
     if hop is not None:
         cancelled = asyncio.CancelledError()
-        ended = concurrent.futures.Future[Any].exception  # does not mark the failure as read
+        ended = concurrent.futures.Future[Any].exception  # not the future's own, which counts as a look at it
         future.when_done(lambda f: hop.end(cancelled if f.cancelled() else ended(f)))
     return hop
 
@@ -333,7 +322,7 @@ class Within:
 
 
 async def owned(future: APIFuture[T], timeout: float | None) -> T:
-    """Await a future that only this task has: cancelling the task cancels the request."""
+    """Await a future that nobody else has: if the task that awaits it is cancelled, so is the request."""
     try:
         return await future.result_async(timeout)
     except asyncio.CancelledError:
@@ -342,7 +331,7 @@ async def owned(future: APIFuture[T], timeout: float | None) -> T:
 
 
 def completed(value: T, what: str = "request") -> APIFuture[T]:
-    """A future that is already resolved."""
+    """A future that already has its result."""
     future: APIFuture[T] = APIFuture(what)
     future.set_result(value)
     return future

@@ -15,7 +15,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,9 +85,9 @@ def credential(headers: Mapping[str, str]) -> str:
 
 
 class Authenticator:
-    """Identifies callers by the ledger's keys. `table` is a function: the service opens its ledger later."""
+    """Identifies callers by the ledger's keys."""
 
-    def __init__(self, table: Callable[[], KeyTable], secret: bytes) -> None:
+    def __init__(self, table: KeyTable, secret: bytes) -> None:
         self._table = table
         self._jwt_key = derive(secret, "tokens")
         self._cache: dict[bytes, tuple[Identity, float]] = {}  # by the credential's hash; with its expiry
@@ -95,7 +95,7 @@ class Authenticator:
     @property
     def is_open(self) -> bool:
         """True if no key was ever made. Revoking the last key does not make the server open."""
-        return not self._table().keys()
+        return not self._table.keys()
 
     def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
         """The caller of a request with these headers; Refusal 401 if its credential is not accepted."""
@@ -125,7 +125,7 @@ class Authenticator:
         return self._from_hash(hash_key(key))
 
     def _from_hash(self, key_hash: str) -> Identity:
-        row = self._table().find_key(key_hash)
+        row = self._table.find_key(key_hash)
         if row is not None and hmac.compare_digest(row.hash, key_hash):
             return Identity(row.owner, row.project_id, key_hash, row)
         if self.is_open:
@@ -170,5 +170,5 @@ class Authenticator:
     def revoke(self, identity: Identity) -> None:
         """Revoke the key that the caller itself used."""
         if identity.key is not None:
-            self._table().revoke_key(identity.key.key_id, time.time())
+            self._table.revoke_key(identity.key.key_id, time.time())
         self._cache.clear()

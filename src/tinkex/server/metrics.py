@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from typing import Any
 
+from tinkex.service.runs.execution import FinishedWork
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
 
@@ -43,11 +44,11 @@ class Metrics:
     def count_request(self, op: str, status: int) -> None:
         self.requests[op, status] += 1
 
-    def worked(self, work: Any, op: str, seconds: float) -> None:
-        """The service executed `work` (service.scheduler.Work) in `seconds`."""
-        future = work.what.future
-        self.work[op].add(seconds)
-        self.waits[op].add(max(0.0, time.monotonic() - seconds - future.created))
+    def worked(self, work: FinishedWork) -> None:
+        """The service executed a training request."""
+        future = work.future
+        self.work[work.op].add(work.seconds)
+        self.waits[work.op].add(max(0.0, time.monotonic() - work.seconds - future.created))
         if work.is_pass:
             self.tokens["training"] += work.tokens
         if isinstance(future.outcome, RequestFailedResponse):

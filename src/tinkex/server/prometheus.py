@@ -62,13 +62,13 @@ def _histogram(name: str, help: str, label: str, durations: dict[str, DurationHi
 
 def _gauges(service: Service) -> Iterator[Metric]:
     depth = GaugeMetricFamily("tinkex_queue_depth", "Training work accepted, not begun.", labels=["model"])
-    for worker in service.runs.workers:
-        depth.add_metric([worker.model.name], worker.scheduler.waiting())
+    for name, waiting in service.runs.queue_depths():
+        depth.add_metric([name], waiting)
     yield depth
-    yield GaugeMetricFamily("tinkex_futures", "Futures in memory.", len(service.core.futures))
+    yield GaugeMetricFamily("tinkex_futures", "Futures in memory.", len(service.futures))
     gauges: dict[str, GaugeMetricFamily] = {}
-    for model in service.core.engines:
-        for name, value in model.engine.stats().items() if model.engine is not None else ():
+    for model in service.models:
+        for name, value in model.engine.heartbeat().stats.items() if model.engine is not None else ():
             if name not in gauges:
                 about = "A gauge of the engine."
                 gauges[name] = GaugeMetricFamily(f"tinkex_engine_{name}", about, labels=["model"])

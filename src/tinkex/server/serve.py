@@ -40,7 +40,7 @@ from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
-from tinkex.service.service import Service
+from tinkex.service.service import ServerHooks, Service
 from tinkex.wire import ops
 
 KEEP_ALIVE = 75  # seconds: longer than clients and proxies keep theirs, so that they close connections first
@@ -105,15 +105,21 @@ class Server:
                 f"no API key is configured, so only this machine may connect, not --host {config.host}. "
                 f"Make a key first: tinkex server keys add NAME --home {home}"
             )
-        self.service = Service(config.service)
         self._metrics = Metrics()
+        hooks = ServerHooks(
+            link_maker(DownloadSigner(self._secret), home), WeightsTokens(self._secret).run_of, self._metrics
+        )
+        try:
+            self.service = Service(config.service, server=hooks)
+        except TinkerError as error:
+            raise StartError(_first_line(error)) from error
         self._socket = _listen(config.host, config.port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.url = config.public_url or _url(config.host, self.address[1])
         on_this_machine = _is_loopback(config.host) and not config.public_url
         self.gateway = Gateway(
             self.service,
-            Authenticator(lambda: self.service.core.ledger, self._secret),
+            Authenticator(self.service.ledger, self._secret),
             # Between processes of one machine, sending bytes is cheaper than compressing them.
             BodyCodec(limit=config.max_body, compress=not on_this_machine),
             self._metrics,
@@ -179,12 +185,6 @@ class Server:
             await self.service.start()
         except (TinkerError, Refusal, OSError, ValueError) as error:
             raise StartError(_first_line(error)) from error
-        core = self.service.core
-        core.link = link_maker(DownloadSigner(self._secret), self.config.service.home)
-        core.opened_by = WeightsTokens(self._secret).run_of
-        core.issues_tokens = True
-        self.service.samplers.observers.append(self._metrics.sampled)
-        self.service.runs.observe = self._metrics.worked
         for line in self._greeting():
             self._say(line)
 
@@ -200,7 +200,7 @@ class Server:
     def _greeting(self) -> Iterator[str]:
         home = self.config.service.home
         yield f"tinkex {__version__} serves {self.url} (state in {home})"
-        for model in self.service.core.engines:
+        for model in self.service.models:
             yield f"  {model.name}: {model.place}{_about_engine(model.engine)}"
         yield ""
         if self.gateway.authenticator.is_open:

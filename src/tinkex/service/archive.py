@@ -1,8 +1,8 @@
-"""A directory as one tar file: written while it is sent, or kept below the home while its link works.
+"""A directory as one tar file: streamed, or kept below the home while its link works.
 
-Promises: plain tar, the directory's regular files at its root, no links in it; its length is known before the
-first byte; what was begun is sent whole though the directory be deleted meanwhile. One that is kept appears
-whole or not at all, and goes with its link, its directory or its process. Knows no HTTP and no checkpoints.
+Plain tar, the directory's regular files at its root. Its length is known before the first byte, and it is
+sent whole though the directory be deleted meanwhile. A kept archive appears whole or not at all, and is
+deleted with its link, its directory or its process. Knows no HTTP and no checkpoints.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ import tarfile
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from tinkex.service.home import Home, bytes_below
+from tinkex.service.refusal import Caller
+
 LINK_LIFE = 3600.0  # seconds for which a download link works
+# Makes a path below the home downloadable until a time, a directory as a tar; returns a URL.
+Link = Callable[[Caller, Path, float], str]
 _CHUNK = 1024 * 1024
 _END = bytes(2 * tarfile.BLOCKSIZE)
 
@@ -78,11 +83,19 @@ class Archives:
     no other's. Whatever a killed one leaves is removed by the next, when no link to it can still work.
     """
 
-    def __init__(self, home: Path) -> None:
-        self._place = home / "archives"
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._place = home.root / "archives"
         self._process = os.getpid()
         self._mine = f"{self._process}-{uuid.uuid4().hex}"
         atexit.register(self.clear)
+
+    def link(self, caller: Caller, path: Path, expires: float) -> str:
+        """A file: URL for a program of this machine; blocks while a directory is packed."""
+        if path.is_dir():
+            self._home.check_disk(bytes_below(path))
+            path = self.pack(path)
+        return path.absolute().as_uri()
 
     def pack(self, directory: Path) -> Path:
         """Write an archive of `directory`, in place of the last one; blocks."""

@@ -1,4 +1,4 @@
-"""Checkpoints, once they are saved: listed, looked into, published, downloaded, copied, deleted, expired."""
+"""Saved checkpoints: named, listed, published, downloaded, copied, deleted, expired."""
 
 from __future__ import annotations
 
@@ -9,51 +9,66 @@ import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from tinkex.service.archive import LINK_LIFE
-from tinkex.service.barriers import Barriers, shown
-from tinkex.service.core import Core
-from tinkex.service.records import sync, sync_below
+from tinkex.service.access import Access, project_for, scope_of
+from tinkex.service.activity import Activity
+from tinkex.service.archive import LINK_LIFE, Archives, Link
+from tinkex.service.home import Home
+from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import CheckpointRow, RunRow
-from tinkex.service.sessions import Sessions
+from tinkex.service.rows import CheckpointRow, RunRow, SessionRow, texts
+from tinkex.store import sync_path, sync_tree
 from tinkex.types import checkpoints as types
 from tinkex.types.checkpoints import Cursor
-from tinkex.types.sessions import CreateSessionRequest
 
+MAX_NAME = 200
+MAX_RECIPIENTS = 10
+MIN_TTL, MAX_TTL = 3600, int(10 * 365.25 * 24 * 3600)  # seconds
 _COPIES = uuid.UUID("6f1c52d6-5f4b-4f0e-9d3d-0d1f5c9b7a11")  # the namespace of sessions that hold copies
 
 
 class Checkpoints:
     """The upkeep of saved weights, one method per operation."""
 
-    def __init__(self, core: Core, barriers: Barriers, sessions: Sessions) -> None:
-        self._core = core
-        self._barriers = barriers
-        self._sessions = sessions
+    def __init__(
+        self,
+        ledger: Ledger,
+        home: Home,
+        access: Access,
+        activity: Activity,
+        archives: Archives,
+        link: Link,
+    ) -> None:
+        self._ledger = ledger
+        self._home = home
+        self._access = access
+        self._activity = activity
+        self._archives = archives
+        self._link = link
         self._copying = asyncio.Lock()
 
     def _find(
         self, request: types.CheckpointRequest, caller: Caller, *, to_change: bool = True
     ) -> CheckpointRow:
         path = f"tinker://{request.training_run_id}/{request.checkpoint_id}"
-        return self._core.checkpoint(path, caller, to_change=to_change)
+        return self._access.checkpoint(path, caller, to_change=to_change)
 
     # -- looking -----------------------------------------------------------------------------------------
 
     async def list_checkpoints(
         self, request: types.ListCheckpointsRequest, caller: Caller
     ) -> types.CheckpointsListResponse:
-        run = self._core.run(request.training_run_id, caller)
-        rows = [row for row in self._core.ledger.checkpoints_of_run(run.run_id) if not _expired(row)]
+        run = self._access.run(request.training_run_id, caller)
+        rows = [row for row in self._ledger.checkpoints_of_run(run.run_id) if not _expired(row)]
         cursor = Cursor(offset=0, limit=len(rows), total_count=len(rows))
         return types.CheckpointsListResponse(checkpoints=[shown(row) for row in rows], cursor=cursor)
 
     async def list_user_checkpoints(
         self, request: types.ListUserCheckpointsRequest, caller: Caller
     ) -> types.CheckpointsListResponse:
-        page = self._core.ledger.checkpoints(
-            self._core.scope(caller), limit=request.limit, offset=request.offset, now=time.time()
+        page = self._ledger.checkpoints(
+            scope_of(caller), limit=request.limit, offset=request.offset, now=time.time()
         )
         return types.CheckpointsListResponse(
             checkpoints=[shown(row) for row in page.rows],
@@ -63,7 +78,7 @@ class Checkpoints:
     async def get_weights_info(
         self, request: types.WeightsInfoRequest, caller: Caller
     ) -> types.WeightsInfoResponse:
-        row = self._core.checkpoint(request.tinker_path, caller)
+        row = self._access.checkpoint(request.tinker_path, caller)
         return types.WeightsInfoResponse(
             base_model=row.base_model,
             is_lora=True,
@@ -82,39 +97,39 @@ class Checkpoints:
         self._set_public(self._find(request, caller), False, caller)
 
     def _set_public(self, row: CheckpointRow, public: bool, caller: Caller) -> None:
-        self._core.ledger.update_checkpoint(row.run_id, row.kind, row.name, public=public)
+        self._ledger.update_checkpoint(row.run_id, row.kind, row.name, public=public)
         event = "checkpoints.publish" if public else "checkpoints.unpublish"
-        self._core.audit(caller, event, run_id=row.run_id, tinker_path=row.tinker_path)
+        self._activity.audit(caller, event, run_id=row.run_id, tinker_path=row.tinker_path)
 
     async def set_checkpoint_ttl(self, request: types.SetCheckpointTTLRequest, caller: Caller) -> None:
         row = self._find(_only_name(request), caller)
-        self._barriers.check_ttl(request.ttl_seconds)
+        check_ttl(request.ttl_seconds)
         expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
-        self._core.ledger.update_checkpoint(row.run_id, row.kind, row.name, expires_at=expires)
+        self._ledger.update_checkpoint(row.run_id, row.kind, row.name, expires_at=expires)
 
     async def delete_checkpoint(self, request: types.CheckpointRequest, caller: Caller) -> None:
         row = self._find(request, caller)
         await self.remove(row)
-        self._core.audit(caller, "checkpoints.delete", run_id=row.run_id, tinker_path=row.tinker_path)
+        self._activity.audit(caller, "checkpoints.delete", run_id=row.run_id, tinker_path=row.tinker_path)
 
     async def remove(self, row: CheckpointRow) -> None:
-        async with self._core.changing(row.directory):
+        async with self._home.locked(row.directory):
             await self._remove(row)
 
     async def _remove(self, row: CheckpointRow) -> None:
-        """The row first: what is listed must be there, what is there need not be listed."""
-        self._core.ledger.delete_checkpoint(row.run_id, row.kind, row.name)
-        directory = self._core.home / row.directory
+        """The row first: what is listed must exist, what exists need not be listed."""
+        self._ledger.delete_checkpoint(row.run_id, row.kind, row.name)
+        directory = self._home.root / row.directory
         await asyncio.to_thread(shutil.rmtree, directory, True)
-        await asyncio.to_thread(self._core.archives.forget, directory)  # nor can it be fetched any more
+        await asyncio.to_thread(self._archives.forget, directory)  # nor can it be downloaded any more
 
     async def expire(self) -> None:
-        for row in self._core.ledger.expired_checkpoints(time.time()):
-            async with self._core.changing(row.directory):
-                if self._core.ledger.checkpoint(row.run_id, row.kind, row.name) == row:  # not saved anew
+        for row in self._ledger.expired_checkpoints(time.time()):
+            async with self._home.locked(row.directory):
+                if self._ledger.checkpoint(row.run_id, row.kind, row.name) == row:  # not saved anew
                     await self._remove(row)
 
-    # -- taking away -------------------------------------------------------------------------------------
+    # -- downloads and copies ----------------------------------------------------------------------------
 
     async def get_external_weights_urls(
         self, request: types.CheckpointRequest, caller: Caller
@@ -122,10 +137,10 @@ class Checkpoints:
         row = self._find(request, caller, to_change=False)
         if row.kind != "external_weights":
             raise Refusal(400, "only exported checkpoints (external_weights/NAME) have files to download")
-        directory, expires = self._core.home / row.directory, time.time() + LINK_LIFE
+        directory, expires = self._home.root / row.directory, time.time() + LINK_LIFE
         files = await asyncio.to_thread(lambda: sorted(p for p in directory.rglob("*") if p.is_file()))
         return types.ExternalWeightsUrlsResponse(
-            urls={f.relative_to(directory).as_posix(): self._core.link(caller, f, expires) for f in files},
+            urls={f.relative_to(directory).as_posix(): self._link(caller, f, expires) for f in files},
             expires=datetime.fromtimestamp(expires, UTC),
         )
 
@@ -134,8 +149,8 @@ class Checkpoints:
     ) -> types.CheckpointArchiveUrlResponse:
         row = self._find(request, caller, to_change=False)
         expires = time.time() + LINK_LIFE
-        directory = self._core.home / row.directory  # which comes as a tar
-        link = await asyncio.to_thread(self._core.link, caller, directory, expires)
+        directory = self._home.root / row.directory  # which comes as a tar
+        link = await asyncio.to_thread(self._link, caller, directory, expires)
         return types.CheckpointArchiveUrlResponse(url=link, expires=datetime.fromtimestamp(expires, UTC))
 
     async def copy_weights(
@@ -146,26 +161,26 @@ class Checkpoints:
             return await self._copy(request, caller)
 
     async def _copy(self, request: types.CopyWeightsRequest, caller: Caller) -> types.CopyWeightsResponse:
-        source = self._core.checkpoint(request.source_path, caller, token=request.weights_access_token)
-        self._barriers.check_ttl(request.ttl_seconds)
+        source = self._access.checkpoint(request.source_path, caller, token=request.weights_access_token)
+        check_ttl(request.ttl_seconds)
         if (copied := self._copied_before(request, source, caller)) is not None:
             return types.CopyWeightsResponse(tinker_path=copied)
-        self._core.check_disk(source.size_bytes)
-        if why := await self._core.over_quota(source.size_bytes):
+        self._home.check_disk(source.size_bytes)
+        if why := await self._home.over_quota(source.size_bytes):
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
-        target = self._core.run_dir(run.run_id) / source.kind / source.name
-        async with self._core.changing(source.directory):  # it may have been saved anew meanwhile
-            source = self._core.checkpoint(request.source_path, caller, token=request.weights_access_token)
-            await asyncio.to_thread(_copy, self._core.home / source.directory, target)
+        target = self._home.run_dir(run.run_id) / source.kind / source.name
+        async with self._home.locked(source.directory):  # it may have been saved anew meanwhile
+            source = self._access.checkpoint(request.source_path, caller, token=request.weights_access_token)
+            await asyncio.to_thread(_copy, self._home.root / source.directory, target)
         now = time.time()
         row = replace(
             source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=now,
-            public=False, directory=self._core.relative(target),
+            public=False, directory=self._home.relative(target),
             expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
         )  # fmt: skip
-        self._core.ledger.add_checkpoint(row, overwrite=True)
-        self._core.audit(caller, "checkpoints.copy", run_id=run.run_id, tinker_path=row.tinker_path)
+        self._ledger.add_checkpoint(row, overwrite=True)
+        self._activity.audit(caller, "checkpoints.copy", run_id=run.run_id, tinker_path=row.tinker_path)
         return types.CopyWeightsResponse(tinker_path=row.tinker_path)
 
     def _copied_before(
@@ -175,19 +190,22 @@ class Checkpoints:
         if request.session_id is not None or not caller.attempt:
             return None
         path = f"tinker://{_copy_id(caller)}:train:0/{source.checkpoint_id}"
-        return None if self._core.any_checkpoint(path) is None else path
+        return None if self._access.any_checkpoint(path) is None else path
 
     def _holder(self, request: types.CopyWeightsRequest, source: CheckpointRow, caller: Caller) -> RunRow:
         """The run that holds a copy: in the session named, or in one made for it."""
         session_id, number = request.session_id, request.model_seq_id
         if session_id is not None and number is not None:
-            project = self._core.active_session(session_id, caller).project_id
+            project = self._access.active_session(session_id, caller).project_id
         elif request.destination_project_id is not None:
-            project = self._core.project(request.destination_project_id, caller)
+            project = project_for(request.destination_project_id, caller)
             session_id, number = _copy_id(caller), 0
-            if self._core.ledger.session(session_id) is None:
-                opening = CreateSessionRequest(display_name=f"copy of {request.source_path}")
-                self._sessions.open(opening, caller, project, session_id)
+            if self._ledger.session(session_id) is None:
+                now, title = time.time(), f"copy of {request.source_path}"
+                self._ledger.add_session(
+                    SessionRow(session_id, caller.user, now, now, project, display_name=title)
+                )
+                self._activity.heard_of(session_id)
         else:
             raise Refusal(
                 422, "copy_weights needs a session_id and a model_seq_id, or a destination_project_id"
@@ -197,7 +215,7 @@ class Checkpoints:
             run_id, session_id, number, caller.user, source.base_model, source.lora, now, now, project,
             state="closed",
         )  # fmt: skip
-        kept, new = self._core.ledger.add_run(run)
+        kept, new = self._ledger.add_run(run)
         if not new and kept.state != "closed":
             raise Refusal(422, f"model_seq_id {number} of session {session_id} is a run already")
         return kept
@@ -215,6 +233,52 @@ def _only_name(request: types.SetCheckpointTTLRequest) -> types.CheckpointReques
     )
 
 
+def check_save(request: Any) -> None:
+    """Refuse a save whose name, lifetime or recipients cannot be."""
+    name = request.path
+    if name is not None and not is_name(name):
+        raise Refusal(
+            400,
+            f"a checkpoint's name is 1 to {MAX_NAME} letters, digits or any of '._-+=@, ', without dots "
+            f"or spaces at its ends, got {name!r}",
+        )
+    if name is None and getattr(request, "sampling_session_seq_id", None) is None:
+        raise Refusal(422, "a save needs a path (its name)")
+    recipients: list[str] = getattr(request, "age_encryption_recipients", None) or []
+    if len(recipients) > MAX_RECIPIENTS:
+        raise Refusal(422, f"at most {MAX_RECIPIENTS} age_encryption_recipients, got {len(recipients)}")
+    check_ttl(request.ttl_seconds)
+
+
+def check_ttl(seconds: int | None) -> None:
+    if seconds is not None and not MIN_TTL <= seconds <= MAX_TTL:
+        raise Refusal(
+            422, f"ttl_seconds must be from {MIN_TTL} to {MAX_TTL}, or null for ever; got {seconds}"
+        )
+
+
+def is_name(name: str) -> bool:
+    """Can it be a directory's name everywhere, and one part of a path and of a URL?"""
+    if not 1 <= len(name.encode()) <= MAX_NAME or name.strip(". ") != name:
+        return False
+    return all(char.isalnum() or char in "._-+=@, " for char in name)
+
+
+def shown(row: CheckpointRow) -> types.Checkpoint:
+    """A checkpoint, as it is listed."""
+    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    return types.Checkpoint(
+        checkpoint_id=row.checkpoint_id,
+        checkpoint_type=kinds[row.kind],  # type: ignore[arg-type]
+        time=datetime.fromtimestamp(row.created_at, UTC),
+        tinker_path=row.tinker_path,
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=texts(row.user_metadata) or None,
+        expires_at=None if row.expires_at is None else datetime.fromtimestamp(row.expires_at, UTC),
+    )
+
+
 def _expired(row: CheckpointRow) -> bool:
     return row.expires_at is not None and row.expires_at <= time.time()
 
@@ -224,7 +288,7 @@ def _copy(source: Path, target: Path) -> None:
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
-    sync_below(part)  # as a save is: the source may be deleted next
+    sync_tree(part)  # as a save is: the source may be deleted next
     shutil.rmtree(target, ignore_errors=True)  # not before: it may be the source itself
     part.rename(target)
-    sync(target.parent)
+    sync_path(target.parent)

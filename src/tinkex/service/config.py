@@ -18,36 +18,31 @@ class ServiceConfig:
     home: Path
     models: Mapping[str, str] = field(default_factory=dict[str, str])  # name -> directory or GGUF file
     model_shelf: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
-    any_path: bool = False  # a base model may also be named by its path: for one's own process only
+    any_path: bool = False  # a base model may also be named by its path: for embedded mode only
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))  # `model` is filled in
     preload: bool = False  # load every model at start, instead of on first use
     offline: bool = False  # never ask a hub for a model or tokenizer
 
     # what survives
-    resume: bool = True  # clients outlive this process: take up the runs that an earlier one left
+    resume: bool = True  # clients outlive this process: go on with the runs of an earlier one
     fsync: bool = False  # journals survive a power cut too, not only a kill
     snapshot_steps: int = 20  # optimizer steps between two snapshots of a run
     snapshot_seconds: float = 120.0
     snapshot_bytes: int = 256 * 1024 * 1024  # of passes since the last one, of a run that takes no steps
 
     # how long things are kept
-    session_lapse: float = 300.0  # without a heartbeat, before a session's runs are put on disk
+    session_lapse: float = 300.0  # without a heartbeat, before a session's runs are evicted
     session_expiry: float = 7 * DAY  # without a heartbeat, before a session ends and its runs are deleted
     keep_results: float = HOUR  # that nobody fetched
     keep_delivered: float = 300.0  # results that were fetched: the answer may have been lost
     keep_superseded: float = HOUR  # an unused unnamed sampler of a run that has a newer one
     keep_unused: float = DAY  # an unused unnamed sampler
-    min_ttl: int = 3600  # of checkpoints
-    max_ttl: int = int(10 * 365.25 * DAY)
     long_poll: float = 30.0
     gap_patience: float = 60.0
 
     # how much
-    batch_tokens: int = 65536  # of passes executed together
     max_rank: int = 1024
     max_datums: int = 65536  # of one request
-    max_samples: int = 4096  # num_samples of one request
-    samples_in_flight: int = 512  # sequences of one base model, beyond which requests queue fairly by owner
+    samples_in_flight: int = 512  # sequences of one base model; beyond that, requests wait, fairly by owner
     disk_quota: int | None = None  # bytes of all that is kept in the home; None: what the disk has
-    batch_retrieval: bool = True  # offer one long poll for all samples of a sampler
     custom_losses: bool = True

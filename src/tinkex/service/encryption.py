@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.protocol import EngineError
-from tinkex.service.records import sync, sync_below
+from tinkex.store import sync_path, sync_tree
 
 
 def read_recipients(texts: list[str]) -> list[Any]:
@@ -41,8 +41,8 @@ def seal(plain: Path, sealed: Path, recipients: list[Any]) -> int:
     part.mkdir(parents=True)
     for file in sorted(plain.iterdir()):
         encrypt_file(str(file), str(part / f"{file.name}.age"), recipients)
-    sync_below(part)
+    sync_tree(part)
     shutil.rmtree(sealed, ignore_errors=True)
     part.rename(sealed)
-    sync(sealed.parent)
+    sync_path(sealed.parent)
     return sum(file.stat().st_size for file in sealed.iterdir())

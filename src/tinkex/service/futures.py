@@ -1,30 +1,23 @@
-"""Promises: accepted requests, until their results have been fetched.
+"""Futures: accepted requests and their results, until the results have been fetched.
 
-Promises a client may rely on: a result is there as soon as it is resolved (no polling inside), can be fetched
-more than once, and is kept until it is acknowledged or expires; a waiting poll costs one asyncio future.
-Knows nothing of what is being computed, and nothing of bytes. Polls for many at once are in lanes.py.
+A result is there as soon as it is resolved, can be fetched more than once, and is kept until it is dropped.
+A waiting long poll costs one asyncio future. Knows nothing of what is computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinkex.errors import RequestErrorCategory
-from tinkex.service.refusal import Caller, Refusal, not_found
-from tinkex.types.futures import CancelFutureRequest, FutureRetrieveRequest, Pending, RequestFailedResponse
+from tinkex.types.futures import RequestFailedResponse
 
-log = logging.getLogger("tinkex.service")
-
-EXPIRED = "this request's result is no longer kept"
-
-# Why a future is not done yet: a queue state of the wire, and words for it.
+# Why a future is not done yet: a queue state of the wire, and a sentence about it.
 QueueState = tuple[str, str | None]
 ACTIVE: QueueState = ("active", None)
 
@@ -35,32 +28,21 @@ class Future:
 
     request_id: str
     owner: str
-    lane: str = ""  # the sampler whose batch poll reports it
+    feed: str = ""  # the completion feed that reports it (completions.py)
     created: float = field(default_factory=time.monotonic)
     outcome: Any = None
     done: bool = False
     finished: float = 0.0
     delivered: float | None = None  # when it was fetched for the first time
-    cancel: Callable[[], object] | None = None  # stops the work, if that is still possible
-    on_done: Callable[[Future], None] | None = None  # called before anybody is told
-    why: Callable[[], QueueState] = lambda: ACTIVE
-    _waiters: list[asyncio.Future[None]] | None = None  # most are done before anybody asks
+    queue_state: QueueState = ACTIVE
+    _waiters: list[asyncio.Future[None]] | None = None  # most are done before anybody polls
 
     def resolve(self, outcome: Any) -> None:
-        """The first outcome holds."""
-        if self.done:
-            return
-        self.outcome, self.done, self.finished, self.cancel = outcome, True, time.monotonic(), None
-        if self.on_done is not None:
-            try:
-                self.on_done(self)
-            except Exception:  # whoever waits must be told all the same
-                log.exception("the outcome of %s could not be noted", self.request_id)
-        if self._waiters:
-            wake(self._waiters)
-
-    def fail(self, message: str, category: str = "server") -> None:
-        self.resolve(RequestFailedResponse(error=message, category=RequestErrorCategory.parse(category)))
+        """Set the outcome. The first one holds."""
+        if not self.done:
+            self.outcome, self.done, self.finished = outcome, True, time.monotonic()
+            if self._waiters:
+                wake(self._waiters)
 
     @property
     def failed(self) -> bool:
@@ -73,6 +55,10 @@ class Future:
                 self._waiters = []
             await wait_among(self._waiters, seconds)
         return self.done
+
+
+def failure(message: str, category: str = "server") -> RequestFailedResponse:
+    return RequestFailedResponse(error=message, category=RequestErrorCategory.parse(category))
 
 
 async def wait_among(waiters: list[asyncio.Future[None]], seconds: float) -> None:
@@ -100,79 +86,48 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _nowhere(request_id: str, caller: Caller) -> Future | None:
-    return None
-
-
 class Futures:
-    """All promises of a service."""
+    """All futures of a service."""
 
-    def __init__(
-        self, *, long_poll: float = 30.0, keep: float = 3600.0, keep_delivered: float = 300.0
-    ) -> None:
-        self.long_poll = long_poll
-        self.keep = keep
-        self.keep_delivered = keep_delivered
+    def __init__(self) -> None:
         self._futures: dict[str, Future] = {}
         self._prefix, self._count = uuid.uuid4().hex[:12], itertools.count()
-        # Asked for an id that is not here: of a run that was put on disk, say. Set by the service.
-        self.elsewhere: Callable[[str, Caller], Awaitable[Future | None]] = _nowhere
-        # Told of ids whose results are not kept any longer.
-        self.on_drop: Callable[[list[str]], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._futures)
 
-    def create(self, owner: str, *, request_id: str | None = None, lane: str = "") -> Future:
+    def create(self, owner: str, *, request_id: str | None = None, feed: str = "") -> Future:
         request_id = request_id or f"{self._prefix}-{next(self._count)}"
-        future = self._futures[request_id] = Future(request_id, owner, lane)
+        future = self._futures[request_id] = Future(request_id, owner, feed)
+        return future
+
+    def create_resolved(self, owner: str, outcome: Any, request_id: str | None = None) -> Future:
+        future = self.create(owner, request_id=request_id)
+        future.resolve(outcome)
         return future
 
     def get(self, request_id: str) -> Future | None:
         return self._futures.get(request_id)
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Let go of results."""
+    def drop(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget those of these that are done; returns their ids."""
         dropped = [i for i in request_ids if (future := self._futures.get(i)) is not None and future.done]
         for request_id in dropped:
             del self._futures[request_id]
-        if dropped:
-            self.on_drop(dropped)
+        return dropped
 
-    def discard(self, future: Future) -> None:
-        """Take back a promise that nobody was told of."""
-        self._futures.pop(future.request_id, None)
+    def expired(self, now: float, keep: float, keep_delivered: float) -> list[str]:
+        """Those fetched more than `keep_delivered` seconds ago, or done and not fetched for `keep`."""
+        return [
+            future.request_id
+            for future in self._futures.values()
+            if future.done
+            and (
+                now - future.finished > keep
+                or (future.delivered is not None and now - future.delivered > keep_delivered)
+            )
+        ]
 
-    def expire(self, now: float | None = None) -> None:
-        """Let go of what was fetched a while ago, and of what nobody fetched for long."""
-        now = time.monotonic() if now is None else now
-        self.drop(
-            [
-                future.request_id
-                for future in self._futures.values()
-                if future.done
-                and (
-                    now - future.finished > self.keep
-                    or (future.delivered is not None and now - future.delivered > self.keep_delivered)
-                )
-            ]
-        )
-
-    # -- operations --------------------------------------------------------------------------------------
-
-    async def retrieve_future(self, request: FutureRetrieveRequest, caller: Caller) -> Any:
-        future = self._futures.get(request.request_id) or await self.elsewhere(request.request_id, caller)
-        if future is None:
-            raise Refusal(410, EXPIRED)  # not 404: on 410 official samplers ask anew by themselves
-        if future.owner != caller.user:
-            raise not_found(f"request {request.request_id}")
-        if not future.done and not await future.wait(self.long_poll):
-            return Pending(request.request_id, *future.why())
-        if future.delivered is None:
-            future.delivered = time.monotonic()
-        return future.outcome
-
-    async def cancel_future(self, request: CancelFutureRequest, caller: Caller) -> None:
-        future = self._futures.get(request.request_id)
-        if future is not None and future.owner == caller.user and future.cancel is not None:
-            future.cancel()
+    def pending(self, run_id: str) -> list[Future]:
+        """The unresolved futures of a run's requests."""
+        return [f for i, f in self._futures.items() if not f.done and i.rpartition("#")[0] == run_id]

@@ -4,7 +4,7 @@ Promises: a call that returned is there after the process is killed (WAL); a rep
 there; a file that is damaged, of another program or of a newer version is refused and left as it is; every
 error is a LedgerError. Knows nothing of who may see what, of files or of queues; callers pass the time.
 
-One connection, used from the thread that opened it; statements are short. Times are kept to the microsecond,
+One connection, used by one thread at a time; statements are short. Times are kept to the microsecond,
 so that one survives a datetime.
 """
 
@@ -25,13 +25,13 @@ from tinkex.service.rows import (
     CustomLossRow,
     FoundSession,
     KeyRow,
-    Page,
+    RowPage,
     RunRow,
-    RunState,
     SamplerRow,
     Scope,
     SessionRow,
     Storage,
+    StoredRunState,
     UsageRow,
     columns,
     decode,
@@ -79,7 +79,9 @@ class Ledger:
         try:
             if path.exists() and path.stat().st_size:
                 self._check()
-            self._db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+            self._db = sqlite3.connect(
+                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
         except (sqlite3.Error, OSError) as error:
             raise self._error(error) from error
         try:
@@ -163,11 +165,11 @@ class Ledger:
 
     def _page(
         self, kind: type[Row], where: str, values: Sequence[Any], tie: str, limit: int, offset: int
-    ) -> Page[Row]:
+    ) -> RowPage[Row]:
         ((total,),) = self._read(f"SELECT count(*) FROM {_TABLES[kind]} WHERE {where}", values)
         rest = f"WHERE {where} ORDER BY created_at DESC, {tie} DESC LIMIT ? OFFSET ?"
         rows = self._select(kind, rest, [*values, min(limit, _BIGGEST), min(offset, _BIGGEST)])
-        return Page(rows, total)
+        return RowPage(rows, total)
 
     def _insert(self, row: object, on_conflict: str = "") -> bool:
         names = columns(type(row))
@@ -213,7 +215,7 @@ class Ledger:
             self._update(RunRow, "session_id = ?", [session_id], {"project_id": project_id})
             return self.update_session(session_id, project_id=project_id)
 
-    def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> Page[SessionRow]:
+    def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> RowPage[SessionRow]:
         where, values = _within(scope)
         return self._page(SessionRow, where, values, "session_id", limit, offset)
 
@@ -253,9 +255,12 @@ class Ledger:
         """Set some columns: last_request_at, state, corrupted, lora, …; False if there is no such run."""
         return self._update(RunRow, "run_id = ?", [run_id], changes)
 
+    def delete_run(self, run_id: str) -> bool:
+        return self._write("DELETE FROM runs WHERE run_id = ?", [run_id]) > 0
+
     def runs(
         self, scope: Scope, *, limit: int, offset: int = 0, project_id: str | None = None
-    ) -> Page[RunRow]:
+    ) -> RowPage[RunRow]:
         where, values = _within(scope, project_id)
         return self._page(RunRow, where, values, "rowid", limit, offset)
 
@@ -263,7 +268,7 @@ class Ledger:
         """In the order of their numbers."""
         return self._select(RunRow, "WHERE session_id = ? ORDER BY model_seq_id", [session_id])
 
-    def runs_in_state(self, *states: RunState) -> list[RunRow]:
+    def runs_in_state(self, *states: StoredRunState) -> list[RunRow]:
         """Oldest first: those to restore at start."""
         return self._select(RunRow, f"WHERE state IN {_LISTED} ORDER BY created_at, rowid", [_listed(states)])
 
@@ -321,7 +326,7 @@ class Ledger:
 
     def checkpoints(
         self, scope: Scope, *, limit: int, offset: int = 0, now: float = 0.0
-    ) -> Page[CheckpointRow]:
+    ) -> RowPage[CheckpointRow]:
         """Those that have not expired by `now`."""
         where, values = _within(scope)
         return self._page(CheckpointRow, f"{where} AND {_UNEXPIRED}", [*values, now], "rowid", limit, offset)

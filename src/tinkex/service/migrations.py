@@ -74,7 +74,11 @@ def _fingerprints(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE runs ADD COLUMN fingerprint TEXT NOT NULL DEFAULT ''")
 
 
-MIGRATIONS: tuple[Migration, ...] = (_the_first, _fingerprints)
+def _problems(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE runs ADD COLUMN problem TEXT NOT NULL DEFAULT ''")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_the_first, _fingerprints, _problems)
 
 
 def version(db: sqlite3.Connection) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 from tinkex.types.params import LoraConfig
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
-RunState = Literal["live", "evicted", "closed"]
+StoredRunState = Literal["live", "evicted", "closed"]
 UsageKind = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint", "storage"
 ]
@@ -52,8 +52,9 @@ class RunRow:
     optimizer_config: dict[str, Any] = field(default_factory=lambda: {"type": "adamw"})
     user_metadata: dict[str, Any] | None = None
     corrupted: bool = False
-    state: RunState = "live"
+    state: StoredRunState = "live"
     fingerprint: str = ""  # of the base model's weights that it was made with, once that is known
+    problem: str = ""  # why it is `corrupted`
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Page(Generic[Row]):
+class RowPage(Generic[Row]):
     """Some rows, newest first, and how many there are in all."""
 
     rows: list[Row]
@@ -192,6 +193,11 @@ class Storage:
     project_id: str | None
     checkpoints: int
     size_bytes: int
+
+
+def texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    """Metadata as clients read it back: they accept strings alone."""
+    return {key: str(value) for key, value in (metadata or {}).items()}
 
 
 # -- rows as columns -------------------------------------------------------------------------------------

@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tinkex.service.gathering import Gathering
+from tinkex.service.batching_delay import BatchingDelay
 
+BATCH_TOKENS = 65536  # of passes executed together
 BARRIERS_A_ROUND = 8  # of one owner, between two batches
 REMEMBERED = 4096  # seq ids of a run, for recognising repeats
 
 
 @dataclass(frozen=True)
-class Work:
-    """One accepted request of a run. `what` is for whoever executes it."""
+class QueuedRequest:
+    """One accepted request of a run."""
 
     run: str
     seq_id: int
@@ -35,7 +36,7 @@ class Work:
     is_pass: bool
     tokens: int = 0  # how much of a batch's budget a pass takes
     digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
-    what: Any = None
+    payload: Any = None  # for whoever executes it
     shares: bool = False  # a barrier that may be done along with others like it, of other runs
 
 
@@ -49,10 +50,10 @@ class Verdict(Enum):
 
 
 @dataclass
-class _Run:
+class _Queue:
     owner: str
     next_seq: int
-    waiting: dict[int, Work] = field(default_factory=dict[int, Work])
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict[int, QueuedRequest])
     gap_since: float | None = None  # since when the head has been missing while something waits behind it
     running: int = 0
     turn: int = 0  # when it last had one, counted in turns of all runs
@@ -60,22 +61,22 @@ class _Run:
     arriving: set[int] = field(default_factory=set[int])  # seq ids whose requests are being written down
     given_up: int = 0  # below this seq id nothing will come any more
 
-    def head(self) -> Work | None:
+    def head(self) -> QueuedRequest | None:
         return None if self.running else self.waiting.get(self.next_seq)
 
 
 class Scheduler:
     """The queues of all runs on one base model."""
 
-    def __init__(self, *, batch_tokens: int, gap_patience: float = 60.0) -> None:
+    def __init__(self, *, batch_tokens: int = BATCH_TOKENS, gap_patience: float = 60.0) -> None:
         self.batch_tokens = batch_tokens
         self.gap_patience = gap_patience
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _Queue] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
         self._level = 0.0  # what whoever went last had been served before that
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._turns = itertools.count(1)
-        self._gathering = Gathering()
+        self._delay = BatchingDelay()
         self._began = 0.0  # the last batch
 
     # -- runs --------------------------------------------------------------------------------------------
@@ -83,12 +84,12 @@ class Scheduler:
     def open(self, run: str, owner: str, next_seq: int = 1) -> None:
         if owner not in self._served:
             self._served[owner] = self._level
-        self._runs[run] = _Run(owner, next_seq)
+        self._runs[run] = _Queue(owner, next_seq)
 
-    def close(self, run: str) -> list[Work]:
+    def close(self, run: str) -> list[QueuedRequest]:
         """Forget a run; what it still had waiting is returned, to be failed."""
         queue = self._runs.pop(run, None)
-        self._gathering.goes(run)
+        self._delay.goes(run)
         if queue is None:
             return []
         if not any(other.owner == queue.owner for other in self._runs.values()):
@@ -134,12 +135,12 @@ class Scheduler:
             return (Verdict.REPEATED if known[1] == digest else Verdict.CONFLICT), known[0]
         return (Verdict.LATE if seq_id < queue.next_seq else Verdict.ACCEPTED), ""
 
-    def submit(self, work: Work, now: float) -> tuple[Verdict, str]:
+    def submit(self, work: QueuedRequest, now: float) -> tuple[Verdict, str]:
         """Accept a request, or say why not; with the id under which its result will be found."""
         verdict, first_id = self.judge(work.run, work.seq_id, work.digest)
         if verdict is Verdict.ACCEPTED:
             queue = self._runs[work.run]
-            self._gathering.comes(work.run, now)
+            self._delay.comes(work.run, now)
             self._catch_up(queue.owner)
             queue.waiting[work.seq_id] = work
             self.remember(work.run, work.seq_id, work.request_id, work.digest)
@@ -175,7 +176,7 @@ class Scheduler:
         if not any(queue.waiting or queue.running for queue in queues):
             self._served[owner] = max(self._served[owner], self._level)
 
-    def _watch_gap(self, queue: _Run, now: float) -> None:
+    def _watch_gap(self, queue: _Queue, now: float) -> None:
         if queue.next_seq < queue.given_up and not queue.running and queue.next_seq not in queue.waiting:
             queue.next_seq = min([queue.given_up, *queue.waiting])
         stuck = bool(queue.waiting) and not queue.running and queue.next_seq not in queue.waiting
@@ -199,15 +200,15 @@ class Scheduler:
 
     # -- executing ---------------------------------------------------------------------------------------
 
-    def gather_until(self, now: float) -> float | None:
+    def wait_until(self, now: float) -> float | None:
         """Until when not to begin: passes are ready, and more are about to come. None: there is no reason."""
         heads = self._heads()
         if not heads or not all(head.is_pass for head in heads):
             return None
         is_full = sum(head.tokens for head in heads) >= self.batch_tokens
-        return None if is_full else self._gathering.until(now)
+        return None if is_full else self._delay.until(now)
 
-    def next_batch(self, now: float) -> list[Work]:
+    def next_batch(self, now: float) -> list[QueuedRequest]:
         """What to execute now: a barrier, some that share, or a batch of passes; nothing if none is ready."""
         heads = self._heads()
         heads.sort(key=lambda head: self._runs[head.run].turn)
@@ -219,15 +220,15 @@ class Scheduler:
         if held_back:
             return self.next_batch(now)
         self._began = now
-        self._gathering.begins()
+        self._delay.begins()
         return self._begin(self._fill(passes))
 
-    def _heads(self) -> list[Work]:
+    def _heads(self) -> list[QueuedRequest]:
         return [head for queue in self._runs.values() if (head := queue.head()) is not None]
 
-    def _next_barriers(self, heads: list[Work]) -> list[Work]:
+    def _next_barriers(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """The barrier whose turn it is; if it shares, those too whose turns come next, as long as they do."""
-        chosen: dict[str, Work] = {}  # by run
+        chosen: dict[str, QueuedRequest] = {}  # by run
         while (barrier := self._next_barrier(head for head in heads if head.run not in chosen)) is not None:
             if chosen and not barrier.shares:
                 break
@@ -237,22 +238,22 @@ class Scheduler:
                 break
         return list(chosen.values())
 
-    def _next_barrier(self, heads: Iterable[Work]) -> Work | None:
+    def _next_barrier(self, heads: Iterable[QueuedRequest]) -> QueuedRequest | None:
         ready = [w for w in heads if not w.is_pass and self._barriers[self._owner(w)] < BARRIERS_A_ROUND]
         return min(
             ready, key=lambda w: (self._barriers[self._owner(w)], self._served[self._owner(w)]), default=None
         )
 
-    def _fill(self, heads: list[Work]) -> list[Work]:
+    def _fill(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """Passes up to the token budget, one owner after another; a run's next pass may follow its first."""
-        lanes: defaultdict[str, list[Work]] = defaultdict(list)
+        by_owner: defaultdict[str, list[QueuedRequest]] = defaultdict(list)
         for head in heads:
-            lanes[self._owner(head)].append(head)
-        batch: list[Work] = []
+            by_owner[self._owner(head)].append(head)
+        batch: list[QueuedRequest] = []
         room = self.batch_tokens
-        while lanes:
-            owner = min(lanes, key=lambda o: self._served[o])
-            work = lanes[owner].pop(0)
+        while by_owner:
+            owner = min(by_owner, key=lambda o: self._served[o])
+            work = by_owner[owner].pop(0)
             if batch and work.tokens > room:
                 break
             self._level = max(self._level, self._served[owner])
@@ -261,12 +262,12 @@ class Scheduler:
             self._served[owner] += max(work.tokens, 1)
             after = self._runs[work.run].waiting.get(work.seq_id + 1)
             if after is not None and after.is_pass:
-                lanes[owner].append(after)
-            if not lanes[owner]:
-                del lanes[owner]
+                by_owner[owner].append(after)
+            if not by_owner[owner]:
+                del by_owner[owner]
         return batch
 
-    def _begin(self, batch: list[Work]) -> list[Work]:
+    def _begin(self, batch: list[QueuedRequest]) -> list[QueuedRequest]:
         for work in batch:
             queue = self._runs[work.run]
             queue.running += 1
@@ -275,16 +276,16 @@ class Scheduler:
             del queue.waiting[work.seq_id]
         return batch
 
-    def done(self, work: Work, now: float) -> None:
+    def done(self, work: QueuedRequest, now: float) -> None:
         """`work` was executed, or failed: its run may go on."""
         queue = self._runs.get(work.run)
         if queue is not None:
             queue.running -= 1
             self._watch_gap(queue, now)
             if self.idle(work.run):
-                self._gathering.rests(work.run, now)
+                self._delay.rests(work.run, now)
         if work.is_pass:
-            self._gathering.took(now - self._began)
+            self._delay.took(now - self._began)
 
-    def _owner(self, work: Work) -> str:
+    def _owner(self, work: QueuedRequest) -> str:
         return self._runs[work.run].owner

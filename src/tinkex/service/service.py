@@ -1,180 +1,220 @@
-"""The service: hop 4. One method per operation, found by the operation's name among the parts.
+"""The service: every operation behind one `call`, for the HTTP server and for embedded mode.
 
-    Sessions · Runs · Samplers · Futures · Checkpoints · Accounts · History       over one Core
-
-Promises: `call` answers, or raises Refusal; one home directory has one owner at a time; what was acknowledged
-before a crash is there after it. Knows neither HTTP nor torch: the server and the embedded transport both
-talk to it through `call`.
+`call` answers, or raises Refusal. One process serves a home directory at a time, and what was acknowledged
+before a crash is there after it. The table of operations is at the end of `Service.__init__`. Knows neither
+HTTP nor torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import itertools
 import logging
-import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineConfig, build_engine
-from tinkex.errors import InvalidInputError, TinkerError
-from tinkex.service.accounts import Accounts
-from tinkex.service.barriers import Barriers
+from tinkex.errors import InvalidInputError
+from tinkex.service.access import Access, OpenedBy
+from tinkex.service.activity import Activity
+from tinkex.service.adapter_cache import AdapterCaches
+from tinkex.service.archive import Archives, Link
+from tinkex.service.billing import Billing
+from tinkex.service.capabilities import Capabilities
 from tinkex.service.checkpoints import Checkpoints
+from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
-from tinkex.service.core import Core
-from tinkex.service.engines import Engines
-from tinkex.service.history import History
-from tinkex.service.lanes import Lanes
+from tinkex.service.custom_losses import CustomLosses
+from tinkex.service.futures import Futures
+from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerError
-from tinkex.service.live import Live
-from tinkex.service.records import JournalError
+from tinkex.service.polling import Polling
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.runs import Runs
-from tinkex.service.samplers import Samplers
+from tinkex.service.run_metrics import RunMetrics
+from tinkex.service.runs.accept import TrainingRequests
+from tinkex.service.runs.barriers import Barriers
+from tinkex.service.runs.journal import JournalError
+from tinkex.service.runs.listing import RunListing
+from tinkex.service.runs.manager import RunManager
+from tinkex.service.runs.training_loop import TrainingObserver
+from tinkex.service.sample_stream import SampleStream
+from tinkex.service.samplers import SampleObserver, Samplers
+from tinkex.service.served_models import ServedModels
+from tinkex.service.session_traces import SessionTraces
 from tinkex.service.sessions import Sessions
 from tinkex.types.futures import UntypedAPIFuture
-from tinkex.wire.ops import OPS, Op
+from tinkex.types.sampling import SampleRequest
+from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex.service")
 TICK = 5.0  # seconds between two rounds of upkeep
-THOROUGH = 12  # every so many rounds, what takes longer is done too
+THOROUGH = 12  # every so many rounds, the slow part of upkeep is done too
+
+Method = Callable[[Any, Caller], Awaitable[Any]]
+
+
+class Observer(TrainingObserver, SampleObserver, Protocol):
+    """Somebody who counts finished work, as a server's metrics do."""
+
+
+@dataclass(frozen=True)
+class ServerHooks:
+    """What a server gives to its service: download links, weights access tokens, metrics."""
+
+    link: Link
+    opened_by: OpenedBy
+    observer: Observer
 
 
 class Service:
-    """Everything behind the wire's operations."""
+    """Everything behind the wire's operations. Building one opens the ledger; `start` takes the home."""
 
-    core: Core  # with the parts below it, from `start` on
-
-    def __init__(self, config: ServiceConfig, build: Callable[[EngineConfig], Engine] = build_engine) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        build: Callable[[EngineConfig], Engine] = build_engine,
+        server: ServerHooks | None = None,
+    ) -> None:
         self.config = config
-        self._build = build
-        self._methods: dict[str, Callable[[Any, Caller], Awaitable[Any]]] = {}
-        self._lock: int | None = None
-        self._upkeep: asyncio.Task[None] | None = None
         self.ready = False
+        self._upkeep: asyncio.Task[None] | None = None
+        self.home = home = Home(config.home, config.disk_quota)
+        self.ledger = ledger = Ledger(config.home / "ledger.sqlite")
+        self.models = models = ServedModels(config, build)
+        self.futures = futures = Futures()
+        self.archives = archives = Archives(home)
+        link = archives.link if server is None else server.link
+        self.activity = activity = Activity(ledger)
+        self.access = access = Access(
+            ledger, activity, _opens_nothing if server is None else server.opened_by
+        )
+        self.traces = traces = SessionTraces(home, access, activity, link)
+        self.metrics = metrics = RunMetrics(home, access)
+        self.completions = completions = Completions(config.home / "samples" if config.resume else None)
+        adapters = AdapterCaches(home, access)
+        barriers = Barriers(home, ledger, access, activity, adapters)
+        observers = [] if server is None else [server.observer]
+        self.runs = runs = RunManager(
+            config, ledger, home, models, futures, barriers, [traces, metrics, *observers]
+        )
+        training = TrainingRequests(config, ledger, home, access, activity, models, futures, runs)
+        listing = RunListing(ledger, access, activity, models)
+        self.samplers = samplers = Samplers(
+            config, ledger, home, access, activity, models, futures, completions, adapters,
+            [traces, *observers],
+        )  # fmt: skip
+        losses = CustomLosses(ledger, home, access, models, futures)
+        self.sessions = sessions = Sessions(config, ledger, access, activity, models, runs)
+        self.checkpoints = checkpoints = Checkpoints(ledger, home, access, activity, archives, link)
+        self.polling = polling = Polling(config, access, futures, completions, runs, samplers, losses)
+        self.billing = billing = Billing(ledger, activity)
+        capabilities = Capabilities(config, models, issues_tokens=server is not None)
+        self._training = training
+        self._methods: dict[str, Method] = {
+            "create_session": sessions.create_session,
+            "session_heartbeat": sessions.session_heartbeat,
+            "finish_session": sessions.finish_session,
+            "list_sessions": sessions.list_sessions,
+            "get_session": sessions.get_session,
+            "assign_session_project": sessions.assign_session_project,
+            "search_sessions": sessions.search_sessions,
+            "export_session_trace": traces.export_session_trace,
+            "create_model": training.create_model,
+            "load_weights": training.load_weights,
+            "forward": training.forward,
+            "forward_backward": training.forward_backward,
+            "optim_step": training.optim_step,
+            "save_weights": training.save_weights,
+            "save_weights_for_sampler": training.save_weights_for_sampler,
+            "save_weights_external": training.save_weights_external,
+            "unload_model": training.unload_model,
+            "create_custom_loss": losses.create_custom_loss,
+            "get_info": listing.get_info,
+            "get_training_run": listing.get_training_run,
+            "list_training_runs": listing.list_training_runs,
+            "get_run_metrics": metrics.get_run_metrics,
+            "create_sampling_session": samplers.create_sampling_session,
+            "join_sampling_session": samplers.join_sampling_session,
+            "get_sampler": samplers.get_sampler,
+            "sample": samplers.sample,
+            "retrieve_future": polling.retrieve_future,
+            "retrieve_futures": polling.retrieve_futures,
+            "cancel_future": polling.cancel_future,
+            "get_weights_info": checkpoints.get_weights_info,
+            "copy_weights": checkpoints.copy_weights,
+            "list_checkpoints": checkpoints.list_checkpoints,
+            "list_user_checkpoints": checkpoints.list_user_checkpoints,
+            "publish_checkpoint": checkpoints.publish_checkpoint,
+            "unpublish_checkpoint": checkpoints.unpublish_checkpoint,
+            "set_checkpoint_ttl": checkpoints.set_checkpoint_ttl,
+            "delete_checkpoint": checkpoints.delete_checkpoint,
+            "get_external_weights_urls": checkpoints.get_external_weights_urls,
+            "get_checkpoint_archive_url": checkpoints.get_checkpoint_archive_url,
+            "get_audit_log": billing.get_audit_log,
+            "get_billing_usage": billing.get_billing_usage,
+            "get_current_checkpoint_storage_usage": billing.get_current_checkpoint_storage_usage,
+            "get_client_config": capabilities.get_client_config,
+            "get_dynamic_config": capabilities.get_dynamic_config,
+            "get_health": capabilities.get_health,
+            "get_server_capabilities": capabilities.get_server_capabilities,
+            "get_tokenizer_file": capabilities.get_tokenizer_file,
+            "send_telemetry": capabilities.send_telemetry,
+            "get_auth_token": capabilities.get_auth_token,
+            "get_api_key": capabilities.get_api_key,
+            "delete_api_key": capabilities.delete_api_key,
+        }
 
     # -- life --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Take the home, open the ledger, and take up what an earlier process left."""
-        self._take_home()
+        """Take the home, and go on with what an earlier process left."""
         try:
-            await asyncio.to_thread(self._clear_unfinished)
-            self._open()
-            await asyncio.to_thread(self.core.archives.sweep)
-            if self.config.preload:  # first: if it fails, what is owed must wait for a better start
-                await self.core.engines.load_all()
-            await self._take_up_runs()
+            self.home.lock()
+            await asyncio.to_thread(self.home.clear_unfinished)
+            await asyncio.to_thread(self.archives.sweep)
+            if self.config.preload:  # first: if it fails, unanswered requests must wait for a better start
+                await self.models.load_all()
+            self.completions.restore()
+            await self._recover()
         except BaseException:
-            if hasattr(self, "core"):
-                self.core.ledger.close()
-            self._leave_home()
+            self.home.unlock()
             raise
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
         self.ready = True
 
     async def look(self) -> None:
-        """Open the home beside whoever owns it: to list what is there and tidy up, not to compute."""
-        self.config.home.mkdir(parents=True, exist_ok=True)
-        self._open()
+        """Use the home beside the process that serves it: to list and tidy up, not to compute."""
         self.ready = True
 
-    def _open(self) -> None:
-        config = self.config
-        self.core = core = Core(config, Ledger(config.home / "ledger.sqlite"), Engines(config, self._build))
-        barriers = Barriers(core)
-        lanes = self._lanes = Lanes(config.home / "samples" if config.resume else None)
-        self.live = Live(core, barriers)
-        self.sessions = Sessions(core)
-        self.runs = Runs(core, barriers, self.live)
-        self.samplers = Samplers(core, lanes)
-        self.checkpoints = Checkpoints(core, barriers, self.sessions)
-        self.accounts = Accounts(core)
-        self.history = History(core)
-        barriers.publish = self.samplers.publish
-        core.futures.elsewhere = self.runs.find_future
-        core.futures.on_drop = self._dropped
-        self.sessions.on_move = self.live.reread
-        self.live.observers += [self.accounts.worked, self.history.worked]
-        self.samplers.observers.append(self.accounts.sampled)
-        parts = (
-            self.sessions, self.runs, self.samplers, self.checkpoints, self.accounts, self.history,
-            core.futures,
-        )  # fmt: skip
-        self._methods = {
-            name: method
-            for name in OPS
-            if (method := next((m for part in parts if (m := getattr(part, name, None))), None)) is not None
-        }
-
-    def _dropped(self, request_ids: list[str]) -> None:
-        self._lanes.fetched(request_ids)
-        self.live.forget_results(request_ids)
-
-    def _take_home(self) -> None:
-        self.config.home.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.config.home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise TinkerError(
-                f"{self.config.home} is in use by another process; end it, or use another home (TINKEX_HOME)"
-            ) from None
-        self._lock = lock
-
-    def _clear_unfinished(self) -> None:
-        """Remove what an earlier process was writing when it was killed: it never got its name.
-
-        What was about to be replaced, as .NAME.NUMBER.old, gets its name back if nothing has it.
-        """
-        for replaced in self.config.home.glob("runs/*/*/*/.*.old"):
-            place = replaced.with_name(replaced.name[1:].rsplit(".", 2)[0])
-            if place.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(place)
-        for pattern in ("runs/*/*/*/.*.tmp", "runs/*/*/*/.*.part", "runs/*/*/journal.deleted"):
-            for unfinished in self.config.home.glob(pattern):
-                shutil.rmtree(unfinished, ignore_errors=True)
-
-    def _leave_home(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    async def _take_up_runs(self) -> None:
-        """Go on with what was accepted and not answered, and clean up after those who will not come back."""
-        ledger = self.core.ledger
+    async def _recover(self) -> None:
+        """Open the runs with unanswered requests, and note which sessions' files are to be deleted."""
         if not self.config.resume:
             self.sessions.end_all()
-        for row in ledger.runs_in_state("live", "evicted"):
-            session = ledger.session(row.session_id)
+        for row in self.ledger.runs_in_state("live", "evicted"):
+            session = self.ledger.session(row.session_id)
             if session is None or session.status["type"] != "active":
                 self.sessions.ended.add(row.session_id)
             elif row.state == "live" and not row.corrupted:
-                await self.live.take_up(row)
+                await self.runs.recover(row)
 
     async def stop(self) -> None:
-        """Finish what is being executed, put runs on disk, and let go of the home."""
+        """Finish what is being executed, snapshot runs, and let go of the home."""
         self.ready = False
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)
         await self.samplers.stop()
-        await self.live.stop()
-        self.core.flush()
-        self._lanes.close()
-        self.core.archives.clear()
-        await self.core.engines.close()
-        self.core.ledger.close()
-        self._leave_home()
+        await self.runs.stop()
+        self.activity.flush()
+        self.completions.close()
+        self.archives.clear()
+        await self.models.close()
+        self.ledger.close()
+        self.home.unlock()
 
     # -- calls -------------------------------------------------------------------------------------------
 
@@ -201,7 +241,11 @@ class Service:
         self, op: Op[Any, Any], run_id: str, seq_id: int, message: str, caller: Caller
     ) -> UntypedAPIFuture:
         """Accept a run's request that cannot be read, and fail its future: a 4xx leaves clients stuck."""
-        return await self.runs.fail(op.name, run_id, seq_id, message, caller)
+        return await self._training.fail(op.name, run_id, seq_id, message, caller)
+
+    def stream(self, request: SampleRequest, caller: Caller) -> SampleStream:
+        """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
+        return SampleStream(self.samplers, self.polling, request, caller)
 
     # -- upkeep ------------------------------------------------------------------------------------------
 
@@ -214,29 +258,29 @@ class Service:
                 log.exception("upkeep failed; trying again")
 
     async def tick(self, *, thorough: bool = True) -> None:
-        """One round: forget what expired, put on disk what lapsed, clean up after what ended."""
-        now = time.monotonic()
-        self.core.look_at_clocks()
-        self.core.flush()
-        self.core.futures.expire(now)
-        self._lanes.expire(now, self.config.keep_results)
+        """One round: drop what expired, evict what lapsed, delete the files of sessions that ended."""
+        self.activity.check_clocks()
+        self.activity.flush()
+        self.polling.expire(time.monotonic())
         await self.checkpoints.expire()
-        for run in self.live.idle_runs(self.sessions.lapsed()):
-            if await self.live.put_away(run):
-                log.info("run %s was put on disk: its session has not been heard of", run.id)
+        await self.runs.evict_idle(self.sessions.lapsed())
         if thorough:
-            self.core.archives.sweep()
-            self.accounts.count_storage()
+            self.archives.sweep()
+            self.billing.count_storage()
             self.sessions.expire()
-            for session_id in list(self.core.seen):
+            for session_id in list(self.activity.seen):
                 await self.samplers.clean(session_id, ended=False)
         for session_id in list(self.sessions.ended):
             await self._clean_up(session_id)
 
     async def _clean_up(self, session_id: str) -> None:
-        """After a session: its runs once they are done, its unnamed samplers, its trace."""
-        open_runs = [r for r in self.core.ledger.runs_of_session(session_id) if r.state != "closed"]
-        if all([await self.live.close(row) for row in open_runs]):
+        """After a session: close its runs once they are idle, delete its unnamed samplers and its trace."""
+        open_runs = [row for row in self.ledger.runs_of_session(session_id) if row.state != "closed"]
+        if all([await self.runs.close(row) for row in open_runs]):
             await self.samplers.clean(session_id, ended=True)
-            self.accounts.forget(session_id)
+            self.traces.forget(session_id)
             self.sessions.ended.discard(session_id)
+
+
+def _opens_nothing(token: str) -> str | None:
+    return None

@@ -147,6 +147,9 @@ class OptimStepResponse(ReplyModel):
         return metrics and {name: n for name, n in metrics.items() if math.isfinite(n)}
 
 
+RunStatus = Literal["active", "finished", "interrupted", "failed"]
+
+
 class TrainingRun(ReplyModel):
     """A run, as it is listed."""
 
@@ -160,6 +163,8 @@ class TrainingRun(ReplyModel):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    status: RunStatus | None = None  # of servers that say
+    status_reason: str | None = None  # why it failed or was interrupted
 
 
 class ListTrainingRunsRequest(RequestModel):

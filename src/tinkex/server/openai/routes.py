@@ -28,11 +28,11 @@ from tinkex.server.gateway import JSON, Endpoint, Gateway, IncomingRequest
 from tinkex.server.openai.replies import CompletionReply, ReplyFormat, chat_format, completion_format, usage
 from tinkex.server.openai.requests import CompletionRequest, model_of, read_chat, read_completion
 from tinkex.server.stream_sample import SSE_HEADERS, server_sent, with_pings
-from tinkex.service.engines import BaseModel
-from tinkex.service.published import name_of
+from tinkex.service.adapter_cache import adapter_name
 from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.sample_stream import SampleStream
+from tinkex.service.served_models import ServedModel
 from tinkex.service.service import Service
-from tinkex.service.streams import SampleEvents
 from tinkex.tokenizers import load_tokenizer_async
 from tinkex.types.base import AnyJson
 from tinkex.types.config import EmptyRequest
@@ -103,7 +103,7 @@ class SamplerCache:
         """What `model` names now: a checkpoint may have been replaced, deleted or made private."""
         if not model.startswith("tinker://"):
             return model
-        return name_of(model, self._service.core.checkpoint(model, caller).created_at)
+        return adapter_name(model, self._service.access.checkpoint(model, caller).created_at)
 
     def drop(self, sampler: CachedSampler) -> None:
         self._samplers.pop(sampler.key, None)
@@ -180,10 +180,10 @@ async def _complete(
     fields = await _fields(gateway, http)
     name = model_of(fields)
     sampler = await samplers.get(name, caller)
-    base = service.core.engines.find(sampler.base_model)
+    base = service.models.find(sampler.base_model)
     tokenizer = await _tokenizer(base)
     request = await asyncio.to_thread(read_chat if chat else read_completion, fields, tokenizer)
-    token_bytes = (await base.stop_bytes([])).token_bytes if request.alternatives is not None else ()
+    token_bytes = await base.token_bytes() if request.alternatives is not None else ()
     frame = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -217,7 +217,7 @@ async def _fields(gateway: Gateway, http: IncomingRequest) -> dict[str, Any]:
     return fields
 
 
-async def _tokenizer(base: BaseModel) -> Any:
+async def _tokenizer(base: ServedModel) -> Any:
     directory = await asyncio.to_thread(base.tokenizer_dir)
     if directory is None:
         raise Refusal(422, f"{base.name} has no tokenizer on this server: it samples tokens, not text")
@@ -250,7 +250,7 @@ async def _open_stream(
     service: Service, request: SampleRequest, caller: Caller
 ) -> AsyncIterator[SampleEvent]:
     """Sample, and wait for the first event: what fails before that is an HTTP error, not a streamed one."""
-    events = _events(await SampleEvents.open(service, request, caller))
+    events = _events(service.stream(request, caller))
     first = await anext(events)
     if isinstance(first, RequestFailedResponse):
         raise _failure(first)
@@ -264,7 +264,7 @@ async def _open_stream(
     return with_first()
 
 
-async def _events(stream: SampleEvents) -> AsyncIterator[SampleEvent]:
+async def _events(stream: SampleStream) -> AsyncIterator[SampleEvent]:
     """Tokens, and the response or failure at the end. Closing it cancels the sample."""
     async with aclosing(stream) as events:
         async for event in events:

@@ -1,9 +1,9 @@
-"""How long a batch of passes waits for runs that are about to send theirs. Pure: told what happens, and when.
+"""How long a batch of passes waits for runs that are about to send theirs. Pure: callers pass the time.
 
-A run that trains step by step comes back a few milliseconds after its answer. A trainer that begins with
-whoever is first leaves the others to a batch of their own, and what a batch costs at least is paid twice.
-Promises: nobody waits but for a run that is due by how long it rested the last time, never longer than a part
-of what the last batch took, and for one that does not come back only once. Knows nothing of work.
+A run that trains step by step sends its next request a few milliseconds after its last result. Starting with
+the first one to arrive would leave the others to a second batch, and the fixed cost of a batch is paid twice.
+A batch waits only for a run that is due (judged by its last pause), for at most 1/PART of what the last batch
+took, and only once for a run that does not come back.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ PATIENCE = 0.010  # seconds, at the most
 PART = 4  # a batch waits no longer than the last one took, divided by this
 
 
-class Gathering:
-    """When each run went, and how soon it is used to come back."""
+class BatchingDelay:
+    """When each run was last answered, and how soon it usually sends its next request."""
 
     def __init__(self) -> None:
         self._resting: dict[str, float] = {}  # since when

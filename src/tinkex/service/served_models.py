@@ -1,61 +1,87 @@
-"""Base models: from a name to a running engine, loaded once, on first use or at start.
+"""The base models of a service: from a name to a running engine, loaded once, on first use or at start.
 
-Promises: the event loop never waits for a load; a model that fails to load says why each time it is asked
-for; `NAME:suffix` is NAME; a name never leads out of the shelf of models. Knows engines by their protocol.
+The event loop never waits for a load. A model that fails to load says why each time it is asked for. An
+engine that is lost is replaced by a new one, a few times. `NAME:suffix` means NAME. Knows engines by their
+protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future as ThreadFuture
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from tinkex import models
-from tinkex.engine.protocol import Engine, EngineConfig, StopBytes, build_engine
-from tinkex.errors import ModelError
+from tinkex.engine.protocol import Command, Engine, EngineConfig, EngineError, build_engine
+from tinkex.engine.token_bytes import token_bytes
+from tinkex.errors import InvalidInputError, ModelError
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
-from tinkex.service.threads import in_thread
 
 log = logging.getLogger("tinkex.service")
+R = TypeVar("R")
+T = TypeVar("T")
+MAX_LOSSES, LOSS_WINDOW = 3, 3600.0  # engines lost within so many seconds before a model is given up
 _unpacking = threading.Lock()  # a tokenizer that is inside a GGUF file: many may ask for it at once
 
 
-class BaseModel:
+async def execute(engine: Engine, command: Command[R]) -> R:
+    """Submit a command to an engine's trainer, and wait for it without blocking the event loop."""
+    return await asyncio.wrap_future(engine.trainer.submit(command))
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Call what may take minutes in a thread that does not keep the process from ending."""
+    done: ThreadFuture[T] = ThreadFuture()
+
+    def work() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="tinkex-model", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+class ServedModel:
     """One base model: its name, where it is, and its engine once that is loaded."""
 
     def __init__(
-        self,
-        name: str,
-        source: str,
-        config: EngineConfig,
-        build: Callable[[EngineConfig], Engine],
-        tokenizers: Path,
-        shelf: Path,
-        offline: bool = False,
+        self, name: str, source: str, config: ServiceConfig, build: Callable[[EngineConfig], Engine]
     ) -> None:
         self.name = name
         self.source = source
         # Adapters name their base model by its hub id; PEFT can load that, or the model's path.
-        self._config = replace(config, model=source, name=models.hub_name(name))
+        self._config = replace(config.engine, model=source, name=models.hub_name(name))
         self._build = build
-        self._offline = offline
-        self._shelf = shelf  # where it is put if it has to be fetched
-        self._tokenizers = tokenizers  # where those that are inside a GGUF file are unpacked
+        self._offline = config.offline
+        self._shelf = config.model_shelf or config.home / "models"  # where it is put if it is downloaded
+        self._tokenizers = config.home / "tokenizers"  # unpacked from GGUF files
         self.place = Path(source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
+        self._lost: Engine | None = None  # to be closed before a new one is built
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)  # when engines were lost
+        self._why_lost = ""
         self._token_bytes: list[bytes] | None = None
-        self._reading = asyncio.Lock()  # them
+        self._reading = asyncio.Lock()  # of the token bytes
 
     async def load(self) -> Engine:
         """The engine, loading it if it is not there."""
         if self.engine is not None:
             return self.engine
+        if len(self._losses) == MAX_LOSSES and time.monotonic() - self._losses[0] < LOSS_WINDOW:
+            raise Refusal(503, f"{self.trouble}; restart the server")
         if self._loading is None or self._loading.done():
             self._loading = asyncio.get_running_loop().create_task(self._load())
         return await asyncio.shield(self._loading)
@@ -64,31 +90,60 @@ class BaseModel:
     def loading(self) -> bool:
         return self._loading is not None and not self._loading.done()
 
+    def lose_engine(self, why: str, engine: Engine | None = None) -> None:
+        """The engine can do nothing any more: the next `load` builds a new one."""
+        if self.engine is None or (engine is not None and engine is not self.engine):
+            return  # it was noticed before
+        log.error("the engine of the base model %s was lost: %s", self.name, why)
+        self._lost, self.engine, self._loading = self.engine, None, None
+        self._losses.append(time.monotonic())
+        self._why_lost = why
+
+    @property
+    def was_loaded(self) -> bool:
+        return self.engine is not None or bool(self._losses)
+
     @property
     def trouble(self) -> str:
         """Why it cannot work; "" if it can, for all that is known."""
         if self.engine is not None:
-            return "" if self.engine.working else f"the engine of the base model {self.name} has stopped"
+            alive = self.engine.heartbeat().alive
+            return "" if alive else f"the engine of the base model {self.name} has stopped"
         tried = self._loading
         failed = tried is not None and tried.done() and not tried.cancelled() and tried.exception()
-        return str(failed) if failed else ""
+        if failed:
+            return str(failed)
+        return f"the engine of the base model {self.name} was lost: {self._why_lost}" if self._losses else ""
 
     async def _load(self) -> Engine:
         log.info("loading %s", self.name if self.name == self.source else f"{self.name} from {self.source}")
         try:
-            self.engine = await in_thread(self._build_here)
+            self.engine = await in_daemon_thread(self._build_here)
         except Exception as error:
-            raise Refusal(503, f"the base model {self.name} could not be loaded: {error}") from error
-        if plan := getattr(self.engine, "memory", None):
+            # A model that cannot be read is the caller's mistake, for whom it was named.
+            is_users = isinstance(error, ModelError | InvalidInputError) or (
+                isinstance(error, EngineError) and error.category == "user"
+            )
+            status = 422 if is_users else 503
+            raise Refusal(status, f"the base model {self.name} could not be loaded: {error}") from error
+        if plan := self.engine.heartbeat().memory:
             sizes = ", ".join(f"{use} {size / 2**20:.0f} MiB" for use, size in plan.items())
             log.info("%s is loaded; memory planned: %s", self.name, sizes)
         return self.engine
 
     def _build_here(self) -> Engine:
-        return self._build(replace(self._config, model=str(self._files())))
+        if (lost := self._lost) is not None:
+            self._lost = None
+            with contextlib.suppress(Exception):  # it was lost: what it can still free is a bonus
+                lost.close()
+        config = replace(self._config, model=str(self._files()))
+        with contextlib.suppress(Refusal, InvalidInputError, OSError):  # it may have none
+            tokenizer = self.tokenizer_dir()
+            config = replace(config, tokenizer=None if tokenizer is None else str(tokenizer))
+        return self._build(config)
 
     def _files(self) -> Path:
-        """Where its files are; they are fetched first if need be, which may take minutes."""
+        """Where its files are; they are downloaded first if need be, which may take minutes."""
         if self._config.kind == "torch" and not self.place.exists():
             self.place = models.obtain(self.source, self._shelf, offline=self._offline)
         return self.place
@@ -109,7 +164,7 @@ class BaseModel:
         return frozenset() if self.engine is None else frozenset(self.engine.info.eos_ids)
 
     def tokenizer_dir(self) -> Path | None:
-        """The directory whose tokenizer is this model's; None if it has none of its own. Not for the loop."""
+        """The directory of this model's tokenizer; None if it has none. Blocks, maybe for minutes."""
         try:
             path = self._files()
         except ModelError as error:
@@ -131,44 +186,36 @@ class BaseModel:
                 part.rename(place)
         return place
 
-    async def stop_bytes(self, sequences: list[str]) -> StopBytes:
-        """Stop strings as the engine checks them: over the bytes of each token."""
-        async with self._reading:  # the first samples come together, and it takes a second
+    async def token_bytes(self) -> list[bytes]:
+        """The bytes of every token id, for texts of single tokens."""
+        async with self._reading:  # the first requests come together, and it takes a second
             if self._token_bytes is None:
-                from tinkex.engine.token_bytes import token_bytes
-
                 source = await asyncio.to_thread(self.tokenizer_dir)
                 if source is None:
-                    raise Refusal(
-                        422, f"{self.name} has no tokenizer here, so it cannot stop at strings; stop at ids"
-                    )
+                    raise Refusal(422, f"{self.name} has no tokenizer here")
                 self._token_bytes = await asyncio.to_thread(token_bytes, source)
-        return StopBytes(tuple(s.encode() for s in sequences), self._token_bytes)
+        return self._token_bytes
 
 
-class Engines:
+class ServedModels:
     """The base models of a service."""
 
     def __init__(self, config: ServiceConfig, build: Callable[[EngineConfig], Engine] = build_engine) -> None:
         self._config = config
         self._build = build
-        self._models: dict[str, BaseModel] = {}
-        self._fetched: dict[str, BaseModel] = {}  # by a name that leads to no file here, or did not at first
+        self._models: dict[str, ServedModel] = {}
+        self._fetched: dict[str, ServedModel] = {}  # by names of a hub or the catalogue
         for name, source in config.models.items():
             self._add(name, source)
 
-    def _add(self, name: str, source: str) -> BaseModel:
+    def _add(self, name: str, source: str) -> ServedModel:
         model = self._models[name] = self._make(name, source)
         return model
 
-    def _make(self, name: str, source: str) -> BaseModel:
-        config = self._config
-        shelf = config.model_shelf or config.home / "models"
-        return BaseModel(
-            name, source, config.engine, self._build, config.home / "tokenizers", shelf, config.offline
-        )
+    def _make(self, name: str, source: str) -> ServedModel:
+        return ServedModel(name, source, self._config, self._build)
 
-    def find(self, name: str) -> BaseModel:
+    def find(self, name: str) -> ServedModel:
         """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
         if (model := self._models.get(name)) is not None:  # nearly always
             return model
@@ -197,7 +244,7 @@ class Engines:
         place = self._config.model_shelf
         return None if place is None else models.local_files.named(place, name)
 
-    def __iter__(self) -> Iterator[BaseModel]:
+    def __iter__(self) -> Iterator[ServedModel]:
         """Those that were configured, found or fetched, or are here to be named."""
         for name, source in self._nameable():
             if not any(known in self._models or known in self._fetched for known in models.spellings(name)):
@@ -209,19 +256,28 @@ class Engines:
         place = self._config.model_shelf
         if place is None:
             return ()
-        # In one's own process any model on the machine may be named, so the hub's cache counts too.
+        # In embedded mode any model on the machine may be named, so the hub's cache counts too.
         return models.names(place) if self._config.any_path else models.local_files.names(place)
 
+    def engines(self) -> list[Engine]:
+        """Those that are loaded."""
+        served = (*self._models.values(), *self._fetched.values())
+        return [model.engine for model in served if model.engine is not None]
+
     def trouble(self) -> str:
-        """Why a base model cannot work: one that is loaded, or that this server was told to have."""
-        told = self._config.models
-        found = (m.trouble for m in self._models.values() if m.engine is not None or m.name in told)
+        """Why a base model cannot work: one that was loaded, or that this service is configured with."""
+        configured = self._config.models
+        found = (m.trouble for m in self._models.values() if m.was_loaded or m.name in configured)
         return next(filter(None, found), "")
+
+    def has_failed(self, name: str) -> bool:
+        """Was this base model asked for, and could not be loaded?"""
+        model = self._models.get(name) or self._fetched.get(name)
+        return model is not None and model.engine is None and bool(model.trouble)
 
     async def load_all(self) -> None:
         await asyncio.gather(*(model.load() for model in self))
 
     async def close(self) -> None:
-        for model in (*self._models.values(), *self._fetched.values()):
-            if model.engine is not None:
-                await in_thread(model.engine.close)
+        for engine in self.engines():
+            await in_daemon_thread(engine.close)

@@ -1,8 +1,7 @@
 """A sample as it is drawn: its tokens, why it waits, and at last the whole response.
 
-Promises: a request that is refused raises before there is any stream; the last event is the response or its
-failure, and nothing comes after it; whoever leaves early stops the work, and what it held is free at once.
-Knows nothing of HTTP, nor of how an event is written.
+A request that is refused raises before there is a stream. The last event is the response or its failure.
+Closing the stream early stops the work and frees what it used. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from tinkex import tracing
+from tinkex.service.polling import Polling
 from tinkex.service.refusal import Caller
+from tinkex.service.samplers import Pieces, Samplers
 from tinkex.types.futures import (
     CancelFutureRequest,
     FutureRetrieveRequest,
@@ -24,38 +23,24 @@ from tinkex.types.futures import (
 )
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
-from tinkex.wire import ops
 
 
-class SampleEvents:
-    """An async iterator of one sample's events; made by `open`, ended by its last event or by `aclose`."""
+class SampleStream:
+    """An async iterator over the events of one sample; `Service.stream` opens it."""
 
-    def __init__(self, service: Any, caller: Caller) -> None:
-        self._service, self._caller = service, caller
-        self._events: asyncio.Queue[SampleEvent] = asyncio.Queue()
-        self._promise = UntypedAPIFuture("")
-        self._ending: asyncio.Task[None] | None = None
-        self._over = False
-
-    @classmethod
-    async def open(cls, service: Any, request: SampleRequest, caller: Caller) -> SampleEvents:
-        """Have `request` sampled by a service (its `samplers`); Refusal if it is not accepted."""
-        self = cls(service, caller)
-        loop, put = asyncio.get_running_loop(), self._events.put_nowait
-
-        def on_tokens(sequence: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:  # the engine's thread
-            loop.call_soon_threadsafe(put, NewTokens(sequence, tokens.copy(), logprobs.copy()))
-
+    def __init__(self, samplers: Samplers, polling: Polling, request: SampleRequest, caller: Caller) -> None:
+        self._polling, self._caller = polling, caller
+        self._events: Pieces = asyncio.Queue()
         with tracing.span("service stream_sample", within=True):
-            self._promise = await service.samplers.sample(request, caller, on_tokens)
-        self._ending = loop.create_task(self._wait_for_the_end())
-        return self
+            self._promise: UntypedAPIFuture = samplers.start(request, caller, self._events)
+        self._ending = asyncio.get_running_loop().create_task(self._wait_for_the_end())
+        self._over = False
 
     async def _wait_for_the_end(self) -> None:
         request, state = FutureRetrieveRequest(self._promise.request_id), "active"
         try:
             while True:
-                outcome = await self._service.call(ops.RETRIEVE_FUTURE, request, self._caller)
+                outcome = await self._polling.retrieve_future(request, self._caller)
                 if not isinstance(outcome, Pending):
                     break
                 if outcome.queue_state != state:
@@ -73,7 +58,7 @@ class SampleEvents:
         named = [replace(one, sequence_id=id) for one, id in zip(outcome.sequences, ids, strict=True)]
         return replace(outcome, sequences=named)
 
-    def __aiter__(self) -> SampleEvents:
+    def __aiter__(self) -> SampleStream:
         return self
 
     async def __anext__(self) -> SampleEvent:
@@ -89,8 +74,7 @@ class SampleEvents:
         if self._over:
             return
         self._over = True
-        assert self._ending is not None
         self._ending.cancel()
         request = CancelFutureRequest(request_id=self._promise.request_id)
-        await self._service.call(ops.CANCEL_FUTURE, request, self._caller)
-        self._service.core.futures.drop([self._promise.request_id])
+        await self._polling.cancel_future(request, self._caller)
+        self._polling.drop([self._promise.request_id])

@@ -1,13 +1,10 @@
-"""The journal of one run: its accepted requests and their outcomes, so that a killed process loses neither.
+"""The journal of one run: its accepted requests and their outcomes, on disk.
 
-Promises: what `accept` and `resolve` returned from is found again by `restore` after `kill -9` at any point
-(after a power cut too, with `fsync`); a record cut off in mid-write is dropped, since nobody was told of it;
-a damaged one raises JournalError with its file and offset. Two logs, because they live differently: requests
-are large and needed until a snapshot covers them, outcomes are small and needed until they are delivered.
-Knows nothing of engines, of what a request means, or of when to take a snapshot.
-
-Requests and outcomes are kept as pickles: these are our own files, and whoever can write to the home
-directory can already do anything that we can.
+After `kill -9` at any point (after a power cut too, with `fsync`) `restore` finds everything that `accept`
+and `resolve` returned from. A record cut off in mid-write is dropped, since no client was told of it; a
+damaged one raises JournalError with its file and offset. There are two logs: requests are large and needed
+until a snapshot covers them, outcomes are small and needed until they are delivered. Bodies are pickles:
+whoever can write to the home directory can already do anything that we can. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -20,15 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinkex.service.records import JournalError, JournalFullError, Log, Record, pack, sync
+from tinkex.service.runs.segments import JournalError, JournalFullError, Record, SegmentedLog, pack
+from tinkex.store import sync_path
 
-__all__ = ["Entry", "Journal", "JournalError", "JournalFullError", "Restored", "delete", "restore"]
+__all__ = ["Journal", "JournalEntry", "JournalError", "JournalFullError", "Restored", "delete", "restore"]
 
 SEGMENT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One accepted request. `digest` is for telling a repeated request from another one."""
 
     seq_id: int
@@ -51,19 +49,19 @@ class Restored:
 
     snapshot: Path | None = None
     next_seq: int = 0  # the first seq id that the snapshot does not cover
-    entries: list[Entry] = field(default_factory=list[Entry])
+    entries: list[JournalEntry] = field(default_factory=list[JournalEntry])
     outcomes: dict[str, Any] = field(default_factory=dict[str, Any])
     done: frozenset[str] = frozenset()
-    undelivered: list[Entry] = field(default_factory=list[Entry])
+    undelivered: list[JournalEntry] = field(default_factory=list[JournalEntry])
 
 
 class Journal:
     """The open journal of a live run. Methods may be called from any thread.
 
-    >>> journal.accept(Entry(7, "r7", "optim_step", request, now))  # before anybody may execute it
+    >>> journal.accept(JournalEntry(7, "r7", "optim_step", request, now))  # before anybody may execute it
     >>> journal.resolve("r7", result)                               # before anybody is told
     >>> part = journal.begin_snapshot(next_seq=8)                   # what is saved there has 7 in it
-    >>> trainer.run(SaveAdapter(run, part / "adapter", optimizer=True))
+    >>> trainer.submit(SaveAdapter(run, str(part / "adapter"), optimizer=True)).result()
     >>> journal.commit_snapshot(part)
     """
 
@@ -73,8 +71,8 @@ class Journal:
         self.directory = directory
         self._fsync = fsync
         self._lock = threading.Lock()
-        self._requests = Log(directory, "requests", fsync=fsync, segment_bytes=segment_bytes)
-        self._results = Log(directory, "results", fsync=fsync, segment_bytes=segment_bytes)
+        self._requests = SegmentedLog(directory, "requests", fsync=fsync, segment_bytes=segment_bytes)
+        self._results = SegmentedLog(directory, "results", fsync=fsync, segment_bytes=segment_bytes)
         self._index = _Index()
         self._index.read(self._requests, self._results)
         self._requests.repair()
@@ -91,7 +89,7 @@ class Journal:
 
     # -- requests and outcomes ---------------------------------------------------------------------------
 
-    def accept(self, entry: Entry) -> None:
+    def accept(self, entry: JournalEntry) -> None:
         """Keep a request. Do this before it can be executed, and before its client hears of it."""
         request = pack(entry.request)
         with self._lock:
@@ -153,7 +151,7 @@ class Journal:
             snapshot = path.with_name(path.name.replace("part", "snapshot", 1))
             os.rename(path, snapshot)  # the one moment at which it becomes the snapshot
             if self._fsync:
-                sync(self.directory)
+                sync_path(self.directory)
             self.snapshot, self.next_seq, self._begun = snapshot, next_seq, None
             known = self._index.known
             self._forget([i for i in delivered if i in known and known[i].seq_id < next_seq])
@@ -170,6 +168,11 @@ class Journal:
 
     # -- the end -----------------------------------------------------------------------------------------
 
+    def restored(self) -> Restored:
+        """What was there when the journal was opened, as a run needs it to go on."""
+        with self._lock:
+            return _restored(self._index, self.snapshot, self.next_seq)
+
     def close(self) -> None:
         with self._lock:
             self._requests.close()
@@ -185,25 +188,28 @@ def delete(directory: Path) -> None:
 
 
 def restore(directory: Path) -> Restored:
-    """What the journal in `directory` knows. Changes nothing; JournalError if it is damaged."""
+    """What the journal in `directory` holds, without opening it. JournalError if it is damaged."""
     if not directory.is_dir():
         return Restored()
     index = _Index()
-    index.read(Log(directory, "requests"), Log(directory, "results"))
-    snapshot, next_seq = _latest_snapshot(directory)
+    index.read(SegmentedLog(directory, "requests"), SegmentedLog(directory, "results"))
+    return _restored(index, *_latest_snapshot(directory))
+
+
+def _restored(index: _Index, snapshot: Path | None, next_seq: int) -> Restored:
     entries = [
         replace(index.known[i], request=record.unpickle())
         for i, record in index.requests.items()
         if index.known[i].seq_id >= next_seq
     ]
-    held = [i for i in index.results if i not in index.forgotten]
+    kept = [i for i in index.results if i not in index.forgotten]
     return Restored(
         snapshot,
         next_seq,
         sorted(entries, key=lambda entry: entry.seq_id),
-        outcomes={i: index.results[i].unpickle() for i in held},
+        outcomes={i: index.results[i].unpickle() for i in kept},
         done=frozenset(entry.request_id for entry in entries if index.done(entry.request_id)),
-        undelivered=[index.known[i] for i in held if index.known[i].seq_id < next_seq],
+        undelivered=[index.known[i] for i in kept if index.known[i].seq_id < next_seq],
     )
 
 
@@ -215,7 +221,7 @@ def _latest_snapshot(directory: Path) -> tuple[Path | None, int]:
 # -- what the records say --------------------------------------------------------------------------------
 
 
-def _described(entry: Entry) -> list[Any]:
+def _described(entry: JournalEntry) -> list[Any]:
     return [entry.seq_id, entry.request_id, entry.op, entry.accepted_at, entry.digest.hex()]
 
 
@@ -223,12 +229,12 @@ class _Index:
     """Which requests the two logs speak of, and in which records."""
 
     def __init__(self) -> None:
-        self.known: dict[str, Entry] = {}  # without their requests
+        self.known: dict[str, JournalEntry] = {}  # without their requests
         self.requests: dict[str, Record] = {}
         self.results: dict[str, Record] = {}
         self.forgotten: dict[str, Record] = {}
 
-    def read(self, requests: Log, results: Log) -> None:
+    def read(self, requests: SegmentedLog, results: SegmentedLog) -> None:
         for record in requests.read():
             self.accepted(record)
         for record in results.read():
@@ -248,18 +254,20 @@ class _Index:
 
     def _know(self, record: Record) -> str:
         _, seq_id, request_id, op, accepted_at, digest = record.head
-        self.known[request_id] = Entry(seq_id, request_id, op, None, accepted_at, bytes.fromhex(digest))
+        self.known[request_id] = JournalEntry(
+            seq_id, request_id, op, None, accepted_at, bytes.fromhex(digest)
+        )
         return request_id
 
     def done(self, request_id: str) -> bool:
         return request_id in self.results or request_id in self.forgotten
 
-    def unresolved(self, start: int, end: int) -> list[Entry]:
+    def unresolved(self, start: int, end: int) -> list[JournalEntry]:
         return [e for i, e in self.known.items() if start <= e.seq_id < end and not self.done(i)]
 
     # -- trimming ----------------------------------------------------------------------------------------
 
-    def trim(self, requests: Log, results: Log, next_seq: int) -> None:
+    def trim(self, requests: SegmentedLog, results: SegmentedLog, next_seq: int) -> None:
         """Delete the files that no restart will need, and forget what was in them alone."""
         covered = {i for i, entry in self.known.items() if entry.seq_id < next_seq}
         self.requests = {i: record for i, record in self.requests.items() if i not in covered}
@@ -267,20 +275,19 @@ class _Index:
         for segment in requests.closed_segments():
             if segment not in needed:
                 requests.delete(segment)
-        for (
-            segment
-        ) in results.closed_segments():  # oldest first: an outcome goes before the word to forget it
+        for segment in results.closed_segments():  # oldest first: an outcome goes before its tombstone
             if not self._needed(segment):
                 results.delete(segment)
                 self._drop(segment)
         self.known = {i: e for i, e in self.known.items() if i in self.requests or i in self.results}
 
     def _needed(self, segment: int) -> bool:
-        """Does it hold an outcome to be delivered, or the word to forget what would else come up again?"""
+        """Does it hold an outcome to be delivered, or the tombstone of one that would else reappear?"""
         outcomes = (i for i, record in self.results.items() if record.segment == segment)
-        words = (i for i, record in self.forgotten.items() if record.segment == segment)
+        tombstones = (i for i, record in self.forgotten.items() if record.segment == segment)
         return any(i not in self.forgotten for i in outcomes) or any(
-            i in self.requests or (i in self.results and self.results[i].segment != segment) for i in words
+            i in self.requests or (i in self.results and self.results[i].segment != segment)
+            for i in tombstones
         )
 
     def _drop(self, segment: int) -> None:

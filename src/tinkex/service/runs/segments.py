@@ -1,15 +1,15 @@
-"""An append-only log of records in numbered files. What a journal is made of.
+"""An append-only log of records in numbered segment files. A journal consists of two.
 
-Promises: `append` returns when the kernel has the whole record (the disk, with `fsync`) and otherwise leaves
-the log as it was; reading finds every record appended, in order; only the last record of the last file may be
-cut off, and is then as if it never was; any other damage raises JournalError with its file and offset.
-Knows nothing of what records say: a head of JSON, for finding one's way, and a body, which is a value in
-pickle's form, its arrays beside it as they lie in memory (copying them would hold the interpreter for long).
+`append` returns when the kernel has the whole record (the disk, with `fsync`), and otherwise leaves the log
+as it was. Reading finds every record in order. Only the last record of the last segment may be cut off, and
+is then ignored; any other damage raises JournalError with its file and offset. A record is a JSON head and a
+body: a pickle with its arrays out of band, because copying them would hold the interpreter lock for long.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from zlib import crc32
 
 from tinkex.errors import TinkerError
+from tinkex.store import sync_path
 
 _MAGIC = b"tinkex journal 2\n"
 _OLDER = b"tinkex journal 1\n"
@@ -88,10 +89,21 @@ def unpack(body: bytes) -> Any:
     for size in sizes:
         parts.append(view[at : at + size])
         at += size
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
 
 
-class Log:
+# Classes as journals of earlier versions name them, and the modules they are in now.
+_MOVED = {("tinkex.service.jobs", "Unreadable"): "tinkex.service.runs.execution"}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds classes where they are now."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        return super().find_class(_MOVED.get((module_name, global_name), module_name), global_name)
+
+
+class SegmentedLog:
     """The files NAME-000001.log, NAME-000002.log, … of a directory."""
 
     def __init__(self, directory: Path, name: str, *, fsync: bool = False, segment_bytes: int = 0) -> None:
@@ -185,7 +197,7 @@ class Log:
         self._next += 1
         self._write(_MAGIC)
         if self._fsync:
-            sync(self.directory)
+            sync_path(self.directory)
 
     def _write(self, *parts: Bytes) -> None:
         """All or nothing, at the end of the open segment."""
@@ -275,18 +287,3 @@ def _cannot_write(path: Path, error: OSError) -> JournalError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return JournalFullError(f"no space left to write {path}: free some; what was accepted is safe")
     return JournalError(f"{path} cannot be written: {error}")
-
-
-def sync_below(directory: Path) -> None:
-    """Have the disk hold a directory and everything in it."""
-    for path in (*directory.rglob("*"), directory):
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a directory's names."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

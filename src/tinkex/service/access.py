@@ -1,0 +1,99 @@
+"""Looking up sessions, runs, samplers and checkpoints for a caller: what is another's does not exist."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tinkex.errors import InvalidInputError
+from tinkex.service.activity import Activity
+from tinkex.service.ledger import Ledger
+from tinkex.service.refusal import Caller, Refusal, not_found
+from tinkex.service.rows import CheckpointRow, RunRow, SamplerRow, Scope, SessionRow
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+# The run whose checkpoints a weights access token opens; None if it is no valid token.
+OpenedBy = Callable[[str], str | None]
+
+
+def scope_of(caller: Caller, access_scope: str = "owned") -> Scope:
+    return Scope(caller.user, caller.project if access_scope == "accessible" else None)
+
+
+def project_for(asked: str | None, caller: Caller) -> str | None:
+    """The project of something new: a caller that has one can use no other."""
+    if caller.project is not None and asked not in (None, caller.project):
+        raise not_found(f"project {asked}")
+    return asked or caller.project
+
+
+class Access:
+    """The ledger's rows, for those who may see them."""
+
+    def __init__(self, ledger: Ledger, activity: Activity, opened_by: OpenedBy) -> None:
+        self._ledger = ledger
+        self._activity = activity
+        self._opened_by = opened_by
+        self._samplers: dict[str, SamplerRow] = {}
+
+    def session(self, session_id: str, caller: Caller, *, to_use: bool = False) -> SessionRow:
+        row = self._ledger.session(session_id)
+        if row is None or not (row.owner == caller.user or (not to_use and _readable(row, caller))):
+            raise not_found(f"session {session_id}")
+        return row
+
+    def active_session(self, session_id: str, caller: Caller) -> SessionRow:
+        """A session of the caller's own that has not ended."""
+        row = self.session(session_id, caller, to_use=True)
+        if row.status["type"] != "active":
+            raise Refusal(410, f"session {session_id} has ended")
+        self._activity.heard_of(session_id)
+        return row
+
+    def run(self, run_id: str, caller: Caller, *, to_use: bool = False) -> RunRow:
+        row = self._ledger.run(run_id)
+        if row is None or not (row.owner == caller.user or (not to_use and _readable(row, caller))):
+            raise not_found(f"run {run_id}")
+        return row
+
+    def sampler(self, sampler_id: str, caller: Caller) -> SamplerRow:
+        row = self._samplers.get(sampler_id) or self._ledger.sampler(sampler_id)
+        if row is None or row.owner != caller.user:
+            raise not_found(f"sampler {sampler_id}")
+        self._samplers[sampler_id] = row  # it never changes, and every sample asks for it
+        return row
+
+    def delete_sampler(self, sampler_id: str) -> None:
+        self._samplers.pop(sampler_id, None)
+        self._ledger.delete_sampler(sampler_id)
+
+    def checkpoint(
+        self, path: str, caller: Caller, *, to_change: bool = False, token: str | None = None
+    ) -> CheckpointRow:
+        """The checkpoint at a tinker:// path: the caller's own; to read, a public or opened one too."""
+        row = self.any_checkpoint(path)
+        token = token or caller.weights_token
+        shared = not to_change and row is not None and (row.public or self._opens(token, row.run_id))
+        if row is None or not (_readable(row, caller) or shared):
+            raise not_found(f"checkpoint {path}")
+        if to_change:
+            caller.must_own(row.owner, f"checkpoint {path}")
+        return row
+
+    def any_checkpoint(self, path: str) -> CheckpointRow | None:
+        """The checkpoint at a path, whoever asks; None if there is none or it has expired."""
+        try:
+            parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+        except InvalidInputError as error:
+            raise Refusal(400, str(error)) from None
+        row = self._ledger.checkpoint(parsed.training_run_id, *parsed.checkpoint_id.split("/"))
+        expired = row is not None and row.expires_at is not None and row.expires_at <= time.time()
+        return None if expired else row
+
+    def _opens(self, token: str | None, run_id: str) -> bool:
+        return token is not None and self._opened_by(token) == run_id
+
+
+def _readable(row: Any, caller: Caller) -> bool:
+    return row.owner == caller.user or (caller.project is not None and row.project_id == caller.project)

@@ -1,0 +1,78 @@
+"""What clients do: when they were last heard of, what they used, what they changed.
+
+Times and usage are collected in memory and written to the ledger by `flush`, every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from tinkex.service.ledger import Ledger
+from tinkex.service.refusal import Caller
+from tinkex.service.rows import AuditRow, RunRow, SamplerRow, UsageKind, UsageRow
+
+ASLEEP = 60.0  # seconds by which the wall clock must outrun the other, to say that the machine slept
+
+
+class Activity:
+    """Collects, and writes to the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.seen: dict[str, float] = {}  # when each session was last heard of
+        self.awake_since = time.time()  # nobody could be heard of before
+        self._clocks = time.time(), time.monotonic()
+        self._usage: defaultdict[tuple[Any, ...], float] = defaultdict(float)
+        self._heard: dict[str, float] = {}  # since the last flush: sessions
+        self._requested: dict[str, float] = {}  # since the last flush: runs
+
+    def heard_of(self, session_id: str, run_id: str | None = None) -> None:
+        now = time.time()
+        self.seen[session_id] = self._heard[session_id] = now
+        if run_id is not None:
+            self._requested[run_id] = now
+
+    def check_clocks(self) -> None:
+        """Notice that the machine slept: the wall clock goes on meanwhile, the monotonic one does not."""
+        (then, ticks), self._clocks = self._clocks, (time.time(), time.monotonic())
+        if (self._clocks[0] - then) - (self._clocks[1] - ticks) > ASLEEP:
+            self.awake_since = self._clocks[0]
+
+    def count(self, row: RunRow | SamplerRow, amounts: Mapping[UsageKind, float]) -> None:
+        """Add to the usage of a run or sampler."""
+        is_run = isinstance(row, RunRow)
+        project, run_id = (row.project_id, row.run_id) if is_run else (None, _run_of(row.adapter_dir))
+        whose = row.owner, project, row.session_id, run_id, row.base_model
+        for kind, amount in amounts.items():
+            if amount:
+                self._usage[kind, whose] += amount
+
+    def audit(self, caller: Caller, event: str, **more: Any) -> None:
+        self._ledger.add_audit(AuditRow(time.time(), caller.user, event, caller.project, **more))
+
+    def flush(self) -> None:
+        """Write what was collected since the last time."""
+        now, usage, heard, requested = time.time(), self._usage, self._heard, self._requested
+        with self._ledger.transaction():
+            self._ledger.add_usage(
+                UsageRow(now, owner, kind, amount, project, session, run, model)
+                for (kind, (owner, project, session, run, model)), amount in usage.items()
+            )
+            for session_id, at in heard.items():
+                self._ledger.update_session(session_id, last_seen_at=at)
+            for run_id, at in requested.items():
+                self._ledger.update_run(run_id, last_request_at=at)
+        self._usage, self._heard, self._requested = defaultdict(float), {}, {}
+
+
+@lru_cache(maxsize=4096)
+def _run_of(directory: str | None) -> str | None:
+    """The run whose adapter is in `directory`, as `Home.run_dir` places it."""
+    if directory is None:
+        return None
+    _, session_id, run, *_ = directory.split("/")
+    return f"{session_id}:train:{run.removeprefix('train-')}"

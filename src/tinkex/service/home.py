@@ -1,0 +1,140 @@
+"""The home directory: its lock, its layout, its free space, and what a killed process left half-written.
+
+One process at a time serves a home. Knows which files belong to a run; knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from tinkex.errors import TinkerError
+from tinkex.service.refusal import Refusal
+
+DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
+DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is believed
+
+
+class Home:
+    """The directory `root`, and how much may be kept in it."""
+
+    def __init__(self, root: Path, quota: int | None = None) -> None:
+        self.root = root
+        self.quota = quota
+        self._lock: int | None = None
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._free: tuple[float, int] = (0.0, 0)  # when it was read, bytes
+        self._used: tuple[float, int] = (0.0, 0)
+        root.mkdir(parents=True, exist_ok=True)
+
+    # -- one process at a time ---------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Become the process that serves this home; TinkerError if another one does."""
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock_file(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise TinkerError(
+                f"{self.root} is in use by another process; end it, or use another home (TINKEX_HOME)"
+            ) from None
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def clear_unfinished(self) -> None:
+        """Remove what a killed process was writing: it never got its name.
+
+        A directory about to be replaced, named .NAME.NUMBER.old, gets its name back if nothing has it.
+        """
+        for replaced in self.root.glob("runs/*/*/*/.*.old"):
+            place = replaced.with_name(replaced.name[1:].rsplit(".", 2)[0])
+            if place.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(place)
+        for pattern in ("runs/*/*/*/.*.tmp", "runs/*/*/*/.*.part", "runs/*/*/journal.deleted"):
+            for unfinished in self.root.glob(pattern):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    # -- layout ------------------------------------------------------------------------------------------
+
+    def run_dir(self, run_id: str) -> Path:
+        """`runs/<session>/train-<n>`: no colons, which some file systems do not take."""
+        session_id, _, number = run_id.rpartition(":train:")
+        return self.root / "runs" / session_id / f"train-{number}"
+
+    def relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def locked(self, directory: str) -> asyncio.Lock:
+        """The lock for writing, removing or reading a checkpoint: its row and its files change together."""
+        if (lock := self._locks.get(directory)) is None:
+            lock = self._locks[directory] = asyncio.Lock()
+        return lock
+
+    # -- space -------------------------------------------------------------------------------------------
+
+    @property
+    def has_quota(self) -> bool:
+        return self.quota is not None
+
+    def check_disk(self, needed: int = 0) -> None:
+        """Refuse what the disk has no room for."""
+        read_at, free = self._free
+        if needed or time.monotonic() - read_at > DISK_LOOK:
+            free = shutil.disk_usage(self.root).free
+            self._free = time.monotonic(), free
+        if free < needed + DISK_RESERVE:
+            raise Refusal(503, f"the server's disk is full ({free // 2**20} MiB left); nothing was lost")
+
+    async def over_quota(self, more: int, *, lately: bool = False) -> str:
+        """Why there is no room for `more` bytes; "" if there is. Everything in the home counts.
+
+        `lately`: a reading of a moment ago will do, unless it says no.
+        """
+        if self.quota is None:
+            return ""
+        read_at, used = self._used
+        if not lately or used + more > self.quota or time.monotonic() - read_at > DISK_LOOK:
+            used = await asyncio.to_thread(bytes_below, self.root)
+            read_at = time.monotonic()
+        if used + more <= self.quota:
+            self._used = read_at, used + more
+            return ""
+        return (
+            f"the server's files take {used} of the {self.quota} bytes allowed, {more} more do not fit; "
+            "delete some checkpoints"
+        )
+
+
+def bytes_below(directory: Path) -> int:
+    """The sizes of the files below; those that are deleted meanwhile do not count."""
+    total = 0
+    for place, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, file)).st_size
+    return total
+
+
+def _lock_file(descriptor: int) -> None:
+    """Lock without waiting; OSError if another process has the lock. Closing the file unlocks it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

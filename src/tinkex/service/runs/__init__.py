@@ -1,0 +1,1 @@
+"""A run's life: accepted requests, their order and execution, what survives a crash."""

@@ -1,0 +1,316 @@
+"""Runs brought into memory from disk, driven by one training loop per base model, evicted and closed.
+
+A run comes back as its snapshot and its journal say, in whichever process. Requests that were executed and
+answered before are executed again to the same effect, and never answered differently. An engine that is lost
+is replaced, and its runs are opened again. Knows nothing of what requests mean (barriers.py does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tinkex import tracing
+from tinkex.engine.protocol import EngineLost
+from tinkex.service.config import ServiceConfig
+from tinkex.service.futures import Future, Futures, QueueState, failure
+from tinkex.service.home import Home
+from tinkex.service.ledger import Ledger
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.rows import RunRow
+from tinkex.service.runs.barriers import Barriers
+from tinkex.service.runs.execution import Unreadable, plan, plan_replay, tokens_of
+from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
+from tinkex.service.runs.lifecycle import Run, run_of
+from tinkex.service.runs.residency import Residency, not_created
+from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
+from tinkex.service.scheduler import QueuedRequest, Scheduler
+from tinkex.service.served_models import ServedModel, ServedModels
+
+log = logging.getLogger("tinkex.service")
+
+
+class RunManager:
+    """The runs in memory, and the training loops of their base models."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        ledger: Ledger,
+        home: Home,
+        models: ServedModels,
+        futures: Futures,
+        barriers: Barriers,
+        observers: Sequence[TrainingObserver],
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._home = home
+        self._models = models
+        self._futures = futures
+        self._residency = Residency(config, ledger)
+        self._barriers = barriers
+        self._observers = observers
+        self._opening: dict[str, asyncio.Task[Run]] = {}
+        self._loops: dict[str, TrainingLoop] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def get(self, run_id: str) -> Run | None:
+        return self._residency.get(run_id)
+
+    def queue_depths(self) -> list[tuple[str, int]]:
+        """Requests accepted and not begun, by base model."""
+        return [(name, loop.scheduler.waiting()) for name, loop in self._loops.items()]
+
+    # -- from disk ---------------------------------------------------------------------------------------
+
+    async def find(self, row: RunRow) -> Run:
+        """The run, from disk if need be."""
+        run = self._residency.get(row.run_id)
+        if run is None:
+            task = self._opening.get(row.run_id)
+            if task is None:
+                task = asyncio.get_running_loop().create_task(self._open(row))
+                self._opening[row.run_id] = task
+                task.add_done_callback(lambda _: self._opening.pop(row.run_id, None))
+            run = await asyncio.shield(task)
+        run.used_at = time.monotonic()
+        return run
+
+    async def _open(self, row: RunRow) -> Run:
+        if row.corrupted:
+            problem = f"run {row.run_id} could not be restored; go on from one of its checkpoints"
+            raise Refusal(422, row.problem or problem)
+        if row.state == "closed":
+            raise Refusal(410, f"run {row.run_id} ended with its session; go on from one of its checkpoints")
+        model = self._models.find(row.base_model)
+        try:
+            journal, restored = await asyncio.to_thread(self._open_journal, row.run_id)
+        except JournalError as error:
+            problem = f"run {row.run_id} could not be restored ({error}); go on from one of its checkpoints"
+            log.error("%s", problem)
+            self._ledger.update_run(row.run_id, corrupted=True, problem=problem)
+            raise Refusal(422, problem) from error
+        except OSError as error:  # too many open files, a full disk: the files may be good
+            raise Refusal(503, f"run {row.run_id} cannot be read now: {error}") from error
+        if row.state != "live":
+            self._ledger.update_run(row.run_id, state="live")
+        return self._resume(row, model, journal, restored)
+
+    def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
+        journal = Journal(self._home.run_dir(run_id) / "journal", fsync=self._config.fsync)
+        return journal, journal.restored()
+
+    async def recover(self, row: RunRow) -> None:
+        """After a restart, go on with a run that has unanswered requests; any other stays on disk.
+
+        The whole recovery after `kill -9`, with `_resume`: a record that was cut off was dropped when the
+        journal was opened, because no client was told of it.
+        """
+        try:
+            model = self._models.find(row.base_model)
+            journal, restored = await asyncio.to_thread(self._open_journal, row.run_id)
+        except JournalError as error:
+            problem = f"run {row.run_id} could not be restored ({error}); go on from one of its checkpoints"
+            log.error("%s", problem)
+            self._ledger.update_run(row.run_id, corrupted=True, problem=problem)
+        except (Refusal, OSError) as error:  # its base model is not configured any more, say
+            log.error("run %s waits: %s", row.run_id, error)
+        else:
+            if all(entry.request_id in restored.done for entry in restored.entries):
+                journal.close()
+                self._ledger.update_run(row.run_id, state="evicted")
+            else:
+                self._resume(row, model, journal, restored)
+
+    def _resume(self, row: RunRow, model: ServedModel, journal: Journal, restored: Restored) -> Run:
+        """Queue what the journal holds in order again. What was answered keeps its answer.
+
+        The adapter is loaded from the snapshot when the first request has its turn.
+        """
+        loop = self._loop(model)
+        scheduler = loop.scheduler
+        run = Run(row, model, scheduler, journal, restored.snapshot)
+        self._residency.add(run)
+        if model.engine is not None:
+            self._residency.check_weights(run, model.engine)
+        scheduler.open(run.id, row.owner, restored.next_seq)
+        for entry in restored.undelivered:  # the snapshot covers them, and nobody has fetched the results
+            self._future(run, entry).resolve(restored.outcomes[entry.request_id])
+            scheduler.remember(run.id, entry.seq_id, entry.request_id, entry.digest)
+        # Of those without an outcome only the first can have been executed before.
+        first_open = min(
+            (e.seq_id for e in restored.entries if e.request_id not in restored.done), default=-1
+        )
+        for entry in restored.entries:
+            future = self._future(run, entry)
+            if entry.request_id in restored.outcomes:
+                future.resolve(restored.outcomes[entry.request_id])
+            was_done = entry.request_id in restored.done  # its outcome may be gone: it is computed again
+            self.schedule(run, entry, future, again=was_done or entry.seq_id == first_open)
+        last_done = max((e.seq_id for e in restored.entries if e.request_id in restored.done), default=0)
+        scheduler.give_up(run.id, last_done, time.monotonic())  # gaps below were given up before
+        return run
+
+    def _future(self, run: Run, entry: JournalEntry) -> Future:
+        """The future of a journaled request: a new one, unless this process has it still."""
+        kept = self._futures.get(entry.request_id)
+        return kept or self._futures.create(run.row.owner, request_id=entry.request_id)
+
+    # -- order -------------------------------------------------------------------------------------------
+
+    def _loop(self, model: ServedModel) -> TrainingLoop:
+        if model.name not in self._loops:
+            scheduler = Scheduler(gap_patience=self._config.gap_patience)
+            loop = TrainingLoop(model, scheduler, self._residency, self._barriers, self._observers)
+            self._loops[model.name] = loop
+            drive = asyncio.get_running_loop().create_task(self._drive(loop), name=f"training {model.name}")
+            self._tasks.append(drive)
+        return self._loops[model.name]
+
+    def schedule(self, run: Run, entry: JournalEntry, future: Future, *, again: bool = False) -> None:
+        """Queue a journaled request; `again`: it may have been executed, and not answered."""
+        if future.done:
+            work = plan_replay(run, entry, future, self._ledger)
+            if entry.seq_id == 0 and future.failed and not isinstance(entry.request, Unreadable):
+                self._residency.fail_run(run, not_created(run.id, future.outcome.error))
+        else:
+            work = plan(run, entry, future, self._ledger, entry.accepted_at if again else None)
+            work = replace(work, hop=tracing.begin(f"scheduler {work.op}"))
+        item = QueuedRequest(
+            run.id, entry.seq_id, entry.request_id, work.one_pass is not None, tokens_of(entry.request),
+            entry.digest, work, shares=work.op == "optim_step",
+        )  # fmt: skip
+        scheduler = run.scheduler
+        lost = entry.seq_id and scheduler.next_seq(run.id) == 0 and run.idle
+        self._loop(run.model).submit(item)
+        if lost:
+            # Its client knows the run's id, so the creation was answered: it will not be sent again.
+            self._residency.cannot_restore(run, "its creation is not in its journal", "user")
+            scheduler.give_up(run.id, entry.seq_id, time.monotonic())
+
+    async def _drive(self, loop: TrainingLoop) -> None:
+        """Run a training loop; when its engine is lost, go on with a new one."""
+        while True:
+            try:
+                return await loop.run()
+            except EngineLost as error:
+                if self._stopping:
+                    return
+                loop.model.lose_engine(str(error))
+                await self._reopen_runs(loop.model)
+            except Exception:
+                log.exception("the training loop of %s failed; it goes on", loop.model.name)
+
+    async def _reopen_runs(self, model: ServedModel) -> None:
+        """After the loss of an engine: runs go back to their files, those with unanswered requests return."""
+        unanswered: list[str] = []
+        for run in self._residency.runs(model):
+            run.write_outcomes()
+            await self._residency.committed(run)
+            async with run.accepting:
+                if not run.idle:
+                    unanswered.append(run.id)
+                self._residency.forget(run)
+        for run_id in unanswered:
+            row = self._ledger.run(run_id)
+            try:
+                assert row is not None
+                await self.find(row)
+            except Exception as error:
+                log.exception("run %s could not be opened again", run_id)
+                for future in self._futures.pending(run_id):
+                    future.resolve(failure(str(error)))
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def queue_state(self, future: Future) -> QueueState:
+        """Why a future is not done yet."""
+        run = self._residency.get(run_of(future.request_id))
+        if run is None:
+            return future.queue_state
+        if run.model.loading:
+            return "paused_capacity", f"the base model {run.model.name} is being loaded"
+        if (missing := run.scheduler.missing(run.id)) is not None:
+            return (
+                "paused_capacity",
+                f"request {missing} of this run has not arrived, and those after it wait",
+            )
+        return future.queue_state
+
+    async def find_future(self, request_id: str, caller: Caller) -> Future | None:
+        """The future of a request whose run is on disk."""
+        row = self._ledger.run(run_of(request_id))
+        if row is None:
+            return None
+        caller.must_own(row.owner, f"request {request_id}")
+        try:
+            await self.find(row)
+        except Refusal as refusal:
+            if refusal.status == 410:  # the run has ended, and its results with it
+                return None
+            outcome = await asyncio.to_thread(self._read_outcome, request_id)
+            future = Future(request_id, row.owner)
+            future.resolve(failure(refusal.message) if outcome is None else outcome)
+            return future
+        return self._futures.get(request_id)
+
+    def _read_outcome(self, request_id: str) -> Any:
+        """What the journal of a run that cannot be opened holds of a request; None: nothing."""
+        with contextlib.suppress(JournalError, OSError):
+            return restore(self._home.run_dir(run_of(request_id)) / "journal").outcomes.get(request_id)
+
+    def reread(self, session_id: str) -> None:
+        """Rows of a session's runs have changed in the ledger."""
+        for run in self._residency.runs():
+            if run.row.session_id == session_id:
+                run.row = self._ledger.run(run.id) or run.row
+
+    # -- back to disk ------------------------------------------------------------------------------------
+
+    async def evict(self, run: Run) -> bool:
+        """Free the device, if the run is idle; its next request brings it back."""
+        return await self._loop(run.model).between_batches(lambda: self._residency.evict(run))
+
+    async def evict_idle(self, sessions: set[str]) -> None:
+        """Evict the idle runs of sessions that have lapsed."""
+        for run in self._residency.runs():
+            if run.row.session_id in sessions and run.idle and await self.evict(run):
+                log.info("run %s was evicted: its session has lapsed", run.id)
+
+    async def close(self, row: RunRow) -> bool:
+        """After a run's session has ended: delete its journal, once its requests are done."""
+        run = self._residency.get(row.run_id)
+        if run is not None and not await self.evict(run):
+            return False
+        self._ledger.update_run(row.run_id, state="closed")
+        directory = self._home.run_dir(row.run_id) / "journal"
+        await asyncio.to_thread(lambda: directory.is_dir() and delete(directory))
+        return True
+
+    async def discard(self, row: RunRow) -> None:
+        """Undo the creation of a run whose first request was not accepted."""
+        if await self.close(row):
+            self._ledger.delete_run(row.run_id)
+
+    def forget_results(self, request_ids: Iterable[str]) -> None:
+        """These results need not be kept; those that a replay may need stay until a snapshot covers them."""
+        for request_id in request_ids:
+            if (run := self._residency.get(run_of(request_id))) is not None:
+                run.delivered.add(request_id)
+
+    async def stop(self) -> None:
+        """Finish the batches being executed, and leave every run on disk as it is."""
+        self._stopping = True
+        for loop in self._loops.values():
+            loop.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for run in self._residency.runs():
+            await self._residency.snapshot_if_changed(run)
+            run.journal.close()
