@@ -1,12 +1,14 @@
-"""Fixtures that more than one part of the suite needs.
+"""Markers of whole folders and files, and fixtures that more than one folder needs.
 
-Without a GPU, Triton's kernels are run by its interpreter. Triton looks at that when it is first imported,
-by whichever test that is.
+`make test-fast` deselects slow tests. It does not even import a file whose `pytestmark` names a deselected
+marker: importing torch and transformers would take most of the time. Without a GPU, Triton's interpreter runs
+the kernels; its variable must be set before the first import of Triton.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +22,35 @@ from tinkex.models.wheel import fetch_gguf
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+TESTS = Path(__file__).parent
+# Folders in which every test has one marker.
+FOLDERS = {"compat": "compat", "demo": "slow", "exactness": "slow", "models": "slow", "soak": "slow"}
+PYTESTMARK = re.compile(r"^pytestmark = .*(?:\n[ \])].*)*", re.MULTILINE)
+
+
+def marks_of(path: Path) -> set[str]:
+    """The markers that all tests of a file or folder have, without importing it."""
+    folders = {mark for name, mark in FOLDERS.items() if name in path.relative_to(TESTS).parts}
+    if path.suffix != ".py":
+        return folders
+    declared = PYTESTMARK.search(path.read_text())
+    return folders | set(re.findall(r"mark\.(\w+)", declared[0]) if declared else ())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that `-m "not slow"` would deselect whole."""
+    if collection_path == TESTS or not collection_path.is_relative_to(TESTS):
+        return None
+    deselected = set(re.findall(r"\bnot (\w+)", config.option.markexpr))
+    return True if deselected & marks_of(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name, mark in FOLDERS.items():
+            if name in item.path.relative_to(TESTS).parts:
+                item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)

@@ -101,6 +101,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "chain"), SAMPLES)
 def test_a_sample_runs(page: Path, chain: list[Block], tmp_path: Path) -> None:
     environment = reader(chain, tmp_path)
@@ -115,6 +116,7 @@ def test_a_sample_runs(page: Path, chain: list[Block], tmp_path: Path) -> None:
 WITH_COMMANDS = [page for page in PAGES if "$ python " in page.read_text()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_say_what_stands_below_them(page: Path, tmp_path: Path) -> None:
     files = [(match[1], block) for block in blocks_of(page.read_text()) if (match := FILE.match(block.code))]

@@ -17,6 +17,8 @@ from tests.client.events import DONE, TOKENS, events
 from tests.stub import Stub, status
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(tinkex.__file__).parent
 # What an example there needs is not in reach of a test, or would hide what it is to show.
 SKETCHES = {

@@ -16,6 +16,8 @@ import transformers
 
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import tinkex
 import tinkex.tokenizers
+from tests.engine.tiny import tiny_model
 from tinkex.errors import InvalidInputError, TokenizerError
 from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, render_chat, tokenizer_name
 
@@ -31,7 +33,7 @@ TEMPLATE = (
 
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tinkex.tokenizers, "_loaded", tinkex.tokenizers._Loaded(32))
+    monkeypatch.setattr(tinkex.tokenizers, "_loaded", tinkex.tokenizers._LoadCache(32))
     for name in ("TINKEX_TOKENIZER_DIR", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -183,6 +185,35 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path):
         load_tokenizer("org/name", directory=tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma"])
+def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Path, kind: str):
+    """transformers makes an empty tokenizer of a config.json alone, whose encode returns []."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 320}))
+    from transformers import AutoTokenizer
+
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) < 10, "what would have been returned"
+    with pytest.raises(TokenizerError, match=r"holds no tokenizer: .*tokenizer\.json.*token ids") as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_token_only_training_goes_on_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path / "home"))
+    for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD"):
+        monkeypatch.delenv(f"TINKER_{name}", raising=False)
+    model = tiny_model(tmp_path, "qwen3")
+    with tinkex.ServiceClient() as service:
+        run = service.create_lora_training_client(str(model), rank=2)
+        sampler = service.create_sampling_client(base_model=str(model))
+        for client in (run, sampler):
+            with pytest.raises(TokenizerError, match=f"{model} holds no tokenizer"):
+                client.get_tokenizer(timeout=60)
+        data = [tinkex.Datum(tinkex.ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})]
+        assert run.forward_backward(data, "cross_entropy").result(60).metrics["loss:sum"] > 0
+        sampled = sampler.sample(tinkex.ModelInput.from_ints([1, 2]), 1, tinkex.SamplingParams(max_tokens=2))
+        assert len(sampled.result(60).sequences[0].tokens) > 0
+
+
 WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None
@@ -259,7 +290,7 @@ def test_a_failure_is_not_kept(tmp_path: Path):
 
 
 def test_who_waits_for_a_load_that_fails_is_told_too():
-    cache, started, go = tinkex.tokenizers._Loaded(2), threading.Event(), threading.Event()
+    cache, started, go = tinkex.tokenizers._LoadCache(2), threading.Event(), threading.Event()
 
     def fails() -> None:
         started.set()
@@ -277,7 +308,7 @@ def test_who_waits_for_a_load_that_fails_is_told_too():
 
 
 def test_the_ones_used_last_are_kept():
-    cache, made = tinkex.tokenizers._Loaded(2), []
+    cache, made = tinkex.tokenizers._LoadCache(2), []
 
     def get(key: str) -> None:
         cache.get(key, lambda: made.append(key))

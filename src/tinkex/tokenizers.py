@@ -1,8 +1,8 @@
-"""Which tokenizer a model has, loaded once: from a directory, a cache or the hub.
+"""Finds and loads a model's tokenizer: from a directory, the hub's cache or the hub.
 
-Promises: nothing heavy is imported before a tokenizer is wanted; one name is loaded once however many threads
-ask; offline means offline. What is loaded is a transformers tokenizer, as users of Tinker expect. Text is
-tokenized as it is: a chat template is applied by `render_chat` only, and it is always the tokenizer's own.
+Promises: a tokenizer is a transformers one and is loaded once, however many threads ask for it; an empty one
+is refused; offline means no network access. transformers is imported with the first load. Only `render_chat`
+applies a chat template, and always the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 from tinkex.config import Settings
 from tinkex.errors import InvalidInputError, TokenizerError
 
-# Models whose own repository is closed, or has no tokenizer, by the beginning of their names. Used when the
-# server does not say which tokenizer it means. Add to it what your server's models need.
+# By prefix of a model's name: the tokenizer of models whose own repository is closed or has none. Used when
+# the server names no tokenizer. Add what your server's models need.
 OVERRIDES: dict[str, str] = {
     "meta-llama/Llama-3": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
 }
 
-# Names that mean another tokenizer, whoever says them.
+# Names that stand for another tokenizer, in any request.
 ALIASES: dict[str, str] = {
     "baseten/Meta-Llama-3-tokenizer": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
     "moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5",
 }
 
-# Tokenizers that are Python code of their repository. From the hub it is run at these revisions only.
+# Tokenizers that are Python code in their repository. Code from the hub runs at these revisions only.
 PINNED: dict[str, str] = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
     "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
@@ -44,7 +44,7 @@ MISSING_EXTRA = "tokenizers need the transformers package: pip install 'tinkex[t
 
 
 def tokenizer_name(model_name: str, tokenizer_id: str | None = None) -> str:
-    """The tokenizer of a model: what the server says, then the table of overrides, then the model's own name.
+    """The name of a model's tokenizer: the server's id, else an override, else the model's own name.
 
     >>> tokenizer_name("meta-llama/Llama-3.1-8B")
     'thinkingmachineslabinc/meta-llama-3-instruct-tokenizer'
@@ -81,12 +81,11 @@ def load_tokenizer(
     offline: bool | None = None,
     fetch: Callable[[str], Path | None] | None = None,
 ) -> Any:
-    """The tokenizer called `name`, as `tokenizer_name` gives it; the 32 used last are kept.
+    """Load the tokenizer `name`, as `tokenizer_name` returns it; the 32 used last are cached.
 
-    Looked for in `directory` alone if it is given. Otherwise in TINKEX_TOKENIZER_DIR/name; at the path
-    `name`, if it is one; where `fetch(name)` puts it, if that is given and finds it (servers of ours offer
-    their tokenizers' files); and in the hub's cache, then on the hub, unless `offline` (if not said: what
-    HF_HUB_OFFLINE says).
+    With `directory`, only that directory is searched. Otherwise: TINKEX_TOKENIZER_DIR/name, the path `name`,
+    the directory that `fetch(name)` returns, the hub's cache, and the hub unless `offline` (default:
+    HF_HUB_OFFLINE).
     """
     settings = Settings.read()
     offline = settings.offline if offline is None else offline
@@ -109,21 +108,21 @@ async def load_tokenizer_async(
     offline: bool | None = None,
     fetch: Callable[[str], Path | None] | None = None,
 ) -> Any:
-    """The same in a worker thread: the event loop goes on meanwhile."""
+    """Like `load_tokenizer`, in a worker thread."""
     return await asyncio.to_thread(load_tokenizer, name, directory=directory, offline=offline, fetch=fetch)
 
 
-def _find(name: str, directory: str | Path | None, shelf: Path | None) -> Path | None:
-    """The local directory that holds the tokenizer, if there is one."""
+def _find(name: str, directory: str | Path | None, root: Path | None) -> Path | None:
+    """The local directory of the tokenizer, if there is one; `root` is TINKEX_TOKENIZER_DIR."""
     if directory is not None:
         place = Path(directory).expanduser()
         if not place.is_dir():
             raise InvalidInputError(f"no directory {str(place)!r} to load the tokenizer {name!r} from")
         return place
-    # Names come from servers too: none may lead out of the shelf.
+    # Names also come from servers: none may lead out of the root.
     inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-    if shelf is not None and inside and (shelf / name).is_dir():
-        return shelf / name
+    if root is not None and inside and (root / name).is_dir():
+        return root / name
     place = Path(name).expanduser()
     return place if place.is_dir() else None
 
@@ -131,33 +130,48 @@ def _find(name: str, directory: str | Path | None, shelf: Path | None) -> Path |
 def _read(name: str, place: Path) -> Any:
     more = {"trust_remote_code": True} if name in PINNED else {}
     try:
-        return _auto_tokenizer().from_pretrained(str(place), local_files_only=True, **more)
+        tokenizer = _auto_tokenizer().from_pretrained(str(place), local_files_only=True, **more)
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise TokenizerError(
             f"{place} holds no tokenizer that transformers can load ({_first_line(error)}); a directory "
             "needs at least tokenizer.json and tokenizer_config.json"
         ) from error
+    return _not_empty(tokenizer, str(place))
 
 
-def _from_hub(name: str, offline: bool, shelf: Path | None) -> Any:
+def _not_empty(tokenizer: Any, place: str) -> Any:
+    """Refuse a tokenizer without a vocabulary.
+
+    From a config.json alone, transformers builds one that encodes every text to [].
+    """
+    if len(tokenizer) > len(set(tokenizer.all_special_ids)):
+        return tokenizer
+    files = ", ".join(sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()}))
+    raise TokenizerError(
+        f"{place} holds no tokenizer: it has no vocabulary ({files}). Put the tokenizer's files there to use "
+        "text; training and sampling with token ids need none"
+    )
+
+
+def _from_hub(name: str, offline: bool, root: Path | None) -> Any:
     if name.startswith(("TML/", "thinkingmachines/")):
         return _from_package(name)
     more = {"trust_remote_code": True, "revision": PINNED[name]} if name in PINNED else {}
     auto_tokenizer = _auto_tokenizer()
     try:
         if not offline:
-            return auto_tokenizer.from_pretrained(name, **more)
+            return _not_empty(auto_tokenizer.from_pretrained(name, **more), name)
         from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # a bare type
 
-        # By its directory: by its name, transformers asks for files that not every tokenizer has.
+        # Load it by directory: by name, transformers requests files that not every tokenizer has.
         place = snapshot_download(name, revision=PINNED.get(name), local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        on_shelf = f"{shelf / name} (TINKEX_TOKENIZER_DIR)" if shelf else "TINKEX_TOKENIZER_DIR (not set)"
+        local = f"{root / name} (TINKEX_TOKENIZER_DIR)" if root else "TINKEX_TOKENIZER_DIR (not set)"
         hub = (
             "the hub's cache (offline: the hub itself was not asked)" if offline else "the hub and its cache"
         )
         raise TokenizerError(
-            f"no tokenizer {name!r}: tried {on_shelf}, the path {name!r}, and {hub} ({_first_line(error)}). "
+            f"no tokenizer {name!r}: tried {local}, the path {name!r}, and {hub} ({_first_line(error)}). "
             f"To work offline, put its tokenizer.json and tokenizer_config.json into "
             f"TINKEX_TOKENIZER_DIR/{name}, or pass the directory that has them as directory=…"
         ) from error
@@ -165,7 +179,7 @@ def _from_hub(name: str, offline: bool, shelf: Path | None) -> Any:
 
 
 def _from_package(name: str) -> Any:
-    """Thinking Machines' own models keep their tokenizers in a package of theirs."""
+    """Load a tokenizer of Thinking Machines' own models from their package."""
     try:
         package: Any = importlib.import_module("tml_tokenizers.tinker_tokenizers")
         load = package.get_tinker_tokenizer
@@ -179,7 +193,7 @@ def _from_package(name: str) -> Any:
     return tokenizer
 
 
-_importing = threading.Lock()  # transformers fills itself in lazily, and not for several threads at once
+_importing = threading.Lock()  # transformers' lazy import is not thread-safe
 
 
 def _auto_tokenizer() -> Any:
@@ -195,8 +209,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class _Loaded:
-    """The values used last, each made once: who asks meanwhile waits, and a failure is not kept."""
+class _LoadCache:
+    """An LRU cache that makes each value once: concurrent callers wait for it, and failures are not kept."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -223,17 +237,17 @@ class _Loaded:
         return value.result()
 
 
-_loaded = _Loaded(32)
+_loaded = _LoadCache(32)
 
 
-def _start_anew() -> None:
-    """In a forked child, where nobody finishes what another thread of the parent was loading."""
+def _reset_after_fork() -> None:
+    """A load that another thread of the parent had begun never finishes in the child."""
     global _importing, _loaded
-    _importing, _loaded = threading.Lock(), _Loaded(32)
+    _importing, _loaded = threading.Lock(), _LoadCache(32)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 # -- chat ------------------------------------------------------------------------------------------------
@@ -242,9 +256,9 @@ if hasattr(os, "register_at_fork"):
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any
 ) -> list[int]:
-    """The tokens of a conversation, by the tokenizer's own chat template.
+    """Return the tokens of a conversation, rendered by the tokenizer's own chat template.
 
-    `more` goes to the template: `tools=…`, `enable_thinking=False`, `chat_template=…` for one of your own.
+    `more` is passed to the template: `tools=…`, `enable_thinking=False`, or `chat_template=…` to replace it.
 
     >>> render_chat(tokenizer, [{"role": "user", "content": "Hello!"}])  # doctest: +SKIP
     """
@@ -276,5 +290,5 @@ def render_chat(
             return_dict=False,
             **more,
         )
-    except (TemplateError, TypeError, ValueError) as error:  # a template adds and iterates what it is given
+    except (TemplateError, TypeError, ValueError) as error:  # a template computes with its input
         raise InvalidInputError(f"the tokenizer's chat template refuses these messages: {error}") from error

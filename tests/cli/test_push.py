@@ -18,7 +18,7 @@ from tests.cli.hub import Hub
 from tests.service.harness import MODEL
 
 pytest.importorskip("huggingface_hub")
-pytestmark = pytest.mark.parametrize("place", ["served"], indirect=True)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("place", ["served"], indirect=True)]
 
 
 @pytest.fixture

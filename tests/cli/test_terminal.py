@@ -25,6 +25,8 @@ from tests.stub.api import Run
 from tinkex.cli import COMMANDS, main
 from tinkex.cli.output import ago, gather, size
 
+pytestmark = pytest.mark.slow
+
 TINKEX = [sys.executable, "-m", "tinkex.cli"]
 
 

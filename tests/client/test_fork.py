@@ -10,6 +10,8 @@ import pytest
 
 from tests.stub import Stub
 
+pytestmark = pytest.mark.slow
+
 PARENT = """
 import multiprocessing, os, pickle, sys, traceback
 import tinkex

@@ -12,6 +12,8 @@ from tests.client.conftest import close, fast_retries
 from tests.stub import Stub
 from tinkex import ServiceClient, Timeouts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def chaotic(stub: Stub) -> Iterator[tuple[Stub, ServiceClient]]:

@@ -23,6 +23,8 @@ from tinkex import ServiceClient
 from tinkex.client.limits import FairLimiter
 from tinkex.wire.ops import Pool
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "many_runs.py"
 
 # -- the limiter -------------------------------------------------------------------------------------------

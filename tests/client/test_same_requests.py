@@ -18,6 +18,8 @@ import pytest
 
 from tests.golden.recorded import GOLDEN, Recorded, recorded
 
+pytestmark = pytest.mark.slow
+
 DRIVER = f"""
 import json, os, sys, time, warnings
 warnings.simplefilter("ignore")

@@ -20,6 +20,8 @@ from tests.stub import Stub, hang, status
 from tinkex import ServiceClient, Timeouts, TinkerError
 from tinkex.client import limits, session
 
+pytestmark = pytest.mark.slow
+
 BEATING = Timeouts(heartbeat_interval=0.05, close=2)
 
 

@@ -48,6 +48,8 @@ from tinkex.server.serve import ServerConfig
 from tinkex.service.config import ServiceConfig
 from tinkex.service.service import Service
 
+pytestmark = pytest.mark.slow
+
 MODEL = "m/tiny"
 SEEDED = SamplingParams(max_tokens=12, seed=5, temperature=1.0, stop=[])
 FOREVER = SamplingParams(max_tokens=2000, stop=[])

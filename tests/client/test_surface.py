@@ -25,6 +25,8 @@ from tinkex import (
 )
 from tinkex import types as t
 
+pytestmark = pytest.mark.slow
+
 # These answer from what is at hand.
 NEVER_WAIT = {
     "create_rest_client", "from_sampler_handle", "get_console_url", "get_telemetry", "on_queue_state_change",

@@ -30,6 +30,8 @@ from tinkex.client import loop as background
 from tinkex.client import telemetry as module
 from tinkex.client.telemetry import Telemetry
 
+pytestmark = pytest.mark.slow
+
 KEY = "tml-verySecretKey4242"
 HEADER = "header-value-5151"
 PROMPT_IDS = [777001, 777002, 777003]

@@ -29,6 +29,8 @@ from tinkex import (
     Timeouts,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["", *LOSSES], ids=["http1", *(f"http2 {loss}" for loss in LOSSES)])
 def stub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:

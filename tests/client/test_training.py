@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 import warnings
 from typing import Any
 
@@ -492,3 +493,30 @@ def test_a_closed_services_run_is_closed(service: ServiceClient, run: Any) -> No
     close(service)
     with pytest.raises(TinkerError, match="closed"):
         run.optim_step()
+
+
+def test_cancel_is_true_exactly_if_the_server_never_sees_the_pass(stub: Stub, run: Any) -> None:
+    """Whenever it comes: a pass that was posted is executed, so cancel says False and the result arrives."""
+    run.forward([datum()], "cross_entropy").result(20)
+    stub.executed.clear()
+    kept: list[Any] = []
+    for n in range(120):
+        future = run.forward_backward([datum()], "cross_entropy")
+        time.sleep(0.0001 * (n % 30))
+        if not future.cancel():
+            kept.append(future)
+    run.optim_step().result(20)
+    assert all(future.result(20).metrics for future in kept)
+    assert [op for _, op in executed(stub)] == ["forward_backward"] * len(kept) + ["optim_step"]
+    assert 0 < len(kept) < 120
+
+
+def test_a_posted_pass_cannot_be_cancelled(stub: Stub, run: Any) -> None:
+    stub.hold("forward_backward")
+    future = run.forward_backward([datum()], "cross_entropy")
+    stub.wait_for("forward_backward")
+    assert not future.cancel()
+    assert not future.cancelled()
+    stub.release()
+    assert future.result(20).metrics
+    assert executed(stub) == [(1, "forward_backward")]

@@ -35,6 +35,7 @@ from tinkex.wire import codec
 # -- away --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.0, None], ids=["1s", "default"])
 def test_a_host_that_is_not_there_is_reported_soon_and_in_full(seconds: float | None) -> None:
     """URL, cause and attempts, within 10 s by default."""
@@ -49,6 +50,7 @@ def test_a_host_that_is_not_there_is_reported_soon_and_in_full(seconds: float | 
         assert words in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_host_that_swallows_connections_is_reported_in_time() -> None:
     """A full backlog drops the handshake, as a firewall would: two tries, and no more than the time given."""
     with socket.socket() as listener:
@@ -127,6 +129,7 @@ def test_a_dropped_submission_is_done_once(stub: Stub, run: Any, effect: bool) -
     assert [op for _, _, op in stub.executed] == ["optim_step"]
 
 
+@pytest.mark.slow
 def test_a_request_that_gets_no_answer_times_out_and_is_sent_again(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(request=0.3, long_poll=0.3))
     run = service.create_lora_training_client("stub/base", timeout=10)
@@ -242,6 +245,7 @@ def test_not_yet_comes_in_two_forms(stub: Stub, run: Any, code: int) -> None:
     assert stub.count("retrieve_future") == 1 + 4  # the run's creation, then this
 
 
+@pytest.mark.slow
 def test_a_server_that_never_holds_a_poll_is_not_asked_in_a_hot_loop(stub: Stub, run: Any) -> None:
     """The official client asks 150 times a second."""
     stub.poll_seconds = 0
@@ -264,6 +268,7 @@ def test_a_failing_poll_is_paced_and_survived(stub: Stub, service: ServiceClient
     assert min(b - a for a, b in itertools.pairwise(times)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", ["us", "a proxy"])
 def test_a_poll_that_is_held_for_longer_than_anyone_waits_is_no_failure(stub: Stub, ended_by: str) -> None:
     """Servers of others hold a poll for minutes: theirs is no silence while they answer everything else."""
@@ -441,6 +446,7 @@ def test_kinds_of_traffic_do_not_wait_for_each_other(stub: Stub, service: Servic
         sample.cancel()
 
 
+@pytest.mark.slow
 def test_sockets_are_bounded(stub: Stub) -> None:
     """At most 16 sockets for 2,000 samples in flight, with batch retrieval."""
     stub.config = {"sample_use_retrieve_futures": True}
@@ -456,6 +462,7 @@ def test_sockets_are_bounded(stub: Stub) -> None:
     close(service)
 
 
+@pytest.mark.slow
 def test_an_async_method_never_blocks_the_users_loop(stub: Stub, service: ServiceClient) -> None:
     """Session, run, publish and sampler, each with a slow server behind it."""
     for op in (

@@ -40,7 +40,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", params=["fake", "torch", "cuda"])
+@pytest.fixture(scope="session", params=["fake", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
     if request.param == "fake":

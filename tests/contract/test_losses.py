@@ -30,6 +30,8 @@ from tinkex.server.serve import ServerConfig
 from tinkex.service.config import ServiceConfig
 from tinkex.service.service import Service
 
+pytestmark = pytest.mark.slow
+
 MODEL = "m/base"
 SECONDS = 30.0
 ADAM = AdamParams(learning_rate=0.02)

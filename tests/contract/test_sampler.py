@@ -482,6 +482,7 @@ engine.close()
 """
 
 
+@pytest.mark.slow
 async def test_an_exported_adapter_crosses_a_process(config: EngineConfig, engine: Engine, tmp_path: Path):
     """Trained and saved by an engine in another process, exported to this one: bitwise the same."""
     saved, data = str(tmp_path / "saved"), [datum(tokens(engine, 99, 20))]

@@ -16,7 +16,7 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder
 from tinkex.types.params import LoraConfig
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from tests.engine.cuda_batch import new_batch, new_cache, published, submit
 from tinkex.engine.cuda.decode_graphs import DecodeGraphs
 from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 
+pytestmark = pytest.mark.gpu
+
 FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm2"]
 
 

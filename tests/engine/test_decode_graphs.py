@@ -21,7 +21,7 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.types.params import SamplingParams
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 CAPACITY = 32
 

@@ -49,6 +49,7 @@ if importlib.util.find_spec("triton") is None or not (CUDA or INTERPRETED):
     pytest.skip("needs Triton", allow_module_level=True)
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
     pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
 ]

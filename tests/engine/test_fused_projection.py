@@ -23,7 +23,7 @@ from tinkex.engine.cuda.fused_projection import (
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Site
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 lengths = pytest.mark.parametrize("lengths", [[1, 0, 0, 0], [20, 17, 2, 1], [40, 33, 20, 40]])
 shapes = pytest.mark.parametrize(

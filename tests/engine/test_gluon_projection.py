@@ -19,7 +19,7 @@ from tinkex.engine.cuda import split_k_projection as step
 from tinkex.engine.cuda.fused_projection import FusedProjection, ProductTile
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 RANKS, SCALES = [32, 8, 0, 72], [0.5, 2.0, 1.0, 0.25]

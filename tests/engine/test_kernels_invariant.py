@@ -29,7 +29,7 @@ from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 INVARIANT = CudaBackend(DEVICE, BF16, invariant=True)
 
 

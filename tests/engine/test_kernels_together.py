@@ -28,6 +28,7 @@ if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTE
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
     pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
 ]

@@ -49,6 +49,7 @@ from tinkex.engine.cuda.prefill_graphs import (
 from tinkex.engine.torch.kv import Piece
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton"),
     pytest.mark.timeout(600),  # the interpreter takes seconds for what a GPU does in microseconds
 ]

@@ -36,6 +36,8 @@ from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 
+pytestmark = pytest.mark.gpu
+
 SITES = {
     "qkv": (4096, [4096, 1024, 1024]),
     "o": (4096, [4096]),

@@ -22,6 +22,8 @@ from tinkex.cli.serve import serve as serve_command
 from tinkex.errors import InvalidInputError
 from tinkex.models import DEFAULT
 
+pytestmark = pytest.mark.slow
+
 TINKEX = [sys.executable, "-m", "tinkex.cli"]
 SERVE = [*TINKEX, "serve", "--model", "m/base=anything", "--engine", "fake", "--port", "0"]
 

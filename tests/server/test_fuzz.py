@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from tests.server.conftest import KEY, MODEL, Running, server_config
 from tinkex.wire import ops
 
+pytestmark = pytest.mark.slow
+
 ROUTES = [(op.method, op.path) for op in ops.OPS.values()] + [
     ("POST", "/api/v1/stream_sample"),
     ("GET", "/api/v1/models/{name:path}/tokenizer/{file}"),

@@ -23,6 +23,8 @@ from tests.service.harness import datum
 from tinkex import AdamParams, RecoveryPolicy, RunLostError, ServiceClient, TrainingClient
 from tinkex.recovery import RecoveryAttempt, RunLost, RunResumed
 
+pytestmark = pytest.mark.slow
+
 MODEL = "m/base"
 ROOT = Path(__file__).parents[2]
 STEPS, KILLED_AT = 8, 5

@@ -587,6 +587,7 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     actions=ACTIONS,

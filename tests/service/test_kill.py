@@ -20,6 +20,8 @@ from tests.service.harness import datum
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
 from tinkex.client.server_connection import ServerConnection
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KILLS = 10
 

@@ -384,6 +384,7 @@ def matches(row: SessionRow, query: SessionSearchRequest, scope: Scope) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(some_sessions, queries, st.sampled_from([EVERYBODY, ANN, Scope("bob", "p")]))
 def test_search_finds_what_plain_python_finds_page_by_page(rows, query, scope):

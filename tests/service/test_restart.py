@@ -541,6 +541,7 @@ async def test_a_service_whose_clients_died_with_it_cleans_up(home: Path):
         assert service.models.find(MODEL).engine is None
 
 
+@pytest.mark.slow
 async def test_killed_again_and_again_at_any_moment(home: Path, tmp_path: Path):
     """Twenty lives of a pipelined loop, each ended at a random moment by copying the home away."""
     expected, random_ = await undisturbed(tmp_path, 30), random.Random(5)

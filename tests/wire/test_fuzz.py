@@ -12,6 +12,8 @@ from tests.golden.recorded import VERSIONS, recorded, stored_replies
 from tinkex.errors import InvalidInputError
 from tinkex.wire import codec, ops
 
+pytestmark = pytest.mark.slow
+
 fuzz = settings(deadline=None, max_examples=150)
 every_op = st.sampled_from(list(ops.OPS.values()))
 content_types = st.sampled_from(["", codec.JSON, codec.PROTO])

@@ -1,9 +1,8 @@
-"""APIFuture: the one kind of future, awaitable and blocking alike.
+"""APIFuture: the one future type of the SDK, for blocking and for awaiting.
 
-Promises: a `concurrent.futures.Future` in every respect, which can also be awaited from any event loop,
-cached once resolved, and cancelled for real or not at all. A wait that runs out of time cancels nothing: the
-request goes on and can be waited for again. Waiting in a place where the result could never arrive (on the
-background thread, in a forked child) raises instead of hanging. A failure that nobody looks at is said
+Promises: it is a `concurrent.futures.Future` that any event loop can also await. A wait that times out
+cancels nothing: the request goes on and can be waited for again. Waiting where the result could never arrive
+(on the background thread, in a forked child) raises instead of hanging. A failure that nobody reads is logged
 (unread.py). Knows nothing of requests.
 """
 
@@ -27,14 +26,17 @@ T = TypeVar("T")
 
 
 def check_timeout(timeout: object) -> None:
-    """Refuse what is no time to wait. None: as long as it takes; 0 and less: not at all."""
+    """Raise InvalidInputError unless `timeout` is a number of seconds or None (no limit)."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout == timeout
     if timeout is not None and not number:
         raise InvalidInputError(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
 
 
 class _Condition:
-    """What a future needs of a threading.Condition, in a tenth of its memory: thousands are in flight."""
+    """The part of threading.Condition that a future uses, in a tenth of the memory.
+
+    Thousands of futures may be in flight.
+    """
 
     __slots__ = ("_lock", "_sleepers")
 
@@ -55,7 +57,7 @@ class _Condition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Let go of the lock until `notify_all`, or until time is up. It must be held once."""
+        """Release the lock until `notify_all` or the timeout. The caller holds it exactly once."""
         sleeper = threading.Lock()
         sleeper.acquire()
         self._sleepers = (*self._sleepers, sleeper)
@@ -73,86 +75,95 @@ class _Condition:
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
-    """A result that is on its way.
+    """A result that will arrive later.
 
-    `await future`, `future.result(timeout=…)` and `await future.result_async(timeout=…)` all give it;
-    `future.cancel()` gives it up.
+    `await future`, `future.result(timeout=…)` and `await future.result_async(timeout=…)` all return it.
+
+    >>> future = run.forward_backward(data, "cross_entropy")        # doctest: +SKIP
+    >>> future.result(timeout=60).metrics
     """
 
     def __init__(self, what: str = "request") -> None:
         super().__init__()
         self._condition = _Condition()  # type: ignore[assignment]
-        self._task: asyncio.Task[Any] | None = None  # what is cancelled with it
+        self._task: asyncio.Task[Any] | None = None  # cancelled with the future
         self._what = what
         self._pid = os.getpid()
-        self._failure: int | None = None  # its number among those that nobody has looked at
+        self._failure: int | None = None  # its number among the unread failures
 
     def set_exception(self, exception: BaseException | None) -> None:
-        if exception is not None and not isinstance(exception, ClientClosedError):  # who closes it knows
+        if exception is not None and not isinstance(exception, ClientClosedError):  # the user closed it
             self._failure = unread.failed(self._what, exception)
         try:
             super().set_exception(exception)
         except concurrent.futures.InvalidStateError:
-            self._look()
+            self._mark_read()
             raise
 
-    def _look(self) -> None:
+    def _mark_read(self) -> None:
         if self._failure is not None:
             unread.seen(self._failure)
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, waiting for it up to `timeout` seconds (None: as long as it takes)."""
+        """Wait up to `timeout` seconds for the result and return it; None: no limit."""
         self._check_can_wait(timeout)
         try:
             return super().result(timeout)
         except TimeoutError:
-            if self.done():  # just now, or the request failed by a timeout of its own
+            if self.done():  # it finished just now, or failed with a TimeoutError of its own
                 return super().result(0)
             raise self._timed_out(timeout) from None
         finally:
-            self._look()
+            self._mark_read()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait up to `timeout` seconds and return the error of a failed request, or None."""
         self._check_can_wait(timeout)
         try:
             return super().exception(timeout)
         except TimeoutError:
             raise self._timed_out(timeout) from None
         finally:
-            self._look()
+            self._mark_read()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Have `fn(future)` called once it is done; in a thread of its own kind, so it may take its time."""
+        """Call `fn(future)` once the future is done, in a callback thread: `fn` may block."""
         self.when_done(lambda future: background.in_callback(fn, future))
 
     def when_done(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """The same on whatever thread resolves it: for ourselves, and quick."""
+        """Like `add_done_callback`, on the thread that resolves the future: `fn` must not block."""
         super().add_done_callback(fn)
 
     def cancel(self) -> bool:
-        """Give the request up; False if its result is there, or if it will be executed all the same."""
+        """Cancel the request; False if that is no longer possible, and the future then resolves as usual.
+
+        A training request can be cancelled until it is posted: then the server never sees it. Once posted,
+        the server executes it, and cancel returns False. A custom pass can be cancelled until its gradients
+        are posted, though its forward pass may have run. A sample is cancelled on the server too. Any other
+        request that is on its way may still be executed.
+        """
         if not super().cancel():
             return False
         with self._condition:
             if self._state == concurrent.futures._base.CANCELLED:
-                self.set_running_or_notify_cancel()  # or concurrent.futures.wait would never hear of it
+                self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait
         if (task := self._task) is not None:
             background.call_soon(task.cancel)
         return True
 
     def commit(self) -> bool:
-        """From now on it cannot be taken back; False if it was cancelled before that."""
+        """Make `cancel` return False from now on; False if the future is already cancelled."""
         with self._condition:
             if self._state == concurrent.futures._base.PENDING:
                 self._state = concurrent.futures._base.RUNNING
             return self._state == concurrent.futures._base.RUNNING
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """The result, awaited up to `timeout` seconds; running out of time cancels nothing."""
+        """Await the result for up to `timeout` seconds; a timeout cancels nothing."""
         check_timeout(timeout)
         self._check_fork()
         if not self.done():
-            # A waiter of its own: cancelling one task that awaits must not take the result from the others.
+            # Each await has its own waiter: cancelling one task must not affect the others.
             waiter = _waiter(self)
             if timeout is None:
                 await waiter
@@ -161,20 +172,20 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
                 raise self._timed_out(timeout)
         if self.cancelled():
             raise asyncio.CancelledError
-        self._look()
+        self._mark_read()
         return super().result(0)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
 
     def future(self) -> concurrent.futures.Future[T]:
-        """Itself: it already is a concurrent future."""
+        """Return the future itself: it is a concurrent future already."""
         return self
 
-    if not TYPE_CHECKING:  # a type checker shall go on to know what a future has
+    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Say to whoever asks it for what its result has that this is not the result yet."""
+            """Explain that an attribute of the result is not an attribute of the future."""
             hint = "" if name.startswith("_") else "; it is a future: wait for its .result(), and ask that"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -209,23 +220,23 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
 
 class _Wakeups:
-    """Futures that are done, on their way to another event loop: many for the price of one wake-up."""
+    """Finished waiters of one event loop, delivered in batches: one wake-up of the loop serves many."""
 
     def __init__(self) -> None:
         self._done: deque[asyncio.Future[None]] = deque()
-        self._under_way = False
+        self._scheduled = False
 
     def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
         self._done.append(waiter)
-        if not self._under_way:
-            self._under_way = True
+        if not self._scheduled:
+            self._scheduled = True
             try:
                 loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # that loop is closed: nobody is waiting
+            except RuntimeError:  # the loop is closed: nothing waits there
                 self._done.clear()
 
     def _deliver(self) -> None:
-        self._under_way = False  # before the first: one that is added from now on wakes the loop again
+        self._scheduled = False  # reset first: a waiter added from now on wakes the loop again
         while self._done:
             waiter = self._done.popleft()
             if not waiter.done():
@@ -236,7 +247,7 @@ _wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = weakr
 
 
 def _waiter(future: APIFuture[Any]) -> asyncio.Future[None]:
-    """Something to await in the running event loop until `future` is done."""
+    """An asyncio future of the running loop that is resolved when `future` is done."""
     loop = asyncio.get_running_loop()
     wakeups = _wakeups.get(loop)
     if wakeups is None:
@@ -247,7 +258,7 @@ def _waiter(future: APIFuture[Any]) -> asyncio.Future[None]:
 
 
 def resolve(future: concurrent.futures.Future[T], value: T) -> None:
-    """Set the result, unless the future was cancelled meanwhile."""
+    """Set the result, unless the future is already cancelled."""
     try:
         future.set_result(value)
     except concurrent.futures.InvalidStateError:
@@ -255,18 +266,18 @@ def resolve(future: concurrent.futures.Future[T], value: T) -> None:
 
 
 def fail(future: concurrent.futures.Future[Any], error: BaseException) -> None:
-    """Set the exception, unless the future was cancelled meanwhile."""
+    """Set the exception, unless the future is already cancelled."""
     try:
         if not isinstance(error, asyncio.CancelledError):
             future.set_exception(error)
-        elif not future.cancel():  # it was sent, and what waits for it was stopped from below
+        elif not future.cancel():  # it is committed, but the task that waited for it was cancelled
             future.set_exception(concurrent.futures.CancelledError())
     except concurrent.futures.InvalidStateError:
         pass
 
 
 def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> APIFuture[T]:
-    """Run a coroutine on the background loop; cancelling the future cancels it. Call from any thread."""
+    """Run a coroutine on the background loop, from any thread; cancelling the future cancels it."""
     future: APIFuture[T] = APIFuture(what)
     hop = traced(future, what)
 
@@ -274,18 +285,18 @@ def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> 
         if not future.cancelled():
             future._task = background.spawn(_drive(make(), future, hop))
         if future.cancelled() and future._task is not None:
-            future._task.cancel()  # meanwhile, by another thread
+            future._task.cancel()  # cancelled by another thread since the check above
 
     background.call_soon(begin)
     return future
 
 
 def traced(future: APIFuture[Any], what: str) -> tracing.Hop | None:
-    """Hop 1, for whoever traces: from the caller's own span on, until the future is done."""
+    """Start a tracing span that ends with the future; None if tracing is off."""
     hop = tracing.begin(f"client {what}")
     if hop is not None:
         cancelled = asyncio.CancelledError()
-        ended = concurrent.futures.Future[Any].exception  # not the future's own, which counts as a look at it
+        ended = concurrent.futures.Future[Any].exception  # does not mark the failure as read
         future.when_done(lambda f: hop.end(cancelled if f.cancelled() else ended(f)))
     return hop
 
@@ -322,7 +333,7 @@ class Within:
 
 
 async def owned(future: APIFuture[T], timeout: float | None) -> T:
-    """Await a future that nobody else has: if the task that awaits it is cancelled, so is the request."""
+    """Await a future that only this task has: cancelling the task cancels the request."""
     try:
         return await future.result_async(timeout)
     except asyncio.CancelledError:
@@ -331,7 +342,7 @@ async def owned(future: APIFuture[T], timeout: float | None) -> T:
 
 
 def completed(value: T, what: str = "request") -> APIFuture[T]:
-    """A future that already has its result."""
+    """A future that is already resolved."""
     future: APIFuture[T] = APIFuture(what)
     future.set_result(value)
     return future

@@ -1,8 +1,8 @@
-"""A user's torch function as a graph of operations: traced by torch.fx, checked, and written in wire form.
+"""Traces a user's torch function with torch.fx, checks the graph, and converts it to the wire format.
 
-Promises: what cannot be traced is refused with the operation, the line of the function and what to write
-instead; the wire form is the official client's, node by node. Imports torch, so it is itself imported only
-when a loss is created. Knows nothing of sessions, and not which operations a server allows.
+Promises: an untraceable function is refused with the operation, its source line and what to write instead;
+the wire format is the official client's, node by node. Imports torch, so the client imports this module only
+when a loss is created. Does not know which operations a server allows.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _LEAVE_TORCH = {
     "numpy": "keep it a tensor: torch has the same functions",
     "backward": "return the loss; forward_backward_custom does the rest",
 }
-# torch.fx patches modules of the process while it traces, and notes what is in them when a tracer is made.
+# torch.fx patches modules while it traces, and inspects them when a tracer is created: one trace at a time.
 _tracing = threading.Lock()
 
 
 class Untraceable(Exception):
-    """Raised under a user's line: what it does that a graph cannot, and what to do instead."""
+    """Raised while tracing: what the function does that a graph cannot, and what to do instead."""
 
 
 def trace(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> tuple[str, list[CustomLossInput], Any]:
-    """The function's name, its inputs, and its graph (a GraphModule whose nodes know their lines)."""
+    """The function's name, its inputs, and its graph: a GraphModule whose nodes carry their source lines."""
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs = _inputs(name, fn, input_ranks)
     try:
@@ -144,7 +144,7 @@ def _check_output(name: str, graph: fx.Graph) -> None:
 
 
 class _Value(fx.Proxy):
-    """A tensor that is not there yet; says what cannot be done with it."""
+    """A proxy for a tensor; operations that need its value raise Untraceable."""
 
     def __len__(self) -> int:
         raise Untraceable("len() of a tensor is not known yet; use its .shape[0]")
@@ -168,7 +168,7 @@ class _Value(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """fx's tracer, which refuses at the line where it happens, and remembers every node's line."""
+    """A torch.fx tracer that raises Untraceable at the offending line, and records every node's line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _Tracer(fx.Tracer):
 
 
 def _function_name(function: Callable[..., Any]) -> str:
-    """What a function is called on the wire."""
+    """The name of a function in the wire format."""
     name = _get_qualified_name(function)
     if name == "getattr":
         return name
@@ -227,7 +227,7 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 def _line_of_frame(frame: FrameType | None) -> str:
-    """The innermost line of the user's own, at or above a frame."""
+    """The innermost line of user code, at or above a frame."""
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
@@ -248,11 +248,11 @@ def _line(file: str, number: int) -> str:
     return f"{Path(file).name}:{number}" + (f" ({source})" if source else "")
 
 
-# -- the wire form ---------------------------------------------------------------------------------------
+# -- the wire format -------------------------------------------------------------------------------------
 
 
 def to_wire(name: str, graph: fx.GraphModule) -> CustomLossGraph:
-    """The graph as a server reads it."""
+    """Convert the graph to the wire format."""
     nodes: list[CustomLossNode] = []
     for node in graph.graph.nodes:
         try:
@@ -294,7 +294,7 @@ def _argument(value: _Argument) -> Any:
             raise Untraceable(f"the argument {value!r} is a {kind}, which has no form on the wire")
 
 
-# -- running it here -------------------------------------------------------------------------------------
+# -- local execution -------------------------------------------------------------------------------------
 
 
 class _Interpreter(fx.Interpreter):
@@ -314,7 +314,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def run(name: str, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """The loss and metrics of one datum."""
+    """Execute the graph on one datum; returns its loss and metrics."""
     loss, metrics = _Interpreter(name, graph).run(*inputs)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -1,8 +1,7 @@
-"""A pass, seen from the client: checked before it is sent, cut into chunks, put together again.
+"""Checks a pass before it is sent, splits it into chunks, and joins the outputs of the chunks.
 
-Promises: what is wrong with a pass is said at the call, naming the datum, the key, what was given and what
-is allowed; metrics of chunks are reduced as their suffix says, and no metric can break a finished pass.
-Pure functions; knows nothing of how a pass travels.
+Promises: an error names the datum, the key, what was given and what is allowed; metrics are reduced by their
+suffix, and no metric can make a finished pass fail. Pure functions; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _check_datum(datum: Datum, loss_fn: str) -> None:
 
 
 def _length(datum: Datum) -> int | None:
-    """Positions of the model input; None where an image does not say. Refuses what cannot be trained on."""
+    """The positions of the model input; None if an image does not state its own. Refuses asset pointers."""
     total = 0
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
@@ -79,7 +78,7 @@ def _length(datum: Datum) -> int | None:
 
 
 def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
-    """`data` in order, in chunks within the server's limits; a larger single datum goes alone."""
+    """Split `data` into chunks within the server's limits; a datum over the limit gets its own chunk."""
     chunks: list[list[Datum]] = []
     room = 0
     for datum in data:
@@ -92,7 +91,7 @@ def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[D
 
 
 def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """The outputs of a pass's chunks as the output of the pass."""
+    """Join the outputs of a pass's chunks."""
     return ForwardBackwardOutput(
         loss_fn_output_type=outputs[0].loss_fn_output_type,
         loss_fn_outputs=[record for output in outputs for record in output.loss_fn_outputs],
@@ -126,10 +125,10 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
 
 
 def reduce_metrics(chunks: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Metrics of several chunks, each with its number of outputs, as one.
+    """Reduce the metrics of several chunks, each given with its number of outputs.
 
-    The part of a key after its last colon says how: sum, min, max, mean (weighted by outputs), slack (max
-    minus mean), hash2, hash_unordered. `unique`, and whatever else, is kept apart as key, key_1, key_2, …
+    The suffix after a key's last colon selects the reduction: sum, min, max, mean (weighted by outputs),
+    slack (max minus mean), hash2, hash_unordered. Any other key keeps each value, as key, key_1, key_2, …
     """
     reduced: dict[str, float] = {}
     for key in dict.fromkeys(key for metrics, _ in chunks for key in metrics):

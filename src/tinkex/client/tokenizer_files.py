@@ -1,7 +1,7 @@
-"""Tokenizers that a server of ours offers: their files, downloaded once and kept in the home directory.
+"""Downloads the tokenizer files of a Tinkex server, once, into the home directory.
 
-Promises: nothing half-written is ever used; a server that has no such files (the hosted one, say) is asked
-once and then the hub is. Knows the files' names, not what is in them.
+Promises: a directory is complete or absent, never half-written; a server without such files (hosted Tinker,
+for example) falls back to the hub. Knows the names of the files, not their contents.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tinkex.wire import ops
 
 
 async def load(connection: ServerConnection, base_model: str, tokenizer_id: str | None = None) -> Any:
-    """A base model's tokenizer, by the server's files if it has them."""
+    """Load a base model's tokenizer, from the server's files if it has them."""
     name = tokenizer_name(base_model, tokenizer_id)
     return await in_own_thread(partial(load_tokenizer, name, fetch=_fetcher(connection, base_model)))
 
 
 def _fetcher(connection: ServerConnection, base_model: str) -> Callable[[str], Path | None]:
-    """What gets the tokenizer of `base_model` from its server. Blocks; not for the background thread."""
+    """A function that downloads the tokenizer of `base_model`. It blocks, so not on the background loop."""
 
     def fetch(_: str) -> Path | None:
         server = hashlib.sha256(connection.base_url.encode()).hexdigest()[:16]
@@ -39,7 +39,7 @@ def _fetcher(connection: ServerConnection, base_model: str) -> Callable[[str], P
         if connection.base_url and place.is_dir():
             return place
         files = start(lambda: _download(connection, base_model), "tokenizer").result()
-        return _keep(place, files) if files else None
+        return _store(place, files) if files else None
 
     return fetch
 
@@ -52,21 +52,21 @@ async def _download(connection: ServerConnection, base_model: str) -> dict[str, 
             files[name] = await connection.call(ops.GET_TOKENIZER_FILE, request)
         except NotFoundError:
             if name == TOKENIZER_FILES[0]:
-                return {}  # without tokenizer.json there is nothing to load
+                return {}  # tokenizer.json is required
         except APIStatusError:
             if not connection.base_url:
-                raise  # in this process: it says why there is none
-            return {}  # a server that does not know the question
+                raise  # the error says why there is none
+            return {}  # the server has no such operation
     return files
 
 
-def _keep(place: Path, files: dict[str, bytes]) -> Path:
+def _store(place: Path, files: dict[str, bytes]) -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=".part-"))
     for name, body in files.items():
         (part / name).write_bytes(body)
     try:
         os.replace(part, place)
-    except OSError:  # another process was quicker
+    except OSError:  # another process stored it first
         shutil.rmtree(part, ignore_errors=True)
     return place

@@ -332,6 +332,7 @@ if TYPE_CHECKING:
     ArrayLike = TensorData | np.ndarray | torch.Tensor | Sequence[float] | Sequence[Sequence[float]]
 LossFnInputs = Mapping[str, "ArrayLike"]
 LossFnOutput = dict[str, TensorData]
+_NO_INPUTS: LossFnInputs = {}
 
 # What these keys hold; so they may be plain lists, which have no dtype of their own.
 LIST_DTYPES: Mapping[str, TensorDtype] = {
@@ -404,7 +405,7 @@ class Datum:
     def __init__(
         self,
         model_input: ModelInput,
-        loss_fn_inputs: LossFnInputs | None = None,
+        loss_fn_inputs: LossFnInputs = _NO_INPUTS,
         model_input_spans: ProvenanceSpans | None = None,
         loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> None:
@@ -413,7 +414,6 @@ class Datum:
                 f"Datum.model_input must be a ModelInput, got {type(model_input).__name__}; "
                 "ModelInput.from_ints(tokens) makes one"
             )
-        loss_fn_inputs = {} if loss_fn_inputs is None else loss_fn_inputs
         if not isinstance(loss_fn_inputs, (dict, Mapping)):  # a dict nearly always, which is quick to tell
             given = type(loss_fn_inputs).__name__
             raise InvalidInputError(f"Datum.loss_fn_inputs must be a dict of arrays by name, got {given}")
