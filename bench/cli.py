@@ -1,7 +1,8 @@
 """What a command line costs before it does anything: the official `tinker` and our `tinkex`, in one run.
 
-CPU is user + system time of the child process, threads included; the sides take turns over rounds, and the
-table shows medians: machines are noisy, trust ratios. `make bench`, or bench/cli.py --rounds 9.
+CPU is user + system time of the child process, all threads. The sides alternate over rounds, and the table
+shows medians. Trust the ratios: absolute times depend on the machine. `make bench`, or bench/cli.py --rounds
+9.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GOAL = 1 / 6  # of the official cost, for --help
 
 
 def cpu_seconds(command: list[str]) -> float:
-    """The CPU time of one child process, whatever it says."""
+    """The CPU time of one child process; its output is discarded."""
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
     _, _, used = os.wait4(process.pid, 0)
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     for side in SIDES.values():
-        cpu_seconds([str(side), "--help"])  # the first one fills the disk's cache and writes bytecode
+        cpu_seconds([str(side), "--help"])  # the first run fills the disk cache and writes bytecode
     figures = {title: {side: [] for side in SIDES} for title in COMMANDS}
     for _ in range(rounds):
         for title, arguments in COMMANDS.items():

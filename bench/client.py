@@ -1,9 +1,9 @@
 """The official SDK and ours on the same stub server in one run: `make bench`, or bench/client.py --help.
 
-Each figure comes from a child process of its own (bench/client_child.py); the sides take turns over rounds
-and the table shows medians, because machines are noisy: trust ratios. CPU is user + system time of the
-child's whole process, threads included. A goal that is missed never fails the run; a crash does.
-What it cannot tell: anything about a network, or about a server that computes.
+Each figure comes from a child process of its own (bench/client_child.py). The sides alternate over rounds,
+and the table shows medians. Trust the ratios: absolute times depend on the machine. CPU is user + system
+time of the whole child process, all threads. A missed goal does not fail the run; a crash does. It measures
+no network and no server that computes.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ SNIPPETS = {"import": IMPORT, "start": START}
 def stub_server(python: Path) -> Iterator[str]:
     """The stub in a process of its own; yields its URL.
 
-    At a low priority: on few cores it would else push aside the threads whose stalls are measured.
+    It runs at low priority: on few cores it would otherwise displace the threads whose stalls are measured.
     """
     command = ["nice", "-n", "10", str(python), "-m", "tests.stub"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -187,7 +187,7 @@ def run_all(
 
 
 def rounds_of(part: str, rounds: int) -> int:
-    """Cheap parts are repeated more often, the dead host is the same every time."""
+    """Cheap parts are repeated more often; the dead host is measured once."""
     return {"import": rounds + 2, "start": rounds + 2, "dead": 1}.get(part, rounds)
 
 

@@ -1,7 +1,7 @@
 """One measurement of one SDK, for bench/client.py: `python client_child.py PART {official,ours} [--quick]`.
 
-Prints one JSON object of figures. It runs in the interpreter that has the SDK and uses only the API that both
-SDKs share, so that the same lines are measured on both sides; TINKER_BASE_URL says where the stub server is.
+Prints one JSON object of figures. It runs in the interpreter that has the SDK, and uses only the API that
+both SDKs share, so that both sides execute the same lines. TINKER_BASE_URL is the stub server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Clock:
 
 
 def stub_control(what: str, body: Any = None) -> dict[str, Any]:
-    """Ask something of the stub server, e.g. to hold results; answers its counters."""
+    """Control the stub server, e.g. make it hold results; returns its counters."""
     url = f"{os.environ['TINKER_BASE_URL']}/stub/{what}"
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body or {}).encode())) as response:
         return json.load(response)
@@ -213,8 +213,8 @@ class Ticker:
 def stalls(name: str, idle: list[list[Tick]], busy: list[list[Tick]]) -> Figures:
     """The longest gap between ticks beyond their period, and the most CPU that the loop's thread used in one.
 
-    The wall figures see everything that held the loop up, other processes included (hence the idle one);
-    the CPU figure sees only work on the loop itself, whatever the machine does.
+    The wall figures include everything that delayed the loop, other processes too (hence the idle one).
+    The CPU figure includes only work on the loop itself.
     """
 
     def longest(ticks: list[Tick], which: int) -> float:

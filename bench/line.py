@@ -1,12 +1,12 @@
-"""The whole line on a 5 M parameter model: the official client, our server, our engine: `make bench-line`.
+"""Client, server and engine together on a 5 M parameter model: `make bench-line`.
 
     client 0.36.0 (a process of its own environment) → HTTP → `tinkex serve` → engine, 2 cores, fp32
 
-against what people write without a service, in the same run: a plain peft loop and `generate`, on the same
-weights, with the same number of threads. 8 sequences of 128 tokens a batch, rank 8. Sides take turns over
-rounds and the table shows medians. Each of the four tenants is a process of its own, as users are: in one
-process they would share its interpreter. A goal that is missed never fails the run; a crash does. On a busy
-machine every figure here is the scheduler's: the load average is in the first line.
+The peer, in the same run, is what people write without a service: a plain peft loop and `generate`, on the
+same weights and threads. A batch is 8 sequences of 128 tokens, rank 8. The sides alternate over rounds, and
+the table shows medians. Each of the four tenants is a process of its own, as users are. A missed goal does
+not fail the run; a crash does. On a busy machine the figures mean little: the first line has the load
+average.
 """
 
 from __future__ import annotations

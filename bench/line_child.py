@@ -1,7 +1,7 @@
-"""Two processes of bench/line.py: our server, and the peer that it is held against.
+"""Two processes of bench/line.py: our server, and the peer that it is compared with.
 
     line_child.py serve HOME MODEL THREADS      says when torch is imported, and its port once it is ready
-    line_child.py peer MODEL THREADS            does one measure for each name on stdin
+    line_child.py peer MODEL THREADS            runs one measure for each name on stdin
 
 The peer is what people write without a service: transformers' model with a peft adapter on every linear layer
 and the head, fused AdamW, one padded batch; `generate` for sampling. Knows nothing of the client.

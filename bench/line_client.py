@@ -1,8 +1,8 @@
 """The client's side of bench/line.py: the official SDK, in an environment that has nothing of ours.
 
 Reads the server's URL from stdin, then names of measures, and answers each with a line of JSON. One such
-process is the client of most measures, four more are a tenant each (`warm`, then `small`). Knows a base
-model's name, and nothing else of the server.
+process is the client of most measures; four more are one tenant each (`warm`, then `small`). It knows the
+base model's name and nothing else of the server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our engine's side of the engine benchmark: every measure goes through the engine's contract alone."""
+"""Our engine's side of the engine benchmark: every measure uses only the engine's contract."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
 from tinkex.types.tensor import TensorData
 
-KV_BYTES = 64 << 20  # where next to nothing is sampled
+KV_BYTES = 64 << 20  # for measures that sample next to nothing
 ADAM = AdamParams(learning_rate=1e-4)
 
 
@@ -55,7 +55,7 @@ def _datums(sequences: Sequence[np.ndarray]) -> list[Datum]:
 
 
 def _passes(task: Task, turn: int) -> tuple[Pass, ...]:
-    """The round's sequences, dealt out to the runs in equal shares."""
+    """The round's sequences, split evenly over the runs."""
     datums = _datums(task.sequences(turn))
     share = len(datums) // task.adapters
     return tuple(
@@ -109,7 +109,7 @@ def memory(task: Task) -> Round:
 
 
 def sample(task: Task) -> Round:
-    """All prompts at once, dealt out to the adapters; `decode_*` is since the last prompt's first token."""
+    """All prompts at once, split over the adapters; `decode_*` is since the last prompt's first token."""
     engine = _engine(task)
     for i in range(task.adapters):
         engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i))).result()

@@ -1,7 +1,7 @@
 """The peer's side of the engine benchmark: transformers with a peft adapter, written with care.
 
 The same weights, data, threads, rank and adapted layers (every linear one and the head); torch's fused AdamW,
-adapters in the model's dtype. Training comes in four forms, because padding is a choice and not a must:
+adapters in the model's dtype. Training comes in four forms, since padding is optional:
 padded (one batch, as in most scripts), bucketed (sorted by length, cut into batches with little padding),
 packed (one row, positions that restart) and single (a sequence at a time). Knows nothing of our code.
 """

@@ -1,7 +1,7 @@
-"""A client that costs next to nothing: prepared bytes out, a status and a body in, HTTP/1.1 kept alive.
+"""A minimal HTTP/1.1 client for server benchmarks: prepared bytes out, status and body in, keep-alive.
 
-For benchmarks of servers: whatever is measured over there, this costs the same for each of them. Knows only
-answers that say their length, which is what our server and the echo beside it send.
+It costs the same for every server that is measured. It reads only responses with a Content-Length, which is
+what our server and the echo send.
 """
 
 from __future__ import annotations

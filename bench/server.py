@@ -1,14 +1,14 @@
-"""What our server costs, with the fake engine behind it, in one table: `make bench-server`, or --help.
+"""The CPU time, memory and latency of our server with the fake engine: `make bench-server`, or --help.
 
 sample   CPU time of the server process for one sample (submit, then retrieve), over that of a bare Starlette
          application which reads the same two bodies and answers with as many bytes: the same uvicorn, event
          loop, settings and client. Our server has the fake engine, whose arithmetic counts, and one that
-         answers at once. The sides take turns every third of a second and the table shows medians.
+         answers at once. The sides alternate every third of a second, and the table shows medians.
 polls    5,000 long polls held open at once, each on a socket and a future of its own.
 bodies   Cheap calls while 50 MB passes stream in from another process on two connections, without a pause.
 
-CPU time is user + system time of the whole process, all threads. A goal that is missed never fails the run;
-a crash does. Tells nothing about an engine that computes.
+CPU time is user + system time of the whole process, all threads. A missed goal does not fail the run; a
+crash does. It measures no engine that computes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The processes of bench/server.py: our server, the echo it is held against, and whoever streams big bodies.
+"""The processes of bench/server.py: our server, the echo it is compared with, and a sender of big bodies.
 
     server_child.py serve HOME ENGINE      our server; prints its port once it is ready. ENGINE is "fake", or
                                            "instant": the fake one, but with one answer for every sample
     server_child.py echo N N               a bare Starlette application; prints its port
     server_child.py stream PORT RUN …      forward passes of 50 MB, one after another, for each of the runs
 
-Knows nothing of what is measured: that is bench/server.py.
+bench/server.py measures them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def numbered(body: bytes, seq_id: int) -> list[bytes]:
 
 
 async def stream(port: str, runs: list[str]) -> None:
-    """Never ends: whoever started it ends it. Says how many bodies were taken after each."""
+    """Runs until it is killed. Prints the number of accepted bodies after each."""
     taken = 0
 
     async def one(run: str) -> None:

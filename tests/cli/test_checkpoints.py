@@ -17,6 +17,8 @@ from tests.service.harness import MODEL
 from tinkex.cli.transfer import Upload, push
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
+pytestmark = pytest.mark.slow
+
 
 def test_checkpoints_are_listed(place: Place) -> None:
     all_of_them = place.json("checkpoint", "list")

@@ -33,6 +33,8 @@ from tinkex.engine.torch.merge import merge_adapter
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.params import AdamParams, LoraConfig
 
+pytestmark = pytest.mark.slow
+
 IDS = [5, 9, 200, 31, 7, 7, 120, 64, 3]
 ADAM = AdamParams(learning_rate=3e-3, weight_decay=0.01)
 

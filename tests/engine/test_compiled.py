@@ -22,6 +22,8 @@ from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sample import Choice, draw, scaled_logprobs
 from tinkex.types.params import LoraConfig
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 

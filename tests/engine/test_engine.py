@@ -37,6 +37,8 @@ from tinkex.engine.torch.threads import ComputeThreads, threads_beside
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import LoraConfig, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PAGE_BYTES = 2 * 2 * PAGE * 2 * 16 * 4  # keys and values, two layers, two heads of 16, float32
 
 

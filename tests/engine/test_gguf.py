@@ -18,6 +18,8 @@ from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
 from tinkex.engine.torch.load import load_decoder
 from tinkex.errors import InvalidInputError
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "",
     " ",

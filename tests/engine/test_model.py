@@ -14,6 +14,8 @@ from tests.engine.tiny import FAMILIES, reference_logits, reference_model, tiny_
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model import Decoder, Part, Site
 
+pytestmark = pytest.mark.slow
+
 DENSE = [family for family in FAMILIES if family != "qwen3_moe"]
 
 

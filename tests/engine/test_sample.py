@@ -12,6 +12,8 @@ from tinkex.engine.rng import exponentials, stream_key, stream_keys
 from tinkex.engine.torch.sample import BLOCK, Choice, draw, keep_likeliest, likeliest, race, scaled_logprobs
 from tinkex.types.outputs import TOPK_PADDING
 
+pytestmark = pytest.mark.slow
+
 
 def keys(count: int, seed: int = 0) -> np.ndarray:
     positions = np.arange(count)

@@ -31,6 +31,8 @@ from tinkex.types.outputs import ForwardBackwardOutput, SampledSequence, SampleR
 from tinkex.types.params import LoraConfig, SamplingParams
 from tinkex.types.tensor import TensorData
 
+pytestmark = pytest.mark.slow
+
 
 class Counting:
     """A decoder that counts the tokens it computes, and fails when told to."""

@@ -33,6 +33,8 @@ from tinkex.types.data import Datum, ImageChunk, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 320
 # A large eps: with a small one, a gradient that is all rounding error makes a step of full size.
 ADAM = AdamParams(learning_rate=2e-3, weight_decay=0.01, eps=0.05)
