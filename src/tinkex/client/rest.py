@@ -275,7 +275,7 @@ class RestClient(CheckpointMethods):
         return await Within(timeout).result_async(self.export_session_trace(session_id, timeout=timeout))
 
     async def _trace_url(self, request: ExportSessionTraceRequest, timeout: float | None) -> str:
-        started, told = time.monotonic(), False
+        started, logged = time.monotonic(), False
         while True:
             state = await self._connection.call(
                 ops.EXPORT_SESSION_TRACE, request, CallContext("export_session_trace")
@@ -294,9 +294,9 @@ class RestClient(CheckpointMethods):
                     f"the trace of session {request.session_id} is not ready after {timeout:g} s; the server "
                     "goes on making it: ask again later"
                 )
-            if not told:
+            if not logged:
                 log.info("waiting for the trace of session %s; this may take minutes", request.session_id)
-                told = True
+                logged = True
             await asyncio.sleep(TRACE_POLL_INTERVAL)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
@@ -337,50 +337,47 @@ class RestClient(CheckpointMethods):
         self, event_type: AuditEventType = "all", day: date | None = None
     ) -> APIFuture[AuditLogResponse]:
         """Deprecated: use `AdminClient.get_audit_log`."""
-        _warn_moved("get_audit_log")
-        return AdminClient(self._connection).get_audit_log(event_type, day)
+        return self._admin("get_audit_log").get_audit_log(event_type, day)
 
     async def get_audit_log_async(
         self, event_type: AuditEventType = "all", day: date | None = None, *, timeout: float | None = None
     ) -> AuditLogResponse:
         """Deprecated: use `AdminClient.get_audit_log_async`."""
-        _warn_moved("get_audit_log_async")
-        return await AdminClient(self._connection).get_audit_log_async(event_type, day, timeout=timeout)
+        admin = self._admin("get_audit_log_async")
+        return await admin.get_audit_log_async(event_type, day, timeout=timeout)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> APIFuture[BillingUsageResponse]:
         """Deprecated: use `AdminClient.get_billing_usage`."""
-        _warn_moved("get_billing_usage")
-        return AdminClient(self._connection).get_billing_usage(starting_on, ending_before)
+        return self._admin("get_billing_usage").get_billing_usage(starting_on, ending_before)
 
     async def get_billing_usage_async(
         self, starting_on: datetime | str, ending_before: datetime | str, *, timeout: float | None = None
     ) -> BillingUsageResponse:
         """Deprecated: use `AdminClient.get_billing_usage_async`."""
-        _warn_moved("get_billing_usage_async")
-        admin = AdminClient(self._connection)
+        admin = self._admin("get_billing_usage_async")
         return await admin.get_billing_usage_async(starting_on, ending_before, timeout=timeout)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage`."""
-        _warn_moved("get_current_checkpoint_storage_usage")
-        return AdminClient(self._connection).get_current_checkpoint_storage_usage(project_id)
+        admin = self._admin("get_current_checkpoint_storage_usage")
+        return admin.get_current_checkpoint_storage_usage(project_id)
 
     async def get_current_checkpoint_storage_usage_async(
         self, project_id: str | None = None, *, timeout: float | None = None
     ) -> CurrentCheckpointStorageUsageResponse:
         """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage_async`."""
-        _warn_moved("get_current_checkpoint_storage_usage_async")
-        admin = AdminClient(self._connection)
+        admin = self._admin("get_current_checkpoint_storage_usage_async")
         return await admin.get_current_checkpoint_storage_usage_async(project_id, timeout=timeout)
 
-
-def _warn_moved(name: str) -> None:
-    moved = f"RestClient.{name} is deprecated: it moved to AdminClient.{name}"
-    warn_caller(moved, DeprecationWarning)
+    def _admin(self, method: str) -> AdminClient:
+        warn_caller(
+            f"RestClient.{method} is deprecated: it moved to AdminClient.{method}", DeprecationWarning
+        )
+        return AdminClient(self._connection)
 
 
 def _warn_experimental(name: str) -> None:

@@ -307,9 +307,8 @@ def checked(
         raise TinkerError("this server does not support prompt_alt_tokens_k")
     if not sequence_ids or len(sequence_ids) != len(response.sequences):
         return response  # servers before 0.26 send no ids
-    for sequence, sequence_id in zip(response.sequences, sequence_ids, strict=True):
-        object.__setattr__(sequence, "sequence_id", sequence_id)  # frozen, but not shared yet
-    return response
+    named = zip(response.sequences, sequence_ids, strict=True)
+    return replace(response, sequences=[replace(sequence, sequence_id=name) for sequence, name in named])
 
 
 def _unsupported(error: APIStatusError, request: SampleRequest) -> APIStatusError:
