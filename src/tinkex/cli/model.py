@@ -112,13 +112,13 @@ def pull(name: str | None) -> None:
 @click.argument("name")
 def path(name: str) -> None:
     """Print the place of the model called NAME on this machine; fails if it is not here."""
-    from tinkex.models import find, is_fetchable
+    from tinkex.models import CATALOGUE, find, is_fetchable, unknown_model
 
     place = find(name, _models_directory())
     if place is None:
-        fetch = f"`tinkex model pull {name}` fetches it"
-        way = fetch if is_fetchable(name) else "see `tinkex model list-local`"
-        raise click.ClickException(f"{name!r} is not on this machine; {way}")
+        if not is_fetchable(name):
+            raise click.ClickException(unknown_model(name, CATALOGUE))
+        raise click.ClickException(f"{name!r} is not on this machine; `tinkex model pull {name}` fetches it")
     click.echo(place)
 
 

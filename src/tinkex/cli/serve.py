@@ -57,7 +57,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "on CUDA for dense models in bfloat16. On a CPU, all requests use the same number of threads.",
 )  # fmt: skip
 @click.option(
-    "--public-url", default="", envvar="TINKEX_PUBLIC_URL",
+    "--public-url", default="", show_default=False, envvar="TINKEX_PUBLIC_URL", metavar="URL",
     help="How clients reach the server behind a proxy; used in links.",
 )  # fmt: skip
 @click.option(
@@ -65,7 +65,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="Longest sequence, if less than the model's own.",
 )  # fmt: skip
 @click.option(
-    "--disk-quota", default="", envvar="TINKEX_DISK_QUOTA", metavar="SIZE",
+    "--disk-quota", default="", show_default=False, envvar="TINKEX_DISK_QUOTA", metavar="SIZE",
     help="Limit of the home directory's size, as 500MB or 2TiB.  [default: the disk]",
 )  # fmt: skip
 @click.option(

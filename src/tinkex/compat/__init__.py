@@ -1,11 +1,11 @@
-"""`import tinker`, answered by tinkex: programs written for the official package run on ours without it.
+"""`import tinker` resolved to tinkex: programs written for the official package run without it.
 
     python -m tinkex.compat train.py --steps 10        # or: -m tinker_cookbook.recipes.sl_loop …
     import tinkex.compat; tinkex.compat.install()      # the same, from inside a program
 
-Promises: only `tinker` and the modules below it are answered, in this process alone, and nothing is written
-anywhere. Spawned worker processes start without it: call `install()` at the top of what they import.
-Does not know: the official package's private parts; asking for one says what to use instead.
+Only `tinker` and its submodules are resolved, in this process alone; nothing is written to disk. A spawned
+worker process starts without it: call `install()` at the top of the module that it imports. Private parts of
+the official package have no counterpart; importing one says what to use instead.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from typing import Any
 
 __all__ = ["OFFICIAL_VERSION", "install"]
 
-# What `tinker.__version__` says: the official release whose names and defaults these are.
+# `tinker.__version__`: the official release whose names and defaults these are.
 OFFICIAL_VERSION = "0.36.0"
 
 _PUBLIC = "tinker.lib.public_interfaces"
-# official module -> the modules of ours that hold its names, asked in this order
-_MODULES: dict[str, tuple[str, ...]] = {
-    "tinker": ("tinkex",),
-    "tinker._exceptions": ("tinkex.errors",),
-    "tinker.auth": ("tinkex.auth",),
-    "tinker.types": ("tinkex.types",),
-    "tinker.lib": (),
-    "tinker.lib.retry_handler": ("tinkex.client.retry",),
-    _PUBLIC: ("tinkex",),
-    f"{_PUBLIC}.admin_client": ("tinkex.client.admin",),
-    f"{_PUBLIC}.api_future": ("tinkex.client.future",),
-    f"{_PUBLIC}.custom_loss": ("tinkex",),
-    f"{_PUBLIC}.rest_client": ("tinkex.client.rest",),
-    f"{_PUBLIC}.sampling_client": ("tinkex.client.sampling",),
-    f"{_PUBLIC}.service_client": ("tinkex.client.service",),
-    f"{_PUBLIC}.training_client": ("tinkex.client.training",),
+# official module -> our module that has its names; "" for one that only contains others
+_MODULES = {
+    "tinker": "tinkex",
+    "tinker._exceptions": "tinkex.errors",
+    "tinker.auth": "tinkex.auth",
+    "tinker.types": "tinkex.types",
+    "tinker.lib": "",
+    "tinker.lib.retry_handler": "tinkex.client.retry",
+    _PUBLIC: "tinkex",
+    f"{_PUBLIC}.admin_client": "tinkex.client.admin",
+    f"{_PUBLIC}.api_future": "tinkex.client.future",
+    f"{_PUBLIC}.custom_loss": "tinkex",
+    f"{_PUBLIC}.rest_client": "tinkex.client.rest",
+    f"{_PUBLIC}.sampling_client": "tinkex.client.sampling",
+    f"{_PUBLIC}.service_client": "tinkex.embedded",
+    f"{_PUBLIC}.training_client": "tinkex.client.training",
 }
-# modules of tinker.types that are not called after one of their types
+# modules of tinker.types that are not named after a type
 _TYPE_MODULES = {"billing_usage_request", "current_checkpoint_storage_usage_request", "optimizer", "shared"}
 _SAME = {"AwaitableConcurrentFuture": "APIFuture"}
 
 
 def install() -> None:
-    """Answer `import tinker` in this process from here on. Repeating it does nothing."""
+    """Resolve `import tinker` to tinkex in this process. Calling it again does nothing."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "tinker" in sys.modules:
@@ -58,17 +58,17 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds `tinker` and what is below it: empty modules that look their names up in ours."""
+    """Finds `tinker` and its submodules: empty modules that look names up in ours."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != "tinker" and not fullname.startswith("tinker."):
             return None
-        if _sources(fullname) is None:
+        if _source(fullname) is None:
             raise ModuleNotFoundError(
-                f"tinkex stands in for tinker {OFFICIAL_VERSION} here and has no {fullname!r}: "
-                "what it offers is in tinker, tinker.types, tinker.auth and tinker.lib.public_interfaces",
+                f"tinkex replaces tinker {OFFICIAL_VERSION} here and has no {fullname!r}: "
+                "its names are in tinker, tinker.types, tinker.auth and tinker.lib.public_interfaces",
                 name=fullname,
             )
         return ModuleSpec(fullname, self, origin="tinkex.compat", is_package=True)
@@ -83,12 +83,12 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Alias(ModuleType):
-    """A module whose names are those of ours. Setting one, as tests that patch do, stays here."""
+    """A module with the names of ours. Setting one, as a test that patches does, changes only this module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        for source in _sources(self.__name__) or ():
+        if source := _source(self.__name__):
             found = getattr(importlib.import_module(source), _SAME.get(name, name), None)
             if found is not None and not isinstance(found, ModuleType):
                 return found
@@ -99,24 +99,21 @@ class _Alias(ModuleType):
         raise AttributeError(f"tinkex has no counterpart of {self.__name__}.{name}")
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(n for s in _sources(self.__name__) or () for n in _names(s))})
+        source = _source(self.__name__)
+        module = importlib.import_module(source) if source else self
+        return sorted({*super().__dir__(), *getattr(module, "__all__", dir(module) if source else ())})
 
 
-def _names(source: str) -> list[str]:
-    module = importlib.import_module(source)
-    return [*getattr(module, "__all__", dir(module))]
-
-
-def _sources(module: str) -> tuple[str, ...] | None:
-    """Where the names of an official module are to be found; None if there is no such module."""
+def _source(module: str) -> str | None:
+    """Our module for an official one; None if there is no such module."""
     parent, _, last = module.rpartition(".")
     if parent == "tinker.types" and _is_type_module(last):
-        return ("tinkex.types",)
+        return "tinkex.types"
     return _MODULES.get(module)
 
 
 def _is_type_module(name: str) -> bool:
-    """`tensor_data` is, since there is a TensorData."""
+    """True for `tensor_data`, because there is a TensorData."""
     from tinkex import types
 
     return name in _TYPE_MODULES or name.replace("_", "") in {known.lower() for known in types.__all__}

@@ -1,4 +1,4 @@
-"""`python -m tinkex.compat SCRIPT.py …` or `-m MODULE …`: run it with `tinker` being ours."""
+"""`python -m tinkex.compat SCRIPT.py …` or `-m MODULE …`: run a program with `tinker` resolved to tinkex."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinkex.compat import install
 USAGE = """usage: python -m tinkex.compat SCRIPT.py [ARGUMENTS]
        python -m tinkex.compat -m MODULE [ARGUMENTS]
 
-Runs a program written for the official tinker package on tinkex: `import tinker` is answered by tinkex,
+Runs a program written for the official tinker package on tinkex: `import tinker` gives tinkex,
 whether or not the official package is installed. With neither TINKER_API_KEY nor TINKER_BASE_URL set, it
 trains and samples inside the process.
 """
