@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 import xml.etree.ElementTree as xml
@@ -86,6 +87,30 @@ def test_the_history_says_what_the_client_saw(place: Place, monkeypatch: pytest.
         (line,) = client.create_rest_client().get_run_metrics(run.model_id).result(20)
     assert line["loss:sum"] == pytest.approx(passed["loss:sum"])
     assert line["tokens:sum"] == passed["tokens:sum"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RuntimeError("no more data"), "Failed", "its script ended with an exception"),
+        (KeyboardInterrupt(), "Interrupted", "interrupted"),
+        (None, "Finished", ""),
+    ],
+)
+def test_a_run_says_how_it_ended_and_why(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str, reason: str
+) -> None:
+    for name, value in place.env.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt), ServiceClient() as client:
+        run = client.create_lora_training_client(MODEL, rank=2).model_id
+        if error is not None:
+            raise error
+    (shown,) = [line for line in place.says("run", "info", run).splitlines() if "Status" in line]
+    assert shown.split()[1].rstrip(":") == status
+    assert reason in shown
+    (row,) = [line for line in place.says("run", "list").splitlines() if line.startswith(run)]
+    assert status in row
 
 
 def test_a_skipped_step_is_not_plotted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,9 @@ def _cell(client: RestClient, run: TrainingRun, name: str) -> Any:
 
 
 def _status(run: TrainingRun) -> str:
-    return "Failed" if run.corrupted else "OK"
+    """In one word; servers other than ours only say whether a run is corrupted."""
+    status = run.status or ("failed" if run.corrupted else "active")
+    return "OK" if status == "active" else status.capitalize()
 
 
 @run.command("info")
@@ -94,7 +96,7 @@ def info(run_id: str) -> None:
         "Owner": found.model_owner,
         "LoRA rank": found.lora_rank if found.is_lora else "none: all weights are trained",
         "Last request": ago(found.last_request_time),
-        "Status": _status(found),
+        "Status": f"{_status(found)}: {found.status_reason}" if found.status_reason else _status(found),
     }
     for kind, saved in (("Training", found.last_checkpoint), ("Sampler", found.last_sampler_checkpoint)):
         if saved is not None:

@@ -38,13 +38,11 @@ from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
 from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
-from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import ServerHooks, Service
 from tinkex.wire import ops
 
 KEEP_ALIVE = 75  # seconds: longer than clients and proxies keep theirs, so that they close connections first
-LEDGER = "ledger.sqlite"
 
 
 class StartError(TinkerError):
@@ -100,11 +98,6 @@ class Server:
         self._say = say
         home = config.service.home
         self._secret = _prepare_home(home)
-        if not _is_loopback(config.host) and not _has_keys(home):
-            raise StartError(
-                f"no API key is configured, so only this machine may connect, not --host {config.host}. "
-                f"Make a key first: tinkex server keys add NAME --home {home}"
-            )
         self._metrics = Metrics()
         hooks = ServerHooks(
             link_maker(DownloadSigner(self._secret), home), WeightsTokens(self._secret).run_of, self._metrics
@@ -113,13 +106,20 @@ class Server:
             self.service = Service(config.service, server=hooks)
         except TinkerError as error:
             raise StartError(_first_line(error)) from error
+        authenticator = Authenticator(self.service.ledger, self._secret)
+        if not _is_loopback(config.host) and authenticator.is_open:
+            self.service.ledger.close()
+            raise StartError(
+                f"no API key is configured, so only this machine may connect, not --host {config.host}. "
+                f"Make a key first: tinkex server keys add NAME --home {home}"
+            )
         self._socket = _listen(config.host, config.port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.url = config.public_url or _url(config.host, self.address[1])
         on_this_machine = _is_loopback(config.host) and not config.public_url
         self.gateway = Gateway(
             self.service,
-            Authenticator(self.service.ledger, self._secret),
+            authenticator,
             # Between processes of one machine, sending bytes is cheaper than compressing them.
             BodyCodec(limit=config.max_body, compress=not on_this_machine),
             self._metrics,
@@ -245,14 +245,6 @@ def _prepare_home(home: Path) -> bytes:
         raise StartError(f"the home {home} cannot be used: {error}") from None
 
 
-def _has_keys(home: Path) -> bool:
-    ledger = Ledger(home / LEDGER)
-    try:
-        return bool(ledger.keys())
-    finally:
-        ledger.close()
-
-
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -293,10 +285,9 @@ def _url(host: str, port: int) -> str:
 def _about_engine(engine: Engine | None) -> str:
     if engine is None:
         return " (loaded on first use)"
-    info = engine.info
-    plan: dict[str, int] = getattr(engine, "memory", {})
+    info, memory = engine.info, engine.heartbeat().memory
     parts = [f"{info.parameters / 1e6:.1f} M parameters, context {info.max_context}"]
-    parts += [f"{use} {size / 2**30:.2f} GiB" for use, size in plan.items() if use != "free"]
+    parts += [f"{use} {size / 2**30:.2f} GiB" for use, size in memory.items() if use != "free"]
     return f" ({' · '.join(parts)})"
 
 

@@ -88,7 +88,7 @@ def _list(runs: list[TrainingRun], total: int) -> str:
         return "<p>None yet.</p>"
     rows = "".join(
         f"<tr><td>{_link(run.training_run_id)}</td><td>{escape(run.base_model)}</td>"
-        f"<td>{_status(run)}</td><td>{_at(run.last_request_time)}</td></tr>\n"
+        f"<td>{escape(_status(run))}</td><td>{_at(run.last_request_time)}</td></tr>\n"
         for run in runs
     )
     older = f"<p>{total - len(runs)} older ones are not shown.</p>" if total > len(runs) else ""
@@ -131,7 +131,8 @@ def _steps(lines: bytes) -> list[dict[str, Any]]:
 
 
 def _status(run: TrainingRun) -> str:
-    return "failed" if run.corrupted else "ok"
+    status = "ok" if run.status in (None, "active") else run.status
+    return f"{status}: {run.status_reason}" if run.status_reason else status
 
 
 def _at(time: datetime) -> str:
