@@ -45,14 +45,11 @@ SHARED_CLASS_NAMES = {
     "Key",
     "Layer",
     "Limits",
-    "Model",
     "Page",
     "Pages",
-    "Pending",
     "Piece",
     "Plan",
     "Published",
-    "Request",
     "Shape",
     "Site",
     "Tiles",
@@ -60,7 +57,6 @@ SHARED_CLASS_NAMES = {
     "Worker",
     "_Run",
     "_Sampler",
-    "_Span",
 }
 
 # Module names that occur more than once, and why that is one job each time. The list may only shrink.

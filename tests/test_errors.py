@@ -19,7 +19,9 @@ ALL = [
     for _, kind in inspect.getmembers(errors, inspect.isclass)
     if issubclass(kind, errors.TinkerError) and kind.__module__ == errors.__name__
 ]
-RESPONSE = errors.Response(418, {"x": "y"}, "short and stout", errors.Request("GET", "http://h/teapot"))
+RESPONSE = errors.FailedResponse(
+    418, {"x": "y"}, "short and stout", errors.FailedRequest("GET", "http://h/teapot")
+)
 
 
 def made(kind: type[errors.TinkerError]) -> errors.TinkerError:
@@ -49,7 +51,7 @@ def test_the_shape_is_the_official_one() -> None:
         500: "InternalServerError", 503: "InternalServerError",
     }  # fmt: skip
     for status, name in statuses.items():
-        error = errors.status_error("what happened", errors.Response(status))
+        error = errors.status_error("what happened", errors.FailedResponse(status))
         assert (type(error).__name__, error.status_code) == (name, status)
         assert [base.__name__ for base in type(error).__mro__[1:4]] == [
             "APIStatusError",

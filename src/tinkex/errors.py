@@ -56,7 +56,7 @@ _Body = dict[str, Any] | list[Any] | str | int | float | bool | bytes | None  # 
 
 
 @dataclass(frozen=True)
-class Request:
+class FailedRequest:
     """What was asked: enough to name it in a message, never its credentials."""
 
     method: str = ""
@@ -64,13 +64,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Response:
+class FailedResponse:
     """What was answered, as an exception carries it."""
 
     status_code: int
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     text: str = ""
-    request: Request = field(default_factory=Request)
+    request: FailedRequest = field(default_factory=FailedRequest)
 
 
 class TinkerError(Exception):
@@ -255,7 +255,7 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 }
 
 
-def status_error(message: str, response: Response, body: _Body = None) -> APIStatusError:
+def status_error(message: str, response: FailedResponse, body: _Body = None) -> APIStatusError:
     """The exception for an HTTP status."""
     kind = _BY_STATUS.get(response.status_code)
     if kind is None:

@@ -27,7 +27,7 @@ from tinkex.client.server_connection import ServerConnection
 from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.config import LOCAL, Settings
 from tinkex.engine.protocol import Engine
-from tinkex.errors import Request, Response, TinkerError, status_error
+from tinkex.errors import FailedRequest, FailedResponse, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
@@ -100,7 +100,7 @@ class LocalTransport:
 
 
 def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
-    response = Response(refusal.status, {}, refusal.message, Request(op.method, op.name))
+    response = FailedResponse(refusal.status, {}, refusal.message, FailedRequest(op.method, op.name))
     return status_error(refusal.message, response)
 
 

@@ -26,9 +26,9 @@ from tinkex import (
 from tinkex.client.retry import Attempt, RetryPolicy, retry_after, retryable
 from tinkex.errors import (
     APIConnectionError,
+    FailedResponse,
     RequestErrorCategory,
     RequestFailedError,
-    Response,
     is_user_error,
     status_error,
 )
@@ -147,13 +147,13 @@ def test_the_servers_delay_beats_the_backoff() -> None:
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
 def test_user_errors(code: int) -> None:
-    assert is_user_error(status_error("", Response(code)))
+    assert is_user_error(status_error("", FailedResponse(code)))
 
 
 @pytest.mark.parametrize("code", [402, 408, 409, 410, 429, 500, 503])
 def test_not_user_errors(code: int) -> None:
     """Unlike in the official SDK, 429, 409, 402 and 410 are nobody's mistake."""
-    assert not is_user_error(status_error("", Response(code)))
+    assert not is_user_error(status_error("", FailedResponse(code)))
 
 
 def test_user_errors_that_are_no_status() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tinkex.cli.chat import Conversation
-from tinkex.errors import Response, StreamingUnsupportedError
+from tinkex.errors import FailedResponse, StreamingUnsupportedError
 from tinkex.types.data import ModelInput
 from tinkex.types.params import SamplingParams
 
@@ -117,6 +117,6 @@ def test_what_was_said_before_ctrl_c_is_remembered(model: Path):
 
 def test_a_server_without_streams_is_asked_for_the_whole(model: Path):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    sampler = Says(StreamingUnsupportedError("no streams", response=Response(404)))
+    sampler = Says(StreamingUnsupportedError("no streams", response=FailedResponse(404)))
     told, _ = talk(tokenizer, sampler, "Hi")
     assert "".join(told) == tokenizer.decode([72, 105])

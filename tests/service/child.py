@@ -21,7 +21,7 @@ from typing import Any
 from tinkex.client.retry import RetryPolicy
 from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.engine.protocol import Engine, EngineConfig, build_engine
-from tinkex.errors import Response, status_error
+from tinkex.errors import FailedResponse, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
@@ -115,7 +115,7 @@ class SocketTransport:
                 await asyncio.sleep(0.01)
                 continue
             if isinstance(value, Refusal):
-                raise status_error(value.message, Response(value.status))
+                raise status_error(value.message, FailedResponse(value.status))
             return value
 
     async def _once(self, op: Op[Any, Any], request: Any) -> Any:

@@ -98,7 +98,7 @@ class User:
     async def result(self, promise: futures.UntypedAPIFuture | str) -> Any:
         request_id = promise if isinstance(promise, str) else promise.request_id
         outcome = await self.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(request_id))
-        assert not isinstance(outcome, futures.Pending), outcome
+        assert not isinstance(outcome, futures.PendingFuture), outcome
         if isinstance(outcome, futures.RequestFailedResponse):
             raise Failed(outcome)
         return outcome

@@ -18,7 +18,7 @@ from tinkex.service.runs.journal import Journal, JournalEntry
 from tinkex.service.service import Service
 from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsRequest
-from tinkex.types.futures import FutureRetrieveRequest, Pending
+from tinkex.types.futures import FutureRetrieveRequest, PendingFuture
 from tinkex.types.optimizers import DimuonParams
 from tinkex.types.params import LoraConfig
 from tinkex.wire import ops
@@ -79,7 +79,7 @@ async def test_a_gap_is_waited_for_then_given_up_and_what_comes_late_fails(home:
         waiting = await user.forward_backward(run, 2)
         service.polling.long_poll = 0.05
         pending = await user.call(ops.RETRIEVE_FUTURE, FutureRetrieveRequest(waiting.request_id))
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingFuture)
         assert pending.queue_state == "paused_capacity"
         assert "request 1" in (pending.queue_state_reason or "")
         service.polling.long_poll = 5.0

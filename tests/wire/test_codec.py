@@ -320,7 +320,7 @@ def test_the_order_of_the_checks():
         "error": "x",
         "response_payload_size": 5,
     }
-    assert isinstance(result(everything), t.Pending)
+    assert isinstance(result(everything), t.PendingFuture)
     assert result({k: v for k, v in everything.items() if k != "type"}) == t.MetadataOnly(5)
     assert isinstance(result({"error": "x", "metrics": {}}), t.RequestFailedResponse)
     assert result({"metrics": {"a": 1}}) == t.OptimStepResponse(metrics={"a": 1.0})
@@ -343,16 +343,16 @@ def test_a_category_that_nobody_knows_is_kept_in_the_words():
 
 @pytest.mark.parametrize("body", [b"", b"junk", b"[]", b"{}"])
 def test_408_is_pending_with_or_without_a_body(body):
-    assert result(body, status=408) == t.Pending()
+    assert result(body, status=408) == t.PendingFuture()
 
 
 def test_pending_says_why():
     body = {"queue_state": "paused_capacity", "queue_state_reason": "busy"}
-    assert result(body, status=408) == t.Pending("", "paused_capacity", "busy")
+    assert result(body, status=408) == t.PendingFuture("", "paused_capacity", "busy")
 
 
 @pytest.mark.parametrize(
-    "value", [t.Pending("r", "paused_rate_limit", "slow down"), t.Pending("r"), t.MetadataOnly(7)]
+    "value", [t.PendingFuture("r", "paused_rate_limit", "slow down"), t.PendingFuture("r"), t.MetadataOnly(7)]
 )
 def test_what_is_not_a_result_travels_as_json_whatever_is_accepted(value):
     kind, body = codec.encode_result(value, codec.PROTO)

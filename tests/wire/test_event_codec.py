@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.errors import InvalidInputError, RequestErrorCategory
-from tinkex.types.futures import Pending, RequestFailedResponse
+from tinkex.types.futures import PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampledSequence, SampleResponse
 from tinkex.wire.event_codec import read_event, write_event
 
@@ -59,8 +59,10 @@ def test_the_response_comes_back_with_its_ids(sequences: list[list[tuple[int, fl
 def test_failures_and_queue_states() -> None:
     failed = RequestFailedResponse(error="because", category=RequestErrorCategory.User)
     assert there_and_back(failed) == failed
-    assert there_and_back(Pending("id", "paused_capacity", "full")) == Pending("", "paused_capacity", "full")
-    assert there_and_back(Pending()) == Pending()
+    assert there_and_back(PendingFuture("id", "paused_capacity", "full")) == PendingFuture(
+        "", "paused_capacity", "full"
+    )
+    assert there_and_back(PendingFuture()) == PendingFuture()
 
 
 def test_events_of_other_names_are_for_others() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.golden.recorded import route
 from tinkex.types import UntypedAPIFuture
-from tinkex.types.base import Model
+from tinkex.types.base import WireModel
 from tinkex.wire import ops
 
 ROWS = list(ops.OPS.values())
@@ -84,7 +84,7 @@ def test_a_name_is_the_name_of_its_constant():
 def test_the_placeholders_are_fields_of_the_request(op):
     fields = (
         op.request.model_fields
-        if issubclass(op.request, Model)
+        if issubclass(op.request, WireModel)
         else [f.name for f in dataclasses.fields(op.request)]
     )
     assert set(op.placeholders) <= set(fields)

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as npst
 
 from tests.golden.recorded import route, view
 from tinkex import types as t
-from tinkex.types.base import Model
+from tinkex.types.base import WireModel
 from tinkex.wire import codec, ops
 from tinkex.wire import tinkex_pb2 as pb
 
@@ -148,7 +148,7 @@ def test_sample_requests(request):
 
 def models():
     """One strategy for each op's request, from its own fields."""
-    small = [op for op in ops.OPS.values() if issubclass(op.request, Model)]
+    small = [op for op in ops.OPS.values() if issubclass(op.request, WireModel)]
     assert len(small) > 40
     return small
 

@@ -21,7 +21,14 @@ from typing import IO
 from urllib.parse import unquote, urlsplit
 
 from tinkex._version import __version__
-from tinkex.errors import APIConnectionError, InvalidInputError, Request, Response, TinkerError, status_error
+from tinkex.errors import (
+    APIConnectionError,
+    FailedRequest,
+    FailedResponse,
+    InvalidInputError,
+    TinkerError,
+    status_error,
+)
 
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 
@@ -60,13 +67,15 @@ def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> 
                 done += len(chunk)
                 progress(done, total)
     except urllib.error.HTTPError as error:
-        response = Response(error.code, dict(error.headers), "", Request("GET", shown))
+        response = FailedResponse(error.code, dict(error.headers), "", FailedRequest("GET", shown))
         raise status_error(f"GET {shown}: HTTP {error.code} {error.reason}", response) from None
     except (OSError, http.client.HTTPException) as error:
-        raise APIConnectionError(Request("GET", shown), f"the download of {shown} failed: {error}") from None
+        raise APIConnectionError(
+            FailedRequest("GET", shown), f"the download of {shown} failed: {error}"
+        ) from None
     if total is not None and done < total:
         message = f"the download of {shown} ended after {done} of {total} bytes"
-        raise APIConnectionError(Request("GET", shown), message)
+        raise APIConnectionError(FailedRequest("GET", shown), message)
     return done
 
 
@@ -133,6 +142,8 @@ def _to_read(url: str, scratch: Path, progress: Progress) -> Generator[IO[bytes]
     try:
         file = local.open("rb")
     except OSError as error:
-        raise APIConnectionError(Request("GET", url), f"the download of {url} failed: {error}") from None
+        raise APIConnectionError(
+            FailedRequest("GET", url), f"the download of {url} failed: {error}"
+        ) from None
     with file:
         yield file

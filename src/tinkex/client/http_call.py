@@ -22,9 +22,9 @@ from tinkex.errors import (
     APIError,
     APIResponseValidationError,
     APITimeoutError,
+    FailedRequest,
+    FailedResponse,
     InvalidInputError,
-    Request,
-    Response,
     status_error,
 )
 from tinkex.types.training import ForwardBackwardRequest
@@ -124,7 +124,7 @@ async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) 
     except InvalidInputError as error:
         url = base_url + call.op.path
         message = f"{call.op.method} {url}: the answer cannot be read: {error}"
-        refused = Response(status, headers, "", Request(call.op.method, url))
+        refused = FailedResponse(status, headers, "", FailedRequest(call.op.method, url))
         raise APIResponseValidationError(refused, body[:4096], message) from error
 
 
@@ -133,7 +133,7 @@ async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) 
 
 def connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
     """No response came."""
-    request = Request(op.method, url)
+    request = FailedRequest(op.method, url)
     if isinstance(cause, TimeoutError) and not isinstance(cause, ConnectionError):
         return APITimeoutError(request, f"no answer from {op.method} {url} in time")
     return APIConnectionError(request, f"no connection to {url}: {root_cause(cause)}")
@@ -150,7 +150,7 @@ def response_error(op: AnyOp, url: str, response: HttpResponse) -> APIError:
     status, headers, body = response.status, response.headers, response.body
     text, parsed = codec.decode_error(status, headers, body)
     shown = body[:4096].decode(errors="replace")
-    answer = Response(status, dict(headers.items()), shown, Request(op.method, url))
+    answer = FailedResponse(status, dict(headers.items()), shown, FailedRequest(op.method, url))
     return status_error(f"{status} from {op.method} {url}: {text}", answer, parsed)
 
 

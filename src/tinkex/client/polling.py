@@ -27,7 +27,7 @@ from tinkex.types.futures import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
     MetadataOnly,
-    Pending,
+    PendingFuture,
     RequestFailedResponse,
     SamplingSessionFuturesTarget,
 )
@@ -67,7 +67,7 @@ async def retrieve(
                 message = f"{op.name} failed ({answer.category}): {answer.error}"
                 category = RequestErrorCategory.parse(answer.category)
                 raise RequestFailedError(message, request_id, category)
-            if isinstance(answer, Pending):
+            if isinstance(answer, PendingFuture):
                 if observe is not None:
                     observe(answer.queue_state, answer.queue_state_reason)
             elif not isinstance(answer, MetadataOnly):

@@ -39,7 +39,7 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.types.data import EncodedTextChunk
-from tinkex.types.futures import CancelFutureRequest, Pending, RequestFailedResponse
+from tinkex.types.futures import CancelFutureRequest, PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import JoinSamplingSessionRequest, SampleRequest
 from tinkex.wire import ops
@@ -177,7 +177,7 @@ class SampleSender:
                 if isinstance(event, NewTokens):
                     self._observe("active", None)
                     buffer.put(event)
-                elif isinstance(event, Pending):
+                elif isinstance(event, PendingFuture):
                     self._observe(event.queue_state, event.queue_state_reason)
                 elif isinstance(event, RequestFailedResponse):
                     error = RequestFailedError(

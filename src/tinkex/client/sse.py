@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from tinkex.client.http1 import HttpStream
 from tinkex.client.http_call import root_cause
 from tinkex.client.http_library import LIBRARY_ERRORS
-from tinkex.errors import APIResponseValidationError, InvalidInputError, Request, Response, StreamBrokenError
+from tinkex.errors import (
+    APIResponseValidationError,
+    FailedRequest,
+    FailedResponse,
+    InvalidInputError,
+    StreamBrokenError,
+)
 from tinkex.types.sampling import SampleEvent
 from tinkex.wire.event_codec import read_event
 
@@ -100,7 +106,7 @@ class SSEDecoder:
 
 async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEvent, None]:
     """The events of a response of `url`. The caller stops at the last one; running past it is an error."""
-    request = Request("POST", url)
+    request = FailedRequest("POST", url)
     try:
         async for sent in _server_sent(streamed):
             if (event := read_event(sent.event, sent.data)) is not None:
@@ -108,7 +114,7 @@ async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEv
     except (OSError, *LIBRARY_ERRORS) as cause:
         raise StreamBrokenError(request, f"{url} broke off: {root_cause(cause)}") from None
     except InvalidInputError as error:
-        response = Response(streamed.status, streamed.headers, "", request)
+        response = FailedResponse(streamed.status, streamed.headers, "", request)
         what = f"POST {url}: an event cannot be read: {error}"
         raise APIResponseValidationError(response, None, what) from error
     raise StreamBrokenError(request, f"{url} broke off: it ended without its result")

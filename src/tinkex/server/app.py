@@ -35,7 +35,7 @@ from tinkex.server.gateway import (
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
 from tinkex.types.config import EmptyRequest
-from tinkex.types.futures import Pending, RequestFailedResponse, UntypedAPIFuture
+from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
 from tinkex.wire import codec, ops
 from tinkex.wire.ops import Op
 
@@ -124,7 +124,7 @@ async def _response(
     op: Op[Any, Any], gateway: Gateway, http: IncomingRequest, request: Any, value: Any
 ) -> Response:
     if op is ops.RETRIEVE_FUTURE:
-        if isinstance(value, Pending):
+        if isinstance(value, PendingFuture):
             return BufferedResponse(codec.encode_result(value)[1], codec.JSON, 408)
         if isinstance(value, RequestFailedResponse):
             return BufferedResponse(codec.encode_reply(value)[1], codec.JSON)

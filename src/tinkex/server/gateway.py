@@ -32,7 +32,7 @@ from tinkex.server.metrics import Metrics
 from tinkex.server.uvicorn_protocol import SEND_WHOLE, SendWhole
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
-from tinkex.types.futures import Pending
+from tinkex.types.futures import PendingFuture
 from tinkex.wire import codec, ops
 from tinkex.wire.ops import Op
 
@@ -146,7 +146,7 @@ class Gateway:
             task.uncancel()
             if op is ops.RETRIEVE_FUTURES:
                 raise Refusal(503, NOT_READY) from None
-            return Pending(request.request_id)
+            return PendingFuture(request.request_id)
         finally:
             self._polls.discard(task)
 

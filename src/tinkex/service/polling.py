@@ -22,7 +22,7 @@ from tinkex.types.futures import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
     FuturesRetrieveResponse,
-    Pending,
+    PendingFuture,
 )
 
 EXPIRED = "this request's result is no longer kept"
@@ -57,7 +57,7 @@ class Polling:
         if future.owner != caller.user:
             raise not_found(f"request {request.request_id}")
         if not future.done and not await future.wait(self.long_poll):
-            return Pending(request.request_id, *self._runs.queue_state(future))
+            return PendingFuture(request.request_id, *self._runs.queue_state(future))
         if future.delivered is None:
             future.delivered = time.monotonic()
         return future.outcome

@@ -17,7 +17,7 @@ from tinkex.service.samplers import Pieces, Samplers
 from tinkex.types.futures import (
     CancelFutureRequest,
     FutureRetrieveRequest,
-    Pending,
+    PendingFuture,
     RequestFailedResponse,
     UntypedAPIFuture,
 )
@@ -41,7 +41,7 @@ class SampleStream:
         try:
             while True:
                 outcome = await self._polling.retrieve_future(request, self._caller)
-                if not isinstance(outcome, Pending):
+                if not isinstance(outcome, PendingFuture):
                     break
                 if outcome.queue_state != state:
                     state = outcome.queue_state
@@ -65,7 +65,7 @@ class SampleStream:
         if self._over:
             raise StopAsyncIteration
         event = await self._events.get()
-        if not isinstance(event, NewTokens | Pending):
+        if not isinstance(event, NewTokens | PendingFuture):
             await self.aclose()
         return event
 

@@ -64,8 +64,8 @@ _NAMES = {
     """,
     "tinkex.types.futures": """
         CancelFutureRequest FutureCompletion FutureFailed FutureFinished FutureRetrieveRequest
-        FutureRetrieveResponse FuturesRetrieveRequest FuturesRetrieveResponse MetadataOnly ModelID Pending
-        RequestFailedResponse RequestID SamplingSessionFuturesTarget UntypedAPIFuture
+        FutureRetrieveResponse FuturesRetrieveRequest FuturesRetrieveResponse MetadataOnly ModelID
+        PendingFuture RequestFailedResponse RequestID SamplingSessionFuturesTarget UntypedAPIFuture
     """,
     "tinkex.types.sessions": """
         AccessibleSearchOwner AccessScope ActiveSessionStatusQuery AssignSessionProjectRequest

@@ -73,7 +73,7 @@ def tidy(
     return kept
 
 
-class Model(BaseModel):
+class WireModel(BaseModel):
     """A frozen value; None means "not given"."""
 
     model_config = ConfigDict(frozen=True, defer_build=True, protected_namespaces=())
@@ -82,7 +82,7 @@ class Model(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _tidy(cls, data: AnyJson | Mapping[Any, Any] | Model, info: ValidationInfo) -> Any:
+    def _tidy(cls, data: AnyJson | Mapping[Any, Any] | WireModel, info: ValidationInfo) -> Any:
         extra = cls.model_config.get("extra")
         if not isinstance(data, Mapping) or extra == "allow":
             return data
@@ -135,7 +135,7 @@ else:
             return value
 
 
-class RequestModel(Model, metaclass=_Strict):
+class RequestModel(WireModel, metaclass=_Strict):
     """What a user or a client builds and sends.
 
     >>> class Greeting(RequestModel):
@@ -148,7 +148,7 @@ class RequestModel(Model, metaclass=_Strict):
     model_config = ConfigDict(extra="forbid")
 
 
-class ReplyModel(Model):
+class ReplyModel(WireModel):
     """What a server answers."""
 
     model_config = ConfigDict(extra="ignore")

@@ -293,7 +293,7 @@ class ModelInput:
         return f"ModelInput(chunks={self.chunks!r})"
 
 
-class _Span:
+class _ProvenanceSpan:
     """Checks that both kinds of span share."""
 
     sequence_id: str
@@ -310,7 +310,7 @@ class _Span:
 
 
 @strict
-class PromptProvenanceSpan(_Span):
+class PromptProvenanceSpan(_ProvenanceSpan):
     """These positions were the prompt of the sampled sequence `sequence_id`, from `offset` on."""
 
     sequence_id: str
@@ -319,7 +319,7 @@ class PromptProvenanceSpan(_Span):
 
 
 @strict
-class SampledProvenanceSpan(_Span):
+class SampledProvenanceSpan(_ProvenanceSpan):
     """These positions were sampled as part of the sequence `sequence_id`, from `offset` on."""
 
     sequence_id: str

@@ -1,7 +1,7 @@
-"""Promises and how they end: what is asked about a future, and what may be answered.
+"""Futures: requests that ask for a result, and their replies.
 
-The answer to a retrieval is one of `Pending`, `MetadataOnly`, `RequestFailedResponse`, or the result itself.
-Knows nothing of polling; that is the client's.
+A retrieval is answered with `PendingFuture`, `MetadataOnly`, `RequestFailedResponse` or the result itself.
+Knows nothing of polling, which is the client's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FutureRetrieveRequest:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingFuture:
     """Not done yet, and why it waits."""
 
     request_id: str = ""
@@ -135,7 +135,7 @@ class FuturesRetrieveResponse(ReplyModel):
 
 
 # What a retrieval may answer; the results are those of wire/ops.py.
-FutureRetrieveResponse = Pending | MetadataOnly | RequestFailedResponse | Any
+FutureRetrieveResponse = PendingFuture | MetadataOnly | RequestFailedResponse | Any
 
 
 class CancelFutureRequest(RequestModel):

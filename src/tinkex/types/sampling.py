@@ -12,7 +12,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.strict import strict
 from tinkex.types.base import Count, ReplyModel, RequestModel
 from tinkex.types.data import ModelInput
-from tinkex.types.futures import Pending, RequestFailedResponse
+from tinkex.types.futures import PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.params import SamplingParams
 from tinkex.types.tensor import TensorData
@@ -128,4 +128,4 @@ def _at_least(request: SampleRequest, name: str, low: int) -> None:
 
 
 # What a stream of one sample consists of; the last event is one of the last two.
-SampleEvent = NewTokens | Pending | SampleResponse | RequestFailedResponse
+SampleEvent = NewTokens | PendingFuture | SampleResponse | RequestFailedResponse

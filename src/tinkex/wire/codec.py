@@ -24,10 +24,10 @@ import orjson
 from pydantic import ValidationError
 
 from tinkex.errors import InvalidInputError, RequestErrorCategory
-from tinkex.types.base import WIRE, AnyJson, Model, explain
+from tinkex.types.base import WIRE, AnyJson, WireModel, explain
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
 from tinkex.types.data import EncodedTextChunk
-from tinkex.types.futures import MetadataOnly, Pending, RequestFailedResponse
+from tinkex.types.futures import MetadataOnly, PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardRequest
@@ -119,7 +119,7 @@ def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bo
     return Encoded(path, "", _headers(JSON), _dump(json_codec.write_pass(request)))
 
 
-def _encode_model(op: Op[Any, Any], request: Model) -> Encoded:
+def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
     fields = request.to_wire()
     headers = _headers(JSON)
     if isinstance(request, CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
@@ -225,7 +225,7 @@ def unpack(body: bytes, encoding: str, limit: int) -> bytes:
 # -- replies and results, as a server writes them --------------------------------------------------------
 
 
-def encode_reply(value: Model | bytes | None) -> tuple[str, bytes]:
+def encode_reply(value: WireModel | bytes | None) -> tuple[str, bytes]:
     """Content type and body of an answer; None has neither."""
     if isinstance(value, bytes):
         return "application/octet-stream", value
@@ -247,7 +247,7 @@ def encode_result(value: Any, accept: str = JSON) -> tuple[str, bytes]:
             if proto
             else (JSON, _dump(json_codec.write_samples(value)))
         )
-    if isinstance(value, Pending):
+    if isinstance(value, PendingFuture):
         body = {"type": "try_again", "request_id": value.request_id, "queue_state": value.queue_state}
         if value.queue_state_reason is not None:
             body["queue_state_reason"] = value.queue_state_reason
@@ -273,7 +273,7 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
 
 def decode_result(
     op: Op[Any, Any], status: int, headers: Headers, body: bytes
-) -> Pending | MetadataOnly | RequestFailedResponse | Any:
+) -> PendingFuture | MetadataOnly | RequestFailedResponse | Any:
     """What became of the promise that `op` gave."""
     if status == 408:
         return _read_pending(body)
@@ -322,14 +322,14 @@ def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
         raise InvalidInputError(explain(error, kind.__name__)) from None
 
 
-def _read_pending(body: bytes) -> Pending:
+def _read_pending(body: bytes) -> PendingFuture:
     """A "not yet", whose body is optional."""
     try:
         fields = load_object(body)
     except InvalidInputError:
-        return Pending()
+        return PendingFuture()
     reason = fields.get("queue_state_reason")
-    return Pending(
+    return PendingFuture(
         str(fields.get("request_id") or ""),
         str(fields.get("queue_state") or "active"),
         None if reason is None else str(reason),

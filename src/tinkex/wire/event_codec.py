@@ -19,7 +19,7 @@ import orjson
 from tinkex.errors import InvalidInputError
 from tinkex.types.base import AnyJson
 from tinkex.types.data import EncodedTextChunk
-from tinkex.types.futures import Pending
+from tinkex.types.futures import PendingFuture
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import SampleEvent
 from tinkex.wire import codec, ops
@@ -31,7 +31,7 @@ def write_event(event: SampleEvent) -> tuple[str, Any]:
     if isinstance(event, NewTokens):
         fields = {"sequence": event.sequence, "tokens": event.tokens_np, "logprobs": event.logprobs_np}
         return "tokens", fields
-    if isinstance(event, Pending):
+    if isinstance(event, PendingFuture):
         return "queue", {"queue_state": event.queue_state, "queue_state_reason": event.queue_state_reason}
     if isinstance(event, SampleResponse):
         ids = [sequence.sequence_id for sequence in event.sequences]
@@ -46,7 +46,7 @@ def read_event(name: str, data: str) -> SampleEvent | None:
     if name == "queue":
         fields = load_object(data)
         reason = fields.get("queue_state_reason")
-        return Pending(
+        return PendingFuture(
             "", str(fields.get("queue_state") or "active"), None if reason is None else str(reason)
         )
     if name not in ("done", "error"):

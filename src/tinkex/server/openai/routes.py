@@ -37,7 +37,7 @@ from tinkex.tokenizers import load_tokenizer_async
 from tinkex.types.base import AnyJson
 from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput
-from tinkex.types.futures import Pending, RequestFailedResponse
+from tinkex.types.futures import PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleEvent, SampleRequest
 from tinkex.types.sessions import CreateSessionRequest
@@ -268,7 +268,7 @@ async def _events(stream: SampleStream) -> AsyncIterator[SampleEvent]:
     """Tokens, and the response or failure at the end. Closing it cancels the sample."""
     async with aclosing(stream) as events:
         async for event in events:
-            if not isinstance(event, Pending):
+            if not isinstance(event, PendingFuture):
                 yield event
 
 
