@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
-from tinkex.engine.cuda import fused_projection as adapted
-from tinkex.engine.cuda.adapter_slots import AdapterSlots, in_order
+from tinkex.engine.cuda import fused_projection as fused
+from tinkex.engine.cuda.adapter_slots import AdapterSlots, matches_trainer
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
@@ -30,13 +30,13 @@ def adapter(decoder: Decoder, rank: int) -> Adapter:
 
 
 def test_what_is_true_of_all_ranks(decoder: Decoder) -> None:
-    seats, (a, b, c) = AdapterSlots(decoder, 8), (adapter(decoder, rank) for rank in (8, 24, 12))
-    seated = seats.seat([(a, 0, 3), (None, 3, 5), (b, 5, 9)])
-    assert (seated.rank, seated.whole) == (32, True)
-    seated = seats.seat([(a, 0, 3), (c, 3, 5)])
-    assert (seated.rank, seated.whole) == (16, False)
-    table = seats.table(seated.rank, seated.whole)
-    assert (table.widest, table.whole) == (16, False)
+    slots, (a, b, c) = AdapterSlots(decoder, 8), (adapter(decoder, rank) for rank in (8, 24, 12))
+    placed = slots.place([(a, 0, 3), (None, 3, 5), (b, 5, 9)])
+    assert (placed.rank, placed.vectors) == (32, True)
+    placed = slots.place([(a, 0, 3), (c, 3, 5)])
+    assert (placed.rank, placed.vectors) == (16, False)
+    table = slots.table(placed.rank, placed.vectors)
+    assert (table.widest, table.vectors) == (16, False)
     assert table.addresses[:2, 0].tolist() == [8, 12]
 
 
@@ -48,10 +48,10 @@ def test_tiles_of_one_adapter(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, largest: int, rows: int, tile: int
 ) -> None:
     """As large as whatever multiplies them can hold: with large weights less."""
-    monkeypatch.setattr(adapted, "LARGEST", largest)
-    seated = AdapterSlots(decoder, 256).seat([(adapter(decoder, 8), 0, rows)])
-    assert seated.rows == tile
-    assert seated.cells[2].sum() == rows
+    monkeypatch.setattr(fused, "LARGE", largest)
+    placed = AdapterSlots(decoder, 256).place([(adapter(decoder, 8), 0, rows)])
+    assert placed.rows == tile
+    assert placed.cells[2].sum() == rows
 
 
 def test_whose_captured_steps_have_a_trainers_bits(
@@ -60,9 +60,9 @@ def test_whose_captured_steps_have_a_trainers_bits(
     """All weights are large, without a bias; deterministic decoders have them anyway."""
     sizes = sorted(i * sum(p.out_features for p in parts) for i, parts in decoder.sites().values())
     for largest, there in ((sizes[0] - 1, True), (sizes[0], False)):
-        monkeypatch.setattr(adapted, "LARGEST", largest)
-        assert in_order(decoder) == there
-    monkeypatch.setattr(adapted, "LARGEST", 0)
-    assert not in_order(load_decoder(tiny_model(tmp_path, "qwen2")))
+        monkeypatch.setattr(fused, "LARGE", largest)
+        assert matches_trainer(decoder) == there
+    monkeypatch.setattr(fused, "LARGE", 0)
+    assert not matches_trainer(load_decoder(tiny_model(tmp_path, "qwen2")))
     weight = decoder.unembed_weight
-    assert not in_order(decoder.with_backend(CudaBackend(weight.device, weight.dtype, invariant=True)))
+    assert not matches_trainer(decoder.with_backend(CudaBackend(weight.device, weight.dtype, invariant=True)))

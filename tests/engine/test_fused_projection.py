@@ -10,15 +10,12 @@ from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda import fused_projection as kernel
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda import split_k_projection as step
 from tinkex.engine.cuda.fused_projection import (
     FusedProjection,
-    HeadTile,
     ProductTile,
-    halved,
-    head_shape_for,
-    shape_for,
+    split_in_two,
     suits,
+    tile_for,
 )
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Site
@@ -31,7 +28,7 @@ shapes = pytest.mark.parametrize(
 )
 
 
-def adapted(site: Site, lengths: list[int]) -> tuple[FusedProjection, torch.Tensor, object]:
+def projected(site: Site, lengths: list[int]) -> tuple[FusedProjection, torch.Tensor, object]:
     x, weight, adapters, want, held = given(site, lengths)
     return FusedProjection(x, weight, adapters), want, held
 
@@ -45,8 +42,8 @@ def angles(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 @shapes
 @pytest.mark.parametrize("site", [QKV, GATE_UP, DOWN])
 def test_the_parts_of_the_sum(lengths: list[int], site: Site, shape: ProductTile) -> None:
-    one, want, _held = adapted(site, lengths)
-    parts = one.parts(shape)
+    one, want, _held = projected(site, lengths)
+    parts = one.splits(shape)
     assert parts.shape[0] == shape.splits
     assert_near((parts.sum(0),), (want,))
 
@@ -54,54 +51,23 @@ def test_the_parts_of_the_sum(lengths: list[int], site: Site, shape: ProductTile
 @lengths
 @shapes
 def test_gate_and_up_become_one(lengths: list[int], shape: ProductTile) -> None:
-    one, want, _held = adapted(GATE_UP, lengths)
+    one, want, _held = projected(GATE_UP, lengths)
     assert_near((one.gated(shape),), (plain.swiglu(want),))
 
 
 @lengths
 def test_as_whatever_reads_it_asks(lengths: list[int]) -> None:
-    one, want, _held = adapted(QKV, lengths)
+    one, want, _held = projected(QKV, lengths)
     assert_near((one.total(),), (want,))
     cos, sin = angles(sum(lengths), DIM)
     told = plain.rotate(want, cos.float(), sin.float(), HEADS, None, 1e-5)[:3]
     assert_near(one.rotate(cos, sin, HEADS, None, 1e-5), told)
-    one, want, _held = adapted(GATE_UP, lengths)
+    one, want, _held = projected(GATE_UP, lengths)
     assert_near((one.swiglu(),), (plain.swiglu(want),))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dim", "normed", "shape"),
-    [
-        ([1, 0, 0, 0], DIM, True, HeadTile(16, 32)),
-        ([20, 17, 2, 1], DIM, False, HeadTile(16, 128)),
-        ([20, 17, 2, 1], 24, True, HeadTile(32, 32)),  # not as many columns as there is room for
-        ([40, 33, 20, 40], DIM, True, HeadTile(32, 64)),
-        ([40, 33, 20, 40], DIM, True, HeadTile(64, 32, 8)),
-    ],
-)
-def test_rotation_on_the_way_is_rotation_afterwards(
-    lengths: list[int], dim: int, normed: bool, shape: HeadTile
-) -> None:
-    """Tiles of 64 rows, of which a program has some."""
-    x, weight, adapters, _want, _held = given(QKV, lengths, tile=64, dim=dim)
-    one, (cos, sin) = FusedProjection(x, weight, adapters), angles(sum(lengths), dim)
-    norms = (1 + 0.2 * random(dim, seed=6), 1 + 0.2 * random(dim, seed=7)) if normed else None
-    got = one.rotated(cos, sin, HEADS, norms, 1e-5, shape)
-    total = one.parts(ProductTile(16, shape.features))[0]
-    want = elementwise.rotate(total, cos, sin, HEADS, norms, 1e-5)[:3]
-    assert_near(got, want)
-    if INTERPRETED:  # on a GPU squares are added up in another order
-        assert all(map(torch.equal, got, want))
-
-
-def test_rotation_is_left_alone_where_heads_are_few() -> None:
-    assert head_shape_for(256, 128, 32) is not None
-    assert head_shape_for(256, 128, 15) is None
-    assert head_shape_for(64, 64, 32) is None
-
-
 def test_a_norm_adds_up_the_parts() -> None:
-    one, want, _held = adapted(DOWN, [20, 17, 2, 1])
+    one, want, _held = projected(DOWN, [20, 17, 2, 1])
     parts = one.addend()
     assert parts.shape[0] > 1
     stream, rest, scale = random(40, WIDTH, seed=8), random(40, WIDTH, seed=9) / 256, random(WIDTH, seed=10)
@@ -111,14 +77,16 @@ def test_a_norm_adds_up_the_parts() -> None:
 
 
 def test_sums_are_cut_where_columns_are_few() -> None:
-    assert shape_for(64, 64, [1024], 2048).splits > 1
-    assert shape_for(64, 64, [32768], 2048).splits == 1
-    assert shape_for(64, 64, [2048, 1024, 1024], 1024).splits == 1  # a block lies in one part
+    assert tile_for(64, 64, [1024], 2048).splits > 1
+    assert tile_for(64, 64, [32768], 2048).splits == 1
+    assert tile_for(64, 64, [2048, 1024, 1024], 1024).splits == 1  # a block lies in one part
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a GPU's memory is what is asked for here")
 @pytest.mark.parametrize("rank", [8, 32, 64])
-@pytest.mark.parametrize(("rows", "tile"), [(20, 64), (64, 64), (128, 64), (256, 64), (160, 128), (256, 128)])
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(1, 16), (16, 16), (20, 64), (64, 64), (128, 64), (256, 64), (160, 128), (256, 128)]
+)
 @pytest.mark.parametrize(
     ("width", "outs"), [(1024, [2048, 1024, 1024]), (1024, [3072, 3072]), (3072, [1024]), (4096, [4096])]
 )
@@ -128,7 +96,7 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
     bs = [random(rank, out, seed=3 + i) for i, out in enumerate(outs)]
     addresses = torch.tensor([[rank, a.data_ptr(), *(b.data_ptr() for b in bs)]], device=DEVICE)
     cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], tile)).to(DEVICE)
-    adapters = step.SiteAdapters(
+    adapters = lora.SiteAdapters(
         lora.AdapterTable(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
         lora.RowTiles(cells, tile),
         lora.TableSite(1, width, outs),
@@ -148,6 +116,7 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
 @pytest.mark.parametrize(
     ("rows", "tile", "tiles", "does"),
     [(64, 64, 1, True), (40, 64, 1, True), (256, 128, 2, True), (192, 128, 2, True),
+     (1, 16, 1, True), (16, 16, 4, True), (16, 16, 8, False), (32, 16, 2, False),
      (256, 16, 16, False), (256, 64, 16, False)],
 )  # fmt: skip
 def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles: int, does: bool) -> None:
@@ -166,31 +135,31 @@ def test_large_weights_are_served_where_rows_and_columns_are_few(
 ) -> None:
     _x, _weight, (table, _tiles, _site), *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(6, tiles, dtype=torch.int32)
-    adapters = step.SiteAdapters(table, lora.RowTiles(cells, tile), lora.TableSite(1, 4096, [outs]))
+    adapters = lora.SiteAdapters(table, lora.RowTiles(cells, tile), lora.TableSite(1, 4096, [outs]))
     weight = torch.empty(outs, 4096, dtype=BF16, device=DEVICE)
     assert suits(rows, weight, adapters) is does
 
 
-def test_a_sum_is_halved_where_a_sampler_can_have_it_so() -> None:
+def test_split_in_two_where_a_sampler_can_match_it() -> None:
     def shaped(columns: int, features: int) -> torch.Tensor:
         return torch.empty(columns, features, device="meta")
 
-    assert halved(shaped(4096, 12288))
-    assert halved(shaped(3584, 18944))
-    assert not halved(shaped(4096, 4096))  # short enough
-    assert not halved(shaped(9216, 7168))  # the sampler leaves such a product to the library
-    assert not halved(shaped(4096, 12288 + 128))  # halves would begin within a block
-    assert not halved(shaped(1024, 8192))  # cut as is quickest
+    assert split_in_two(shaped(4096, 12288))
+    assert split_in_two(shaped(3584, 18944))
+    assert not split_in_two(shaped(4096, 4096))  # short enough
+    assert not split_in_two(shaped(9216, 7168))  # the sampler leaves such a product to the library
+    assert not split_in_two(shaped(4096, 12288 + 128))  # halves would begin within a block
+    assert not split_in_two(shaped(1024, 8192))  # cut as is quickest
 
 
 def test_large_weights_have_the_sums_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, or with many features two of half their length."""
-    monkeypatch.setattr(kernel, "LARGEST", 0)
-    one, want, _held = adapted(GATE_UP, [20, 17, 2, 1])
+    monkeypatch.setattr(kernel, "LARGE", 0)
+    one, want, _held = projected(GATE_UP, [20, 17, 2, 1])
     assert_near((one.swiglu(),), (plain.swiglu(want),))
-    one, want, _held = adapted(DOWN, [20, 17, 2, 1])
+    one, want, _held = projected(DOWN, [20, 17, 2, 1])
     assert one.addend().shape[0] == 1
     assert_near((one.total(), one.addend()[0]), (want, want))
-    monkeypatch.setattr(kernel, "halved", lambda weight: True)
+    monkeypatch.setattr(kernel, "split_in_two", lambda weight: True)
     assert one.addend().shape[0] == 2
     assert_near((one.total(), one.addend().sum(0)), (want, want))

@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.engine.by_kernels import DEVICE, MARKS, random
 from tinkex.engine.cuda import gluon_projection as project
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda import split_k_projection as step
 from tinkex.engine.cuda.fused_projection import FusedProjection, ProductTile
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -149,8 +148,8 @@ def test_a_few_rows_by_themselves_have_the_same_bits(site: str):
     case = Case(site, LENGTHS["one"], by_rows=False)
     few = lora.RowTiles(torch.from_numpy(lora.cut_tiles([(0, 0, 64)], 64)).to(DEVICE), 64)
     table = lora.AdapterTable(case.table.addresses, case.table.scales, RANKS[0])
-    alone = FusedProjection(case.x[:64].contiguous(), case.weight, step.SiteAdapters(table, few, case.site))
-    assert torch.equal(case.project()[:64], alone.parts(ProductTile(64, 64))[0])
+    alone = FusedProjection(case.x[:64].contiguous(), case.weight, lora.SiteAdapters(table, few, case.site))
+    assert torch.equal(case.project()[:64], alone.splits(ProductTile(64, 64))[0])
 
 
 COMPILES = """

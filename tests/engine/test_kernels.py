@@ -168,8 +168,8 @@ def test_adapters_on_a_large_weight(
     monkeypatch: pytest.MonkeyPatch, site: Site, halved: bool, last_rank: int
 ):
     """Whose sums are whole or halved, gradients being the same."""
-    monkeypatch.setattr(grouped.adapted, "LARGEST", 0)
-    monkeypatch.setattr(grouped.adapted, "halved", lambda weight: halved)
+    monkeypatch.setattr(grouped.fused, "LARGE", 0)
+    monkeypatch.setattr(grouped.fused, "split_in_two", lambda weight: halved)
     check_adapters(site, [3, 20, 1, 7], whole=True, by_rows=False, last_rank=last_rank)
 
 
@@ -205,7 +205,7 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("rows", [40, 100, 250, 300])  # several programs a tile, one tile each in pairs
+@pytest.mark.parametrize("rows", [40, 100, 250, 300])  # several programs a tile, one tile each in clusters
 def test_sums_are_cut_as_asked(rows: int, splits: int):
     rank, width = 5, 768
     x, a = random(rows, width), random(2 * rank, width, seed=1) / width**0.5
@@ -213,7 +213,7 @@ def test_sums_are_cut_as_asked(rows: int, splits: int):
         torch.tensor([[rank, a.data_ptr()]], device=DEVICE), torch.ones(1, device=DEVICE), rank
     )
     tiles = lora.RowTiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
-    for _ in range(2):  # from the second time on by pairs
+    for _ in range(2):  # clusters from the second time on
         u = lora.shrink(x, table, tiles, lora.TableSite(1, width, [1, 1]), splits, beside=True)
     assert len(u) == splits
     parts = zip(u, x.float().chunk(splits, 1), a.float().chunk(splits, 1), strict=True)
@@ -223,7 +223,7 @@ def test_sums_are_cut_as_asked(rows: int, splits: int):
 
 def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pytest.MonkeyPatch):
     """Several adapters, of which one has nothing here; also that such a weight's other products are right."""
-    monkeypatch.setattr(grouped.adapted, "LARGEST", 0)
+    monkeypatch.setattr(grouped.fused, "LARGE", 0)
     width, outs, rows = 512, [160, 96], [33, 20, 7]
     x, weight = random(sum(rows), width), random(width, sum(outs), seed=1).t() / width**0.5
     matrices = [
@@ -245,7 +245,7 @@ def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pyt
         y_part += scale * torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
     whole, u = grouped.product_with(x, weight, table, tiles, site)
     assert u.shape[0] == 1
-    monkeypatch.setattr(grouped.adapted, "LONGEST", 256)
+    monkeypatch.setattr(grouped.fused, "MAX_FEATURES", 256)
     halved, us = grouped.product_with(x, weight, table, tiles, site)
     assert us.shape[0] == 2
     assert_near((whole, halved), (want, want))
@@ -276,10 +276,10 @@ def test_few_rows_of_a_small_weight_are_rounded_once():
 
 
 def test_few_tiles_are_cut_into_more_programs():
-    assert 2 * 151_936 / lora.group_for([151_936], 2, 128) > 1000
-    assert lora.group_for([2048, 1024, 1024], 8, 128) == 128
-    assert lora.group_for([2048, 1024, 1024], 252, 128) == 1024
-    assert lora.group_for([1024], 252, 128) == 512
+    assert 2 * 151_936 / lora.columns_for([151_936], 2, 128) > 1000
+    assert lora.columns_for([2048, 1024, 1024], 8, 128) == 128
+    assert lora.columns_for([2048, 1024, 1024], 252, 128) == 1024
+    assert lora.columns_for([1024], 252, 128) == 512
 
 
 @pytest.mark.parametrize("site", [QKV, DOWN])

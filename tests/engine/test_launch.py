@@ -92,13 +92,13 @@ def test_other_kinds_are_compiled_anew(x: torch.Tensor, n: int, constants: dict[
     assert not kernel.launches
 
 
-def test_programs_come_in_pairs_where_asked() -> None:
+def test_programs_come_in_clusters_where_asked() -> None:
     """Triton multiplies the first axis by how many belong together."""
     kernel = Kernel()
     launcher = Launcher(kernel)
-    for pairs in (False, True, False, True):
-        launcher[(4, 3)](WIDE, 32, 1e-5, BLOCK=64, pairs=pairs)
+    for clusters in (False, True, False, True):
+        launcher[(4, 3)](WIDE, 32, 1e-5, BLOCK=64, clusters=clusters)
     assert len(kernel.compiled) == 2
-    assert all("pairs" not in constants for _, constants in kernel.compiled)
+    assert all("clusters" not in constants for _, constants in kernel.compiled)
     assert kernel.together == [1, 2]
     assert [grid for grid, _ in kernel.launches] == [(4, 3, 1)] * 2

@@ -142,7 +142,7 @@ def test_a_graph_serves_what_is_no_larger():
         half, double = (key._replace(**{field: int(times * getattr(key, field))}) for times in (0.5, 2))
         assert not key.serves(half)
         assert not key.serves(double)
-    whole = key._replace(whole=True)
+    whole = key._replace(vectors=True)
     assert key.serves(whole)
     assert not whole.serves(key)
 

@@ -116,7 +116,7 @@ def test_attention_of_a_new_token(times: int, splits: int, heads: tuple[int, int
     (h, g), lengths = heads, [1, 2, 63, 64, 65, 200, 255, 300, 511] * times
     tokens = sum(lengths)
     q, k, v = (random(tokens, n, dim, seed=i) for i, n in enumerate((h, g, g)))
-    tiles = packed.cut(lengths, packed.width_for(q), DEVICE)
+    tiles = packed.cut(lengths, DEVICE)
     want, _ = packed.forward(q, k, v, tiles, None)
     most = -(-max(lengths) // PAGE)
     pools = torch.zeros(2, len(lengths) * most * PAGE, g, dim, dtype=q.dtype, device=DEVICE)
@@ -128,7 +128,7 @@ def test_attention_of_a_new_token(times: int, splits: int, heads: tuple[int, int
     got, _ = paged.attend(
         *(x[last.to(DEVICE)].contiguous() for x in (q, k, v)),
         *pools,
-        one_token_tiles(lengths, most)._replace(splits=splits, least=512),
+        one_token_tiles(lengths, most)._replace(splits=splits, min_split_keys=512),
         g,
         PAGE,
         None,

@@ -17,28 +17,28 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.cuda import packed_attention as packed
-from tinkex.engine.cuda import paged_attention as kernel
+from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.paged_layout import layout_of
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.upload import all_to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several
-UNCUT = 2048  # keys that are never cut where a large model is to have a trainer's bits
+MIN_SPLIT_KEYS = 2048  # of one split, where decoding is to be bitwise identical to the trainer
 
 
 class KernelAttend:
     """Writes the step's keys and values into `slots_T` and attends as `queries` say."""
 
     def __init__(
-        self, cache: KVCache, windows: Sequence[int | None], queries: kernel.Queries, slots_T: Tensor
+        self, cache: KVCache, windows: Sequence[int | None], queries: paged.Queries, slots_T: Tensor
     ) -> None:
         self._cache, self._windows, self._queries, self._slots_T = cache, windows, queries, slots_T
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         k_pool, v_pool = self._cache.layer(layer)
         if self._queries.tokens > 1:
-            kernel.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
-        return kernel.attend(
+            paged.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
+        return paged.attend(
             q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, self._cache.heads, PAGE, self._windows[layer]
         )[0]
 
@@ -48,35 +48,35 @@ def attend_pieces(
     pieces: Sequence[Piece],
     windows: Sequence[int | None],
     invariant: bool = False,
-    least: int = 0,
+    min_split_keys: int = 0,
 ) -> KernelAttend:
-    """Attention for any mix of prompts and single tokens; by one size of tile alone if `invariant`.
+    """Attention for any mix of prompts and single tokens; with one size of tile alone if `invariant`.
 
-    `least` is as `kernel.Queries` has it.
+    `min_split_keys` is that of `paged_attention.Queries`.
     """
     tokens = tile_tokens(pieces, invariant)
     queries, slots_T = lay_out(pieces, tokens, splits_for(len(pieces) * cache.heads, tokens), cache.device)
-    return KernelAttend(cache, windows, queries._replace(least=least), slots_T)
+    return KernelAttend(cache, windows, queries._replace(min_split_keys=min_split_keys), slots_T)
 
 
 def tile_tokens(pieces: Sequence[Piece], invariant: bool = False) -> int:
-    """How many queries a tile of a step may have."""
+    """Queries of a tile of a step."""
     return TOKENS if invariant or any(piece.new > 1 for piece in pieces) else 1
 
 
 def lay_out(
     pieces: Sequence[Piece], tokens: int, splits: int, device: torch.device
-) -> tuple[kernel.Queries, Tensor]:
+) -> tuple[paged.Queries, Tensor]:
     """The pieces' new tokens in tiles, and the slots of their keys."""
     layout = layout_of(pieces, tokens)
     cells, pages, slots_T = all_to_device([layout.tiles, layout.pages, layout.slots], device)
-    return kernel.Queries(cells, pages[:, None], tokens, splits), slots_T
+    return paged.Queries(cells, pages[:, None], tokens, splits), slots_T
 
 
 class PackedForward:
-    """Attention within packed sequences by the sampler's kernel and in its tiles: the same bits as there.
+    """Attention within packed sequences by the sampler's kernel and in its tiles: bitwise identical to it.
 
-    Gives what `kernels.packed.forward` does, each query's logarithm of its mass [H, T] included.
+    Returns what `packed_attention.forward` does, each query's log-sum-exp [H, T] included.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -94,8 +94,8 @@ class PackedForward:
     ) -> tuple[Tensor, Tensor]:
         g, c = k_TGC.shape[1:]
         k_pool, v_pool = torch.empty(2, self._slots, g * c, dtype=q_THC.dtype, device=q_THC.device)
-        kernel.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
-        out, lse_TH = kernel.attend(q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, g, PAGE, window)
+        paged.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
+        out, lse_TH = paged.attend(q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, g, PAGE, window)
         return out, lse_TH.t().contiguous()
 
 
@@ -114,7 +114,7 @@ class RaggedAttend:
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         if self._tiles is None:
-            self._tiles = packed.cut(self._lengths, packed.width_for(q_THC), self._device)
+            self._tiles = packed.cut(self._lengths, self._device)
         window = self._windows[layer]
         if self._forward is None and window is not None and window >= max(self._lengths):
             window = None
@@ -145,7 +145,7 @@ class _Ragged(Function):
 
 
 def splits_for(programs: int, tokens: int) -> int:
-    """Into how many parts the keys are cut so that few sequences keep a whole device busy."""
+    """Into how many splits keys are cut, so that few sequences fill the device."""
     if tokens > 1:
         return 1
     return max(1, min(16, 1 << (256 // programs).bit_length() >> 1)) if programs < 256 else 1

@@ -57,9 +57,9 @@ class CudaBackend:
         return RaggedAttend(lengths, windows, self._device, self.invariant)
 
     def paged_attend(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], least: int = 0
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], min_split_keys: int = 0
     ) -> KernelAttend:
-        return attend_pieces(cache, pieces, windows, self.invariant, least)
+        return attend_pieces(cache, pieces, windows, self.invariant, min_split_keys)
 
     def logprob_chunk(
         self,

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import draw
-from tinkex.engine.cuda import fused_projection as adapted
+from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels as lora_kernel
+from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda import split_k_projection as step
 from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.cuda.adapter_slots import AdapterSlots
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.deferred_expand import DeferredExpand, holds
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.drawing import lora_of
 from tinkex.engine.torch.hooks import Frozen, LoraHook, Pending, Projecting, Site
@@ -38,31 +38,31 @@ from tinkex.engine.torch.sequences import Request, Sequence
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
-_SOME = 64  # rows up to which launches cost more than reading and writing once more
-_MANY = 512  # rows from which on products add what adapters give, instead of what follows them
-_PATIENCE = 16  # steps that cost about as much as a graph in rows that nobody needs
-_RING = 4  # buffers in pinned memory: more than there are steps in flight
+_SOME = 64  # rows up to which a launch costs more than reading and writing the result once more
+_MANY = 512  # rows from which on `grouped_lora.product_with` is faster
+_PATIENCE = 16  # steps after which too large a graph has cost as much as capturing a smaller one
+_RING = 4  # pinned buffers: more than there are steps in flight
 
 
 def bucket(rows: int) -> int:
-    """The size of the graph that serves so many rows: a power of two, or beyond 32 a multiple of 32."""
+    """The rows of the graph that serves so many: a power of two, or beyond 32 a multiple of 32."""
     return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
 
 
 class DecodeGraphKey(NamedTuple):
-    """What a graph was captured for."""
+    """What a decode graph was captured for."""
 
     rows: int
-    tiles: int = 0  # of adapters' rows; 0: the base model alone
+    tiles: int = 0  # of `lora_kernels.RowTiles`; 0: no adapter
     tile_rows: int = 0
     rank: int = 0  # the largest, rounded up
-    whole: bool = False  # whether every rank is a multiple of 8
+    vectors: bool = False  # every rank is a multiple of 8
 
 
 class Results(NamedTuple):
-    """Tokens and logprobs (float32) of every row, in one piece of memory: one copy brings both."""
+    """Tokens and logprobs (float32) of every row in one tensor, so that one copy brings both to the host."""
 
-    whole: Tensor  # int64 [2, rows], of which the second half's half is used
+    whole: Tensor  # int64 [2, rows]; half of the second row is used
     tokens: Tensor
     logprobs: Tensor
 
@@ -73,50 +73,44 @@ class Results(NamedTuple):
 
 
 class CapturedLora(Projecting):
-    """The `LoraHook` inside a graph: whichever adapters the table names when it is replayed."""
+    """The `LoraHook` inside a graph: it applies the adapters that the table holds when it is replayed."""
 
     def __init__(
         self,
-        sites: dict[Site, lora_kernel.TableSite],
-        table: lora_kernel.AdapterTable,
-        tiles: lora_kernel.RowTiles,
+        sites: dict[Site, lora.TableSite],
+        table: lora.AdapterTable,
+        tiles: lora.RowTiles,
         beside: torch.cuda.Stream,
     ) -> None:
         self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | Pending:
-        place, rows = self._sites[site], x.shape[0]
+        adapters, rows = lora.SiteAdapters(self._table, self._tiles, self._sites[site]), x.shape[0]
+        free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
-        if many and self._ours(frozen) and lora_kernel.writes(self._table, place):
-            return grouped.product_with(x, frozen.weight, self._table, self._tiles, place)[0]
-        adapters = step.SiteAdapters(self._table, self._tiles, place)
-        pending = self._ours(frozen) and step.holds(self._table, place)
-        if pending and step.suits(rows, frozen.weight):
-            return step.project(x, frozen.weight, adapters)
-        if pending and adapted.suits(rows, frozen.weight, adapters):
-            return adapted.FusedProjection(x, frozen.weight, adapters)
-        large = self._ours(frozen) and adapted.large(frozen.weight)  # as a trainer has them: no sum is cut
-        if large and adapted.halved(frozen.weight):
-            u, parts = self._beside_x_a(place, x, 2, lambda: grouped.product_in(2, x, frozen.weight))
-            return lora_kernel.unite(u, parts, x.dtype, self._table, self._tiles, place)
-        u, y = self._beside_x_a(place, x, 1 if large else None, lambda: frozen(x))
+        if free and many and lora.writes(self._table, adapters.site):
+            return grouped.product_with(x, frozen.weight, *adapters)[0]
+        pending = free and holds(self._table, adapters.site)
+        if pending and fused.suits(rows, frozen.weight, adapters):
+            return fused.FusedProjection(x, frozen.weight, adapters)
+        large = free and fused.large(frozen.weight)  # bitwise identical to the trainer: split-K as there
+        if large and fused.split_in_two(frozen.weight):
+            u, splits = self._overlapped(adapters, x, 2, lambda: grouped.split_product(2, x, frozen.weight))
+            return lora.unite(u, splits, x.dtype, *adapters)
+        u, y = self._overlapped(adapters, x, 1 if large else None, lambda: frozen(x))
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
-            return step.SplitKProjection(y[None], u, adapters, x.dtype)
-        lora_kernel.expand(u, y, self._table, self._tiles, place)
+            return DeferredExpand(y, u, adapters)
+        lora.expand(u, y, *adapters)
         return y
 
-    def _ours(self, frozen: Frozen) -> bool:
-        """Whether it is for us in which order parts are added: the quickest, or a trainer's."""
-        return frozen.bias is None and not self._table.invariant
-
-    def _beside_x_a(
-        self, place: lora_kernel.TableSite, x: Tensor, splits: int | None, product: Callable[[], Tensor]
+    def _overlapped(
+        self, adapters: lora.SiteAdapters, x: Tensor, splits: int | None, product: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """x·Aᵀ and beside it, on another stream, the frozen product: both need only x."""
+        """u = x·Aᵀ and, on another stream at the same time, the frozen product."""
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            u = lora_kernel.shrink(x, self._table, self._tiles, place, splits, beside=True)
+            u = lora.shrink(x, *adapters, splits, beside=True)
         y = product()
         here.wait_stream(self._beside)
         return u, y
@@ -128,7 +122,7 @@ class CapturedLora(Projecting):
 
 
 class DecodeGraphs:
-    """Captured steps over tensors that never move: the host fills `orders`, replays, and reads results."""
+    """Captured steps over tensors that never move: the host fills `orders`, replays, and reads `results`."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
         self._decoder, self._cache, self.backend = decoder, cache, decoder.backend
@@ -136,7 +130,7 @@ class DecodeGraphs:
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
         self._sites = {
-            site: lora_kernel.TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
+            site: lora.TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
             for site, (i, parts) in decoder.sites().items()
         }
 
@@ -148,14 +142,14 @@ class DecodeGraphs:
         self.orders = static(begin.ORDERS, self.capacity)
         self.table = static(self.capacity, self.width, dtype=torch.int32)
         self.temperature = static(self.capacity, dtype=torch.float32)
-        self.seats = AdapterSlots(decoder, self.capacity)
+        self.slots = AdapterSlots(decoder, self.capacity)
         self.results = Results.of(static(2, self.capacity))
         self._cells: dict[int, Tensor] = {}
         self._graphs: dict[DecodeGraphKey, torch.cuda.CUDAGraph] = {}
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def cells(self, tiles: int) -> Tensor:
-        """Where the graphs of so many tiles look for them: int32 [6, tiles]."""
+        """The tensor from which graphs of so many tiles read them: int32 [6, tiles]."""
         if tiles not in self._cells:
             self._cells[tiles] = torch.zeros(6, tiles, dtype=torch.int32, device=self.device)
         return self._cells[tiles]
@@ -170,7 +164,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, key: DecodeGraphKey) -> torch.cuda.CUDAGraph:
-        # compiles kernels and sizes workspaces outside the graph, and must leave no trace: no row is active
+        # Compile kernels and allocate workspaces outside the graph. No row is active, so nothing is written.
         saved = self.orders.clone(), self.results.tokens.clone()
         self.orders[3].fill_(-1)
         for _ in range(2):
@@ -180,26 +174,26 @@ class DecodeGraphs:
         return self.capture(lambda: self._step(key))
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """`step`, which has run before, as a graph.
+        """Capture `step`, which must have run before.
 
-        All of them share their memory: one runs at a time, and results are where nothing is allocated.
+        Graphs share one memory pool: one runs at a time, and results lie outside the pool.
         """
         torch.cuda.synchronize(self.device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         collects = gc.isenabled()
-        gc.disable()  # what it collects may be CUDA's, and to end that would end the capture
+        gc.disable()  # freeing a CUDA object would abort the capture
         try:
-            # other threads may use the device meanwhile
+            # thread_local: other threads may use the device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 step()
         finally:
-            torch.cuda.set_stream(stream)  # a capture that fails would leave us on its own
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
             if collects:
                 gc.enable()
         return graph
 
-    def hook(self, table: lora_kernel.AdapterTable, tiles: lora_kernel.RowTiles) -> LoraHook:
-        """Whichever adapters `table` and `tiles` name when a captured step is replayed."""
+    def hook(self, table: lora.AdapterTable, tiles: lora.RowTiles) -> LoraHook:
+        """The hook for a step to be captured with `table` and `tiles`."""
         return CapturedLora(self._sites, table, tiles, self._beside)
 
     def _step(self, key: DecodeGraphKey) -> None:
@@ -210,12 +204,12 @@ class DecodeGraphs:
         begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
         tile = tile_tokens((), self.backend.invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
-        queries = paged.Queries(cells, self.table, tile, splits, self.seats.least)
+        queries = paged.Queries(cells, self.table, tile, splits, self.slots.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:
-            tiles = lora_kernel.RowTiles(self.cells(key.tiles), key.tile_rows)
-            lora = self.hook(self.seats.table(key.rank, key.whole), tiles)
+            tiles = lora.RowTiles(self.cells(key.tiles), key.tile_rows)
+            lora = self.hook(self.slots.table(key.rank, key.vectors), tiles)
         h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
         vocab, invariant = self._decoder.config.vocab_size, self.backend.invariant
@@ -224,7 +218,7 @@ class DecodeGraphs:
 
 @dataclass
 class StepInFlight:
-    """A step that was launched: its rows' sequences, and where the results will be."""
+    """A launched step: its rows' sequences, and where the results will be."""
 
     rows: list[tuple[int, Sequence]]
     results: Results
@@ -235,7 +229,7 @@ Landed = list[tuple[Sequence, int, float]]  # a sequence, its new token and its 
 
 
 class DecodePipeline:
-    """Sequences in rows, and at most one step of theirs in flight when `step` returns."""
+    """Running sequences in rows, with at most one step in flight when `step` returns."""
 
     def __init__(self, graphs: DecodeGraphs) -> None:
         self._graphs = graphs
@@ -256,58 +250,58 @@ class DecodePipeline:
         )  # what graph serves the rows, and for how many steps too large
 
     def serves(self, request: Request) -> bool:
-        """Whether a captured step can do all that `request` asks for."""
+        """Whether captured steps can serve `request`."""
         published = request.published
         return request.draws_plainly and (published is None or grouped.usable([published.adapter]))
 
     def step(self, sequences: Several[Sequence]) -> Landed:
-        """Launch the next step of `sequences`; the results of the step before. Their pages must be there."""
+        """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
         before = self._flight
         sources = {sequence: row for row, sequence in before.rows} if before else {}
         if any(s not in self._row for s in sequences) or self._shrinks(bucket(len(sequences))):
-            self._seat(sequences)
+            self._assign_rows(sequences)
         self._flight = self._launch(sequences, sources)
         return _land(before) if before else []
 
     def land(self) -> Landed:
-        """The results of what is in flight; nothing is, afterwards."""
+        """Wait for the step in flight; returns its results."""
         flight, self._flight = self._flight, None
         return _land(flight) if flight else []
 
     def drop(self) -> None:
-        """Forget what is in flight: its sequences have failed."""
+        """Forget the step in flight: its sequences have failed."""
         self._flight, self._row = None, {}
 
     # -- rows ------------------------------------------------------------------------------------------
 
     def _shrinks(self, rows: int) -> bool:
-        """Whether so few rows are worth a smaller graph: at once if there is one, else if they stay few."""
+        """Whether to take a smaller graph: at once if there is one, else if rows stay few."""
         self._spare = self._spare + 1 if 4 * rows <= 3 * self._key.rows else 0
         return self._spare > _PATIENCE or (self._spare > 0 and self._graphs.has(rows))
 
-    def _seat(self, sequences: Several[Sequence]) -> None:
-        """Give every sequence a row, neighbours sharing an adapter; tell the device all that is constant."""
-        seated = sorted(sequences, key=lambda s: s.request.root)
-        self._row = {sequence: row for row, sequence in enumerate(seated)}
-        rows, graphs, self._spare = len(seated), self._graphs, 0
+    def _assign_rows(self, sequences: Several[Sequence]) -> None:
+        """Give every sequence a row, grouped by adapter, and upload what stays constant from step to step."""
+        placed = sorted(sequences, key=lambda s: s.request.root)
+        self._row = {sequence: row for row, sequence in enumerate(placed)}
+        rows, graphs, self._spare = len(placed), self._graphs, 0
         table = np.zeros((rows, graphs.width), np.int32)
-        for held, sequence in zip(table, seated, strict=True):
+        for held, sequence in zip(table, placed, strict=True):
             held[: len(sequence.pages)] = sequence.pages
-        temperature = np.array([s.request.work.params.temperature for s in seated], np.float32)
+        temperature = np.array([s.request.work.params.temperature for s in placed], np.float32)
         fill(graphs.table[:rows], table)
         fill(graphs.temperature[:rows], temperature)
-        self._seed[:rows] = [s.request.seed for s in seated]
-        self._index[:rows] = [s.index for s in seated]
-        self._key = self._key_for(seated)
+        self._seed[:rows] = [s.request.seed for s in placed]
+        self._index[:rows] = [s.index for s in placed]
+        self._key = self._key_for(placed)
 
-    def _key_for(self, seated: Several[Sequence]) -> DecodeGraphKey:
-        """What graph serves them, their adapters being seated."""
-        rows, lora = bucket(len(seated)), lora_of(self._graphs.backend, seated, [1] * len(seated))
+    def _key_for(self, placed: Several[Sequence]) -> DecodeGraphKey:
+        """The graph that serves these sequences; puts their adapters into the slots."""
+        rows, lora = bucket(len(placed)), lora_of(self._graphs.backend, placed, [1] * len(placed))
         if lora is None:
             return DecodeGraphKey(rows)
-        cells, tile, rank, whole = self._graphs.seats.seat(lora.segments)
+        cells, tile, rank, vectors = self._graphs.slots.place(lora.segments)
         fill(self._graphs.cells(cells.shape[1]), cells)
-        return DecodeGraphKey(rows, cells.shape[1], tile, rank, whole)
+        return DecodeGraphKey(rows, cells.shape[1], tile, rank, vectors)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -333,8 +327,8 @@ class DecodePipeline:
         done.record()
         for sequence in sequences:
             sequence.flying += 1
-        seated = list(zip(rows.tolist(), sequences, strict=True))
-        return StepInFlight(seated, results, done)
+        placed = list(zip(rows.tolist(), sequences, strict=True))
+        return StepInFlight(placed, results, done)
 
 
 def _land(flight: StepInFlight) -> Landed:

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""From logits to tokens on the device: `sample.scaled_logprobs` and `sample.draw` without top-k or top-p.
+"""Drawing tokens on the device: `sample.scaled_logprobs` and `sample.draw` without top-k or top-p.
 
-Two launches: one pass over the logits for the mass and the best of every block of ids, then one program a row
-that picks a block, an id in it, and its logprob. The random numbers are those of `engine.streams`, computed
-here from the same keys, so a row draws as it would on the host. Knows nothing of requests.
+Two launches: one pass over the logits for the log-sum-exp and the maximum of every block of ids, then one
+program per row that picks a block, an id in it, and computes its logprob. Random numbers are those of
+`engine.rng`, from the same keys, so a row draws the same token as on the host. Knows nothing of requests.
 
 Shapes: B rows, V padded vocabulary, N blocks.
 """
@@ -21,8 +21,8 @@ from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.torch.sample import BLOCK, COLDEST
 
-_AT_ONCE = 16  # blocks that one program reads
-_PICKING = 16  # warps that pick: logs in double take long, and a thread has its own one after another
+_AT_ONCE = 16  # blocks of one program
+_PICKING = 16  # warps of `_pick`: logarithms in fp64 are slow, and a thread computes its own one by one
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _mix(x):
 
 @triton.jit
 def _log_exponentials(key, first, COUNT: tl.constexpr):
-    """The logs of the numbers first, first + 1, … of a key's stream."""
+    """Logarithms of the exponentials first, first + 1, … of a key's stream."""
     counter = (first + 1 + tl.arange(0, COUNT)).to(tl.uint64) * 0x9E3779B97F4A7C15
     bits = (_mix(key + counter) >> 12).to(tl.float64)
     return tl.log(-tl.log((bits + 0.5) * 2.220446049250313e-16)).to(tl.float32)
@@ -67,7 +67,7 @@ def _blocks(
     level, total = _log_sum_exp(z, top)
     sums = level + tl.log(total)
     tl.store(whole + row * N + block, sums, mask=block < N)
-    if (tl.program_id(1) + 1) * AT_ONCE * BLOCK > vocab:  # some of it is padding, which nobody draws
+    if (tl.program_id(1) + 1) * AT_ONCE * BLOCK > vocab:  # ids of the padded vocabulary are never drawn
         z = tl.where(ids < vocab, z, float("-inf"))
         top = tl.max(z, 1)
         level, total = _log_sum_exp(z, top)
@@ -86,7 +86,7 @@ def _pick(
     temperature = tl.load(temperatures + row)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
     noise, inside = tl.zeros((BLOCKS,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    if temperature != 0:  # most of the work, and needs the host's orders alone
+    if temperature != 0:  # most of the work, and independent of the logits
         noise, inside = _log_exponentials(key, 0, BLOCKS), _log_exponentials(key, N, BLOCK)
     wait_for_previous()
     n = tl.arange(0, BLOCKS)
@@ -114,9 +114,9 @@ def draw(
     logprobs_B: Tensor,
     invariant: bool = False,
 ) -> None:
-    """One token id (int64) and its logprob (float32) per row, by the stream of the row's key.
+    """One token id (int64) and its logprob (float32) per row, from the random stream of the row's key.
 
-    `invariant`: with the normaliser of a trainer that is, to the last bit.
+    `invariant`: logprobs are bitwise identical to those of a batch-invariant trainer.
     """
     (rows, v), n = logits_BV.shape, cdiv(logits_BV.shape[1], BLOCK)
     best, mass, whole = torch.empty(3, rows, n, dtype=torch.float32, device=logits_BV.device)

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""RMSNorm with its residual, head norm with rotation, and SwiGLU: one kernel each way.
+"""RMSNorm with its residual, head norm with rotation, and SwiGLU: one kernel each for forward and backward.
 
-They compute what `plain` does, in fp32 from loads to stores, and touch memory once. Arguments and results
-are contiguous. Knows nothing of autograd.
+They compute what `engine.torch.plain` does, in fp32 from loads to stores, with one pass over memory.
+Arguments and results are contiguous. Knows nothing of autograd.
 
 Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
-from tinkex.engine.cuda.sums import close
+from tinkex.engine.cuda.sums import sum_loaded_rows
 
-_HEADS = 16  # that one program rotates
-_COLUMNS = 1024  # numbers of one program where each is computed by itself
+_HEADS = 16  # of one program
+_COLUMNS = 1024  # of one program
 
 
 # -- RMSNorm -------------------------------------------------------------------------------------------
@@ -45,12 +45,12 @@ def _norm(
         added = tl.load(delta + row * D + at, mask=inside, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
             added += tl.load(delta + part * split + row * D + at, mask=inside, other=0.0).to(tl.float32)
-        v += added.to(dtype).to(tl.float32)  # rounded as it would be had it been added up before
+        v += added.to(dtype).to(tl.float32)  # rounded as if the splits had been summed before
         rounded = v.to(dtype)
         lost = (v - rounded.to(tl.float32)).to(dtype)
         tl.store(total + row * D + at, rounded, mask=inside)
         tl.store(left + row * D + at, lost, mask=inside)
-        v = rounded.to(tl.float32) + lost.to(tl.float32)  # what whoever reads the stream will have
+        v = rounded.to(tl.float32) + lost.to(tl.float32)  # what later layers read
     r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(rstd + row, r)
     tl.store(y + row * D + at, (v * r).to(dtype).to(tl.float32) * w, mask=inside)
@@ -91,9 +91,9 @@ def _norm_backward(grad, x, rstd, weight, more, out, D, ADD: tl.constexpr, BLOCK
 def normalise(
     x: Tensor, rest: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """x + rest + delta as `add` gives it (x and rest as they are without delta), its RMSNorm, and 1 / rms.
+    """x + rest + delta as `add` computes it (x and rest unchanged without delta), its RMSNorm, and 1 / rms.
 
-    `delta` is [T, D], or parts of a sum [S, T, D].
+    `delta` is [T, D], or the splits of a product [S, T, D].
     """
     rows, width = x.shape
     y = torch.empty_like(x)
@@ -109,7 +109,7 @@ def normalise(
 
 
 def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """x + rest + delta in x's dtype, and what rounding took from it."""
+    """x + rest + delta in x's dtype, and the rounding error."""
     total, left = torch.empty_like(x), torch.empty_like(x)
     grid = (cdiv(x.numel(), _COLUMNS),)
     _add[grid](
@@ -154,7 +154,7 @@ def _rotate(
     b = tl.load(base + low + C // 2, mask=inside, other=0.0).to(tl.float32)
     turned = (head < H + G)[:, None]
     if NORM:
-        r = tl.rsqrt((close(a * a, HEADS, HALF) + close(b * b, HEADS, HALF)) / C + eps)
+        r = tl.rsqrt((sum_loaded_rows(a * a, HEADS, HALF) + sum_loaded_rows(b * b, HEADS, HALF)) / C + eps)
         tl.store(rstd + token * (H + G) + head, r, mask=head < H + G)
         is_q, cols = (head < H)[:, None], at[None, :] + tl.zeros_like(low)
         wa = tl.where(is_q, tl.load(q_norm + cols, mask=inside), tl.load(k_norm + cols, mask=inside))

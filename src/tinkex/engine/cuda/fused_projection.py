@@ -1,15 +1,13 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
-"""A decoding step's projection with its adapters in one launch, for rows of few adapters.
+"""A projection and its adapters in one launch, for decode steps whose rows belong to few adapters.
 
-Every program multiplies its rows with its columns of the weight and with all of A, and adds what that gives
-by B before it writes: x·Aᵀ is computed anew for every block of columns, which costs less than a launch and a
-wait. A sum that is cut into parts needs no exchange: each part adds its own (x·Aᵀ)·Bᵀ, and the norm that
-follows adds up. SwiGLU and rotation are done on the way. Large weights' results have the bits that
-`grouped.product_with` gives many rows. Rows come in the tiles of `lora`, which must hold every row. Knows
-nothing of sites' meaning or of graphs.
+Every program multiplies its rows with its columns of the weight and with all of A, and adds (x·Aᵀ)·Bᵀ before
+it stores: x·Aᵀ is computed again for every block of columns, which costs less than a second launch. With
+split-K each split adds its own (x·Aᵀ)·Bᵀ, and the norm that follows sums the splits. SwiGLU can run in the
+same launch. Results of large weights are bitwise identical to `grouped_lora.product_with`, which the trainer
+uses. Tiles must cover every row. Knows nothing of sites' meaning or of graphs.
 
-Shapes: M rows, I in-features, O out-features, F MLP width, S parts of a sum, H query heads, G kv heads,
-C head dim.
+Shapes: M rows, I in-features, O out-features, F MLP width, S splits.
 """
 
 from __future__ import annotations
@@ -25,41 +23,50 @@ from torch import Tensor
 
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.lora_kernels import part_at, part_of_block, scaled, summed, tile_at, triple
+from tinkex.engine.cuda.lora_kernels import (
+    SiteAdapters,
+    b_of,
+    part_at,
+    part_of_block,
+    scaled,
+    split_count,
+    summed,
+    tile_at,
+    triple,
+)
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
-from tinkex.engine.cuda.sizes import cdiv, power_of_2, shared_bytes
-from tinkex.engine.cuda.split_k_projection import SiteAdapters, b_of, parts_of
-from tinkex.engine.cuda.sums import close
+from tinkex.engine.cuda.sizes import MULTIPROCESSORS, cdiv, power_of_2, shared_bytes
 
-_MULTIPROCESSORS = 132
-_SHARED = 160_000  # bytes of a multiprocessor's own memory that are enough for every shape
-_STAGES = 4  # rounds on their way, if there is memory
-MOST = 256  # rows
-_WIDEST = 64  # rank
-LARGEST = 1 << 23  # numbers of a weight that is soon read
-MOST_OF_LARGER = 64  # rows
-_WIDEST_OF_LARGER = 8192  # out-features: for more of them x·Aᵀ is computed too often
-LONGEST = 6144  # features of a sum that is never cut where it is to have a trainer's bits
+# As measured on an H200:
+_SHARED = 160_000  # bytes of shared memory that are enough for every tile
+_STAGES = 4
+MAX_ROWS = 256
+_MAX_RANK = 64
+LARGE = (
+    1 << 23
+)  # weights with more elements are "large": trainer and sampler multiply them bitwise identically
+MAX_ROWS_LARGE = 64
+_MAX_COLUMNS_LARGE = 8192  # beyond, x·Aᵀ would be computed too often
+MAX_FEATURES = 6144  # of a sum without split-K
 
 
 def large(weight: Tensor) -> bool:
-    """Whether a weight's products have the same bits in a trainer and in a sampler, however many rows."""
-    return weight.numel() > LARGEST
+    """Whether products with `weight` are bitwise identical in trainer and sampler, whatever the rows."""
+    return weight.numel() > LARGE
 
 
-def halved(weight: Tensor) -> bool:
-    """Whether a large weight's product is the sum of two, of half the features each, in both.
+def split_in_two(weight: Tensor) -> bool:
+    """Whether trainer and sampler both compute a large weight's product with split-K of two.
 
-    With few rows one program alone takes too long over so many features, and sums that are cut elsewhere have
-    other bits.
+    One program alone takes too long over so many features when rows are few.
     """
     columns, features = weight.shape
-    return large(weight) and features > LONGEST and features % 256 == 0 and columns <= _WIDEST_OF_LARGER
+    return large(weight) and features > MAX_FEATURES and features % 256 == 0 and columns <= _MAX_COLUMNS_LARGE
 
 
 @triton.jit
 def _block(place, have, at, EVEN: tl.constexpr):
-    """Some features of some rows or columns; EVEN: there are as many as the block has room for."""
+    """Load a tile; EVEN: it lies wholly inside the matrix."""
     if EVEN:
         return tl.load(place)
     else:
@@ -68,15 +75,15 @@ def _block(place, have, at, EVEN: tl.constexpr):
 
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
-def _adapted(
+def _fused(
     x, w, y, table, scales, cells, tiles, columns, column, K, n0, n1, n2,
     stride_x, stride_k, stride_n, stride_y, split_y,
     EVEN: tl.constexpr, ROUNDED: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x · wᵀ + scale · (x · Aᵀ) · Bᵀ over one part of the features: the sum of these is the whole of it.
+    """x · wᵀ + scale · (x · Aᵀ) · Bᵀ over one split of the features.
 
-    ROUNDED: the first product is, before the second one is added to it.
+    ROUNDED: the frozen product is rounded before the adapter's part is added to it, as in the trainer.
     """
     tile, split = tl.program_id(1), tl.program_id(2)
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
@@ -122,7 +129,7 @@ def _gated(
     EVEN: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) · up of the same columns of both, each as `_adapted` has it, and rounded as it would be."""
+    """silu(gate) · up of the same columns of both, each computed and rounded as `_fused` does."""
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
     if count > 0:
         dtype = x.dtype.element_ty
@@ -163,130 +170,41 @@ def _gated(
         tl.store(y + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
 
 
-@launched
-@triton.jit(do_not_specialize=["tiles", "column"])
-def _rotated(
-    x, w, cos, sin, q_norm, k_norm, q, k, v, table, scales, cells, tiles, columns, column, K, H, G, eps,
-    stride_x, stride_k, stride_n,
-    EVEN: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One head of some rows of a tile: as `_adapted` has it, rounded, then as `elementwise` rotates it.
-
-    BLOCK_N columns hold half of a head, since rotation needs both halves of every pair.
-    """
-    head, inside = tl.program_id(0), tl.program_id(1) % (TILE // BLOCK_M) * BLOCK_M
-    slot, start, count = tile_at(cells, tiles, tl.program_id(1) // (TILE // BLOCK_M))
-    if count > inside:
-        part = tl.where(head < H, 0, tl.where(head < H + G, 1, 2))
-        before = tl.where(part == 0, 0, tl.where(part == 1, H, H + G)) * C
-        width = tl.where(part == 0, H, G) * C
-        dtype = x.dtype.element_ty
-        m, n, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, RANK)
-        row, col = (start + inside + m).to(tl.int64), head * C - before + n
-        have_m, have_n = (inside + m < count)[:, None], (n < C // 2)[None, :]
-        b_low, rank, scale = b_of(
-            table, scales, slot, columns, column + 1, part, width, r, col, have_n, DTYPE=dtype
-        )
-        b_high, _, _ = b_of(
-            table, scales, slot, columns, column + 1, part, width, r, col + C // 2, have_n, DTYPE=dtype
-        )
-        address = tl.load(table + slot * columns + column)
-        matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + part * rank * K
-        have_r = (r < rank)[None, :]
-        w_low, places = w + (head * C + n)[None, :] * stride_n, x + row[:, None] * stride_x
-        w_high = w_low + C // 2 * stride_n
-        at = tl.arange(0, BLOCK_K)
-        here = (at < K)[:, None]
-        right_low = _block(w_low + at[:, None] * stride_k, have_n, here, EVEN)
-        right_high = _block(w_high + at[:, None] * stride_k, have_n, here, EVEN)
-        down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
-        wait_for_previous()
-        angle, turned = row[:, None] * (C // 2) + n[None, :], have_m & have_n & (part < 2)
-        c, s = tl.load(cos + angle, mask=turned, other=0.0), tl.load(sin + angle, mask=turned, other=0.0)
-        left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
-        low, high, u = tl.dot(left, right_low), tl.dot(left, right_high), tl.dot(left, down)
-        for first in range(BLOCK_K, K, BLOCK_K):
-            at = first + tl.arange(0, BLOCK_K)
-            here = (at < K)[:, None]
-            left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
-            right_low = _block(w_low + at[:, None] * stride_k, have_n, here, EVEN)
-            right_high = _block(w_high + at[:, None] * stride_k, have_n, here, EVEN)
-            down = _block(matrix + r[None, :] * K + at[:, None], have_r, here, False)
-            low, high = tl.dot(left, right_low, low), tl.dot(left, right_high, high)
-            u = tl.dot(left, down, u)
-        u = scaled(u, scale, dtype)
-        low, high = tl.dot(u, b_low, low), tl.dot(u, b_high, high)
-        a, b = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        c, s = c.to(tl.float32), s.to(tl.float32)
-        if part < 2:
-            if NORM:
-                norm = tl.where(part == 0, q_norm, k_norm)
-                a2, b2 = tl.where(have_n, a * a, 0.0), tl.where(have_n, b * b, 0.0)
-                sums = close(a2, BLOCK_M, BLOCK_N) + close(b2, BLOCK_M, BLOCK_N)
-                rstd = tl.rsqrt(sums / C + eps)[:, None]
-                w_a = tl.load(norm + n[None, :], mask=have_n, other=0.0).to(tl.float32)
-                w_b = tl.load(norm + C // 2 + n[None, :], mask=have_n, other=0.0).to(tl.float32)
-                a, b = (a * rstd).to(dtype).to(tl.float32) * w_a, (b * rstd).to(dtype).to(tl.float32) * w_b
-            a, b = a * c - b * s, b * c + a * s
-        out = tl.where(part == 0, q, tl.where(part == 1, k, v)) + row[:, None] * width + col[None, :]
-        tl.store(out, a, mask=have_m & have_n)
-        tl.store(out + C // 2, b, mask=have_m & have_n)
-
-
 # -- launching -----------------------------------------------------------------------------------------
 
 
 class ProductTile(NamedTuple):
-    """How a product is cut."""
+    """How a product is cut into programs."""
 
     columns: int
-    features: int  # that one round reads
+    features: int  # of one iteration
     splits: int = 1
     warps: int = 4
 
 
-class HeadTile(NamedTuple):
-    """How a product that is rotated at once is cut: always into heads."""
-
-    rows: int  # of one program
-    features: int
-    warps: int = 4
-
-
-def shape_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> ProductTile:
+def tile_for(rows: int, tile: int, outs: Sequence[int], in_features: int) -> ProductTile:
     """As measured on an H200."""
-    if len(outs) > 1:  # a block lies in one part
+    if len(outs) > 1:  # a block of columns lies in one part
         if tile > 64:
             return ProductTile(64, 64, warps=8)
         if rows > 128:
             return ProductTile(128, 64)
         return ProductTile(32 if rows <= 64 and sum(outs) <= 4096 else 64, 128)
     columns = 64 if tile > 64 or rows <= 64 else 128
-    wanted = _MULTIPROCESSORS * (2 if rows <= 64 else 1) // (cdiv(rows, tile) * cdiv(outs[0], columns))
-    splits = parts_of(wanted, min(8, in_features // 256))
+    wanted = MULTIPROCESSORS * (2 if rows <= 64 else 1) // (cdiv(rows, tile) * cdiv(outs[0], columns))
+    splits = split_count(wanted, min(8, in_features // 256))
     features = 128 if rows <= 64 and in_features // splits <= 512 else 64
     return ProductTile(columns, features, splits, warps=8 if tile > 64 else 4)
 
 
-def large_shape_for(weight: Tensor) -> ProductTile:
-    """Of a large weight: the sums that a trainer has, as measured on an H200."""
-    return ProductTile(64, 128, 2 if halved(weight) else 1)
-
-
-def gated_shape_for(rows: int, tile: int) -> ProductTile:
+def gated_tile_for(rows: int, tile: int) -> ProductTile:
     """As measured on an H200."""
     return ProductTile(64, 64, warps=8) if tile > 64 else ProductTile(32 if rows <= 64 else 64, 64)
 
 
-def head_shape_for(rows: int, tile: int, heads: int) -> HeadTile | None:
-    """None where heads would make too few programs: then rotation is better left alone."""
-    return HeadTile(64, 64) if tile > 64 and heads * cdiv(rows, 64) >= 96 else None
-
-
 @dataclass(frozen=True)
 class FusedProjection:
-    """x · weightᵀ with every adapter's part, computed by whatever reads it: a `hooks.Pending`."""
+    """x · weightᵀ with every adapter's part, computed when it is read: a `hooks.Pending`."""
 
     x_MI: Tensor
     weight_OI: Tensor
@@ -296,7 +214,7 @@ class FusedProjection:
         """silu(gate) * up of a fused [M, 2F]."""
         if large(self.weight_OI):
             return elementwise.swiglu(self.total())
-        return self.gated(gated_shape_for(self.x_MI.shape[0], self.adapters.tiles.rows))
+        return self.gated(gated_tile_for(self.x_MI.shape[0], self.adapters.tiles.rows))
 
     def rotate(
         self,
@@ -306,113 +224,83 @@ class FusedProjection:
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q_MHC and k_MGC, normalised (if asked) and rotated, and v_MGC."""
-        (h, g), rows = heads, self.x_MI.shape[0]
-        shape = head_shape_for(rows, self.adapters.tiles.rows, h + 2 * g)
-        if shape is None:
-            return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
-        return self.rotated(cos, sin, heads, norms, eps, shape)
+        """q and k, normalised (if asked) and rotated, and v."""
+        return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
 
     def total(self) -> Tensor:
-        shape = self._shape if large(self.weight_OI) else self._shape._replace(splits=1)
-        return summed(self.parts(shape), self.x_MI.dtype)[0]
+        tile = self._tile if large(self.weight_OI) else self._tile._replace(splits=1)
+        return summed(self.splits(tile), self.x_MI.dtype)[0]
 
     def addend(self) -> Tensor:
-        """In parts [S, M, O] if that keeps the device busy."""
-        return self.parts(self._shape)
+        """[S, M, O]: with split-K if that keeps the device busy."""
+        return self.splits(self._tile)
 
     @property
-    def _shape(self) -> ProductTile:
+    def _tile(self) -> ProductTile:
         (rows, k), (_, tiles, site) = self.x_MI.shape, self.adapters
         if large(self.weight_OI):
-            return large_shape_for(self.weight_OI)
-        return shape_for(rows, tiles.rows, site.outs, k)
+            return ProductTile(64, 128, 2 if split_in_two(self.weight_OI) else 1)
+        return tile_for(rows, tiles.rows, site.outs, k)
 
-    def parts(self, shape: ProductTile) -> Tensor:
-        """SplitKProjection [S, M, O] of the result, in fp32 if there are several."""
+    def splits(self, tile: ProductTile) -> Tensor:
+        """[S, M, O] to be summed over S; in fp32 if there are several."""
         x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
         (rows, k), count = x.shape, tiles.cells.shape[1]
-        dtype = torch.float32 if shape.splits > 1 else x.dtype
-        y = torch.empty(shape.splits, rows, sum(site.outs), dtype=dtype, device=x.device)
-        even = k % (shape.features * shape.splits) == 0 and all(n % shape.columns == 0 for n in site.outs)
-        blocks = sum(cdiv(n, shape.columns) for n in site.outs)
-        _adapted[(blocks, count, shape.splits)](
+        dtype = torch.float32 if tile.splits > 1 else x.dtype
+        y = torch.empty(tile.splits, rows, sum(site.outs), dtype=dtype, device=x.device)
+        even = k % (tile.features * tile.splits) == 0 and all(n % tile.columns == 0 for n in site.outs)
+        blocks = sum(cdiv(n, tile.columns) for n in site.outs)
+        _fused[(blocks, count, tile.splits)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
             k, *triple(site.outs), x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
-            EVEN=even, ROUNDED=large(w) and shape.splits == 1, SPLITS=shape.splits,
-            BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
-            **self._constants(shape, tiles.rows, shape.columns),
+            EVEN=even, ROUNDED=large(w) and tile.splits == 1, SPLITS=tile.splits, BLOCK_M=tiles.rows,
+            BLOCK_N=tile.columns, **self._constants(tile, tile.columns),
         )  # fmt: skip
         return y
 
-    def gated(self, shape: ProductTile) -> Tensor:
+    def gated(self, tile: ProductTile) -> Tensor:
         x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
         (rows, k), (width, _), count = x.shape, site.outs, tiles.cells.shape[1]
         y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        _gated[(cdiv(width, shape.columns), count)](
+        _gated[(cdiv(width, tile.columns), count)](
             x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
             k, width, x.stride(0), w.stride(1), w.stride(0),
-            EVEN=k % shape.features == 0 and width % shape.columns == 0,
-            BLOCK_M=tiles.rows, BLOCK_N=shape.columns,
-            **self._constants(shape, tiles.rows, 2 * shape.columns, parts=2),
+            EVEN=k % tile.features == 0 and width % tile.columns == 0, BLOCK_M=tiles.rows,
+            BLOCK_N=tile.columns, **self._constants(tile, 2 * tile.columns, parts=2),
         )  # fmt: skip
         return y
 
-    def rotated(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        heads: tuple[int, int],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        shape: HeadTile,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x, w, (table, tiles, site), (h, g) = self.x_MI, self.weight_OI, self.adapters, heads
-        (rows, features), count, c = x.shape, tiles.cells.shape[1], sum(site.outs) // (h + 2 * g)
-        q, k, v = (torch.empty(rows, n, c, dtype=x.dtype, device=x.device) for n in (h, g, g))
-        (q_norm, k_norm), half = norms or (cos, cos), max(16, power_of_2(c // 2))
-        _rotated[(h + 2 * g, count * (tiles.rows // shape.rows))](
-            x, w, cos, sin, q_norm, k_norm, q, k, v, table.addresses, table.scales, tiles.cells, count,
-            table.addresses.shape[1], site.column, features, h, g, eps,
-            x.stride(0), w.stride(1), w.stride(0),
-            EVEN=features % shape.features == 0 and c == 2 * half, TILE=tiles.rows, C=c,
-            NORM=norms is not None, BLOCK_M=shape.rows, BLOCK_N=half,
-            **self._constants(shape, shape.rows, 2 * half),
-        )  # fmt: skip
-        return q, k, v
-
-    def _constants(
-        self, shape: ProductTile | HeadTile, rows: int, columns: int, parts: int = 1
-    ) -> dict[str, int]:
-        """For so many rows and columns of one program, which lie in so many parts of the site."""
+    def _constants(self, tile: ProductTile, columns: int, parts: int = 1) -> dict[str, int]:
+        """For so many columns of one program, which lie in so many parts of the site."""
         rank = max(16, power_of_2(self.adapters.table.widest))
-        # in bytes: what one round reads, of which the first one's is apart, and B; a little is Triton's
-        each = 2 * shape.features * (rows + columns + parts * rank)
+        # in bytes: what one stage holds (the first iteration is peeled off) and B; Triton needs a little
+        each = 2 * tile.features * (self.adapters.tiles.rows + columns + parts * rank)
         left = shared_bytes(self.x_MI.device) - 448 - 2 * parts * rank * columns
         return {
             "RANK": rank,
-            "BLOCK_K": shape.features,
-            "num_warps": shape.warps,
+            "BLOCK_K": tile.features,
+            "num_warps": tile.warps,
             "num_stages": max(2, min(_STAGES, left // each - 1)),
             **PDL,
         }
 
 
 def tile_rows(rows: int) -> int:
-    """How many rows a tile should have where one adapter has them all."""
+    """Rows of a tile where one adapter has all rows."""
     return 16 if rows <= 16 else 64 if rows <= 128 else 128
 
 
 def suits(rows: int, weight: Tensor, adapters: SiteAdapters) -> bool:
-    """Whether this is quicker than a product and what follows it: few tiles, and weights that are soon read.
+    """Whether this is faster than a library's product and what follows it: few tiles and a small weight.
 
-    Of larger ones those with few columns, and then with the sums that a trainer has, since in a model of 8B
-    with random weights others would show.
+    A large weight's product runs without the speed-up of split-K, as the trainer's does, so few columns only:
+    in a model of 8B parameters any difference in the last bit shows in the logprobs.
     """
     table, tiles, site = adapters
-    count, fits = tiles.cells.shape[1], table.widest <= _WIDEST and shared_bytes(weight.device) >= _SHARED
+    count, fits = tiles.cells.shape[1], table.widest <= _MAX_RANK and shared_bytes(weight.device) >= _SHARED
     if large(weight):
-        few = count == 1 and rows <= MOST_OF_LARGER and sum(site.outs) <= _WIDEST_OF_LARGER
-    else:
-        few = rows <= MOST and tiles.rows * count < 2 * max(rows, 64)
-    return fits and few and tiles.rows >= 64
+        few = count == 1 and rows <= MAX_ROWS_LARGE and sum(site.outs) <= _MAX_COLUMNS_LARGE
+        return fits and few and tiles.rows >= 64
+    # Every tile reads the whole weight: tiles of 16 rows pay only where the step has no more rows.
+    few = rows <= MAX_ROWS and tiles.rows * count < 2 * max(rows, 64)
+    return fits and few and (tiles.rows >= 64 or rows <= 16)

@@ -1,12 +1,11 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-"""A frozen product and its adapters' part in one launch, for many rows: training and long prompts.
+"""A frozen product and its adapters' up-projection in one launch, for many rows: training and long prompts.
 
-What adapters add, u·Bᵀ of few columns, is one more step of every sum, so it costs no reading or writing of
-the result. A program goes from tile to tile, and the copy engine fetches operands three rounds ahead, over
-tiles' ends too. A row's result has the same bits whatever the others are, and a large weight's those that a
-sampler's captured steps have: its product is rounded before adapters add to it.
-Written in Gluon, for Hopper's instructions: what stands in for it elsewhere is in `grouped`. Knows nothing of
-autograd.
+u·Bᵀ is one more step of every sum, so it costs no reading or writing of the result. The grid is persistent: a
+program goes from tile to tile, and TMA loads operands three iterations ahead, across the ends of tiles.
+Results are batch-invariant. A large weight's product is rounded before adapters are added to it, as in a
+sampler's captured steps, and is bitwise identical to theirs. Written in Gluon for Hopper's wgmma and TMA;
+elsewhere `grouped_lora.product_with` takes other paths. Knows nothing of autograd.
 
 Shapes: M rows, N out-features, K in-features, of this product: a gradient's are the other way round.
 """
@@ -30,27 +29,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tinkex.engine.cuda.fused_projection import LONGEST, large
+from tinkex.engine.cuda.fused_projection import MAX_FEATURES, large
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.lora_kernels import ALIGNED, AdapterTable, RowTiles, TableSite, triple
-from tinkex.engine.cuda.sizes import cdiv
+from tinkex.engine.cuda.sizes import MULTIPROCESSORS, cdiv
 
-wait_for_all = (
-    gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-)  # the latter since Triton 3.7
+# renamed in Triton 3.7
+wait_for_all = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
-FEWEST = 512  # rows: fewer do not keep a device busy in such tiles
-_MULTIPROCESSORS = 132
+MIN_ROWS = 512  # fewer do not fill the device in such tiles
 _COLUMNS = 256  # of a tile of ALIGNED rows
-_FEATURES = 64  # that one round reads
-_SLICE = 64  # columns that are stored at once
-_FINITE: gl.constexpr = gl.constexpr(3.38e38)  # about the largest number in bf16
-_FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile, in which adapters' operands come
+_FEATURES = 64  # of one iteration
+_SLICE = 64  # columns of one store
+_FINITE: gl.constexpr = gl.constexpr(3.38e38)  # about the largest bf16
+_FIRST_ROUNDS: gl.constexpr = gl.constexpr(5)  # of a tile: adapters' operands are loaded in them
 
 
 @gluon.jit
 def _tile_at(index, tiles_m, tiles_n, TOGETHER: gl.constexpr):
-    """Row and column of a tile: column by column through bands of TOGETHER rows, for the cache's sake."""
+    """Row and column of a tile: column by column through bands of TOGETHER rows, which share L2."""
     band = index // (TOGETHER * tiles_n)
     high = gl.maximum(gl.minimum(tiles_m - band * TOGETHER, TOGETHER), 1)  # there may be none
     inside = index % (TOGETHER * tiles_n)
@@ -59,7 +56,7 @@ def _tile_at(index, tiles_m, tiles_n, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _fetch(ahead, ring, sizes, TURNED: gl.constexpr, TOGETHER: gl.constexpr):
-    """Have the operands of the round `ahead` come into its stage; returns which is the one after it."""
+    """Start the loads of iteration `ahead` into its stage; returns the iteration after it."""
     stage, index, m, n, k = ahead
     x, w, left, right, full = ring
     tiles_m, tiles_n, rounds = sizes
@@ -81,7 +78,7 @@ def _fetch(ahead, ring, sizes, TURNED: gl.constexpr, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _round(total, goes_on, now, ahead, ring, sizes, TURNED: gl.constexpr, TOGETHER: gl.constexpr):
-    """Multiply what has come into a stage, while what was begun before ends; fetch into the stage before."""
+    """Multiply one stage while the product before it ends; then load into the stage before it."""
     stage, phase = now
     _, _, left, right, full = ring
     mbarrier.wait(full.index(stage), phase)
@@ -90,7 +87,7 @@ def _round(total, goes_on, now, ahead, ring, sizes, TURNED: gl.constexpr, TOGETH
         other = other.permute((1, 0))
     total = warpgroup_mma(left.index(stage), other, total, use_acc=goes_on, is_async=True)
     total = warpgroup_mma_wait(1, deps=[total])
-    wait_for_all()  # to have read the stage before this one
+    wait_for_all()  # all warps have read the stage before this one
     ahead = _fetch(ahead, ring, sizes, TURNED, TOGETHER)
     stage += 1
     if stage == left.shape[0]:
@@ -101,12 +98,12 @@ def _round(total, goes_on, now, ahead, ring, sizes, TURNED: gl.constexpr, TOGETH
 
 @gluon.jit
 def _adapter_at(cells, tiles, at, end):
-    """The slot of tile `at`, its first row, how many rows have that slot, and the tile after them."""
+    """The slot of tile `at`, its first row, the number of rows with that slot, and the tile after them."""
     have = at < end
     slot, start = gl.load(cells + at, mask=have, other=0), gl.load(cells + tiles + at, mask=have, other=0)
     count = gl.load(cells + 4 * tiles + at, mask=have, other=0)
     after = gl.load(cells + 5 * tiles + at, mask=have, other=0)
-    return slot, start, count, gl.maximum(after, at + 1)  # a tile that does nothing says 0
+    return slot, start, count, gl.maximum(after, at + 1)  # an empty tile says 0
 
 
 @gluon.jit
@@ -119,7 +116,7 @@ def _matrix_at(table, scales, columns, column, part, slot):
 @gluon.jit
 def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale, stride_u,
               STEP: gl.constexpr, by_row: gl.constexpr, by_col: gl.constexpr):  # fmt: skip
-    """Some columns of scale · u and as many rows of an adapter's matrix; zeros in others' rows."""
+    """Columns k:k+STEP of scale · u and these rows of an adapter's matrix; zeros in other adapters' rows."""
     matrix = address.to(gl.pointer_type(u.dtype.element_ty))
     r = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, by_row))
     mine = ((row >= start) & (row < start + count))[:, None] & (r < wide)[None, :]
@@ -127,25 +124,25 @@ def _operands(u, address, row, col, start, count, width, left_of, k, wide, scale
     r = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, by_col))
     have = (r < wide)[:, None] & (col < width)[None, :]
     up = gl.load(matrix + r[:, None] * width + col[None, :], mask=have, other=0.0).to(gl.float32)
-    # others' rows are multiplied with it too, by zero, which must give zero
+    # other adapters' rows are zeros here, and zero times inf would be NaN
     up = gl.where((up >= -_FINITE) & (up <= _FINITE), up, _FINITE)
     return (low.to(gl.float32) * scale).to(low.dtype), up.to(low.dtype)
 
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of a tile's columns: nothing moves."""
+    """The left and the right half of a tile's columns; no data moves."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def _store(y, buffers, x, m, n, number: gl.constexpr):
-    """One slice of columns of a tile to where it belongs; rows beyond the last are cut off."""
+    """Store one slice of a tile's columns; TMA drops rows beyond the last."""
     ROWS: gl.constexpr = y.block_type.shape[0]
     SLICE: gl.constexpr = y.block_type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
     buffer = buffers.index(number % 2)
-    tma.store_wait(1)  # what was stored from this buffer has left it
+    tma.store_wait(1)  # the last store from this buffer is done
     wait_for_all()
     buffer.store(gl.convert_layout(x, layout))
     fence_async_shared()
@@ -170,7 +167,7 @@ def _project(
     right = gl.allocate_shared_memory(dtype, [STAGES, w.block_type.shape[0], w.block_type.shape[1]], w.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     buffers = gl.allocate_shared_memory(dtype, [2, y.block_type.shape[0], y.block_type.shape[1]], y.layout)
-    # between two tiles' stores the buffers hold what adapters multiply
+    # between two tiles' stores the buffers hold the adapters' operands
     low_shared = buffers.index(0)._reinterpret(
         dtype, [ROWS, STEP], gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype)
     )
@@ -196,7 +193,7 @@ def _project(
         first = (n - gl.where(part == 0, 0, gl.where(part == 1, b0, b0 + b1))) * COLUMNS
         row = m * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_row))
         col = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, by_col))
-        # a round between any two numbers of which one leads to the other: nobody waits for memory
+        # one iteration between dependent loads, so that none waits for memory
         at = gl.load(cells + 3 * tiles + m, mask=m < tiles, other=tiles)
         end = gl.load(cells + 3 * tiles + m + 1, mask=m + 1 < tiles, other=tiles)
         total, now, ahead = _round(total, False, now, ahead, ring, sizes, TURNED, TOGETHER)
@@ -211,7 +208,7 @@ def _project(
         )  # fmt: skip
         for _ in gl.static_range(2):
             total, now, ahead = _round(total, True, now, ahead, ring, sizes, TURNED, TOGETHER)
-        tma.store_wait(0)  # of the last tile, long done
+        tma.store_wait(0)  # of the tile before, long done
         wait_for_all()
         low_shared.store(low)
         up_shared.store(up)
@@ -259,16 +256,16 @@ def _able(device: torch.device) -> bool:
 
 
 def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernel can do such a product, and sooner than others: whole tiles, enough for the device.
+    """Whether the kernel can compute such a product faster than others: whole tiles that fill the device.
 
-    Beside very long sums what adapters cost is little, and a library is better at those.
+    A library is faster at long sums, beside which adapters cost little.
     """
     columns = sum(sizes)
     features, whole = weight.numel() // columns, all(size % _COLUMNS == 0 for size in sizes[:-1])
     aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0 and features % 8 == 0
-    fits = whole and aligned and 5 * _FEATURES < features <= LONGEST
-    many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= _MULTIPROCESSORS
-    return rows >= FEWEST and many and fits and _able(weight.device)
+    fits = whole and aligned and 5 * _FEATURES < features <= MAX_FEATURES
+    many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= MULTIPROCESSORS
+    return rows >= MIN_ROWS and many and fits and _able(weight.device)
 
 
 @cache
@@ -276,14 +273,8 @@ def _layout(*block: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
-class _Descriptor(TensorDescriptor):
-    """Without the checks that Triton makes of each, which take the host longer than a launch."""
-
-    def __post_init__(self) -> None: ...
-
-
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return _Descriptor(x, x.shape, x.stride(), list(block), _layout(*block))
+    return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(*block))
 
 
 def _projected(
@@ -301,7 +292,7 @@ def _projected(
     weight = _descriptor(w_NK.t(), _FEATURES, _COLUMNS) if turned else _descriptor(w_NK, _COLUMNS, _FEATURES)
     (rows, k), count = x.shape, tiles.cells.shape[1]
     tiles_m, tiles_n = cdiv(rows, ALIGNED), cdiv(y.shape[1], _COLUMNS)
-    _project[(min(_MULTIPROCESSORS, tiles_m * tiles_n),)](
+    _project[(min(MULTIPROCESSORS, tiles_m * tiles_n),)](
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
         u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
         *triple(sizes), u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
@@ -313,7 +304,7 @@ def _projected(
 def project(
     x: Tensor, weight: Tensor, u: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite
 ) -> Tensor:
-    """x · weightᵀ + scale · u · Bᵀ, `u` being `lora.shrink`'s of one split; the tiles must hold every row."""
+    """x · weightᵀ + scale · u · Bᵀ; `u` is one split of `lora_kernels.shrink`, and tiles cover every row."""
     y = x.new_empty(x.shape[0], weight.shape[0])
     _projected(x, weight, u, y, table, tiles, site.column + 1, site.outs, 1)
     return y

@@ -1,8 +1,8 @@
-"""Many adapters in one pass on CUDA: `CudaLora` is what `lora.LoraBatch` is elsewhere.
+"""Many adapters in one pass on CUDA: `CudaLora` is `lora.LoraBatch` by kernels.
 
-Segments of tokens become tiles and adapters become rows of a table of addresses; each site is then a handful
-of launches, and another one in the backward, however many adapters there are and whatever their ranks.
-Gradients go straight into each adapter's buffer. Knows nothing of losses, of runs or of experts.
+Segments of tokens become tiles, and adapters become rows of a table of addresses. Each site then takes a
+fixed number of launches, however many adapters there are and whatever their ranks. Gradients go straight into
+each adapter's buffer. Knows nothing of losses, of runs or of experts.
 
 Shapes: T tokens, I in-features, O out-features, R rank, P parts of a site.
 """
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import fused_projection as adapted
+from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import gluon_projection as projection
-from tinkex.engine.cuda import lora_gradients as outer
+from tinkex.engine.cuda import lora_gradients
 from tinkex.engine.cuda import lora_kernels as kernel
 from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.torch.adapters import Adapter
@@ -30,10 +30,10 @@ from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.upload import all_to_device, to_device
 
 _GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
-_COLUMNS = 4  # of a site: A's address and those of up to three parts
-_HEAD = 1 << 16  # out-features that only a head has, whose last bits nothing follows
-_SOME = 8192  # rows whose result in fp32 is soon read again
-_ALIGNED = 8  # elements, so that every matrix begins at a multiple of 16 bytes
+_COLUMNS = 4  # of a site: the addresses of A and of up to three parts' Bᵀ
+_HEAD = 1 << 16  # out-features that only an unembedding has
+_SOME = 8192  # rows whose fp32 result stays in L2
+_ALIGNED = 8  # elements: every matrix begins at a multiple of 16 bytes
 
 
 def column_of(site: Site) -> int:
@@ -42,7 +42,7 @@ def column_of(site: Site) -> int:
 
 
 def offsets_of(adapter: Adapter) -> np.ndarray:
-    """Where in the flat buffer each column's matrix begins; -1 where the adapter has none."""
+    """Where in an adapter's flat buffer each column's matrix begins; -1 where it has none."""
     if adapter.offsets is None:
         dense = {site: shape for site, shape in adapter.shapes.items() if site.group in _GROUPS}
         last = max((site.layer for site in dense), default=-1)
@@ -81,24 +81,24 @@ def kernel_site(adapter: Adapter, site: Site) -> kernel.TableSite:
 def product_with(
     x: Tensor, weight: Tensor, table: kernel.AdapterTable, tiles: kernel.RowTiles, site: kernel.TableSite
 ) -> tuple[Tensor, Tensor]:
-    """The frozen product with the adapters' part, and x·Aᵀ; tiles hold every row.
+    """The frozen product plus the adapters' part, and u = x·Aᵀ; tiles cover every row.
 
-    In one launch where that can be. Else a large weight's has the bits that a sampler's captured steps have,
-    so its product is halved or rounded before adapters add to it; a small weight's is rounded once, as there.
-    A head's, or that of many rows, is added to the adapters' part, instead of that to it: it then reads the
-    result while it multiplies, which saves reading and writing it once more.
+    Every branch rounds as a sampler's captured steps do. A large weight's product is rounded to bf16, or
+    split in two, before adapters are added; a small weight's sum is accumulated in fp32 and rounded once to
+    bf16. An unembedding's product is added to the adapters' part by the library, which reads the result while
+    it multiplies: one pass over the logits less.
     """
-    large, rows = adapted.large(weight), x.shape[0]
-    if adapted.halved(weight):
+    large, rows = fused.large(weight), x.shape[0]
+    if fused.split_in_two(weight):
         u = kernel.shrink(x, table, tiles, site, splits=2)
-        return kernel.unite(u, product_in(2, x, weight), x.dtype, table, tiles, site), u
+        return kernel.unite(u, split_product(2, x, weight), x.dtype, table, tiles, site), u
     u = kernel.shrink(x, table, tiles, site, splits=1 if large else None)
     if projection.suits(rows, weight, site.outs):
         u = kernel.summed(u, x.dtype)
         return projection.project(x, weight, u[0], table, tiles, site), u
     if not large and rows <= _SOME:
         u = kernel.summed(u, x.dtype)
-        return kernel.unite(u, product_in(1, x, weight), x.dtype, table, tiles, site), u
+        return kernel.unite(u, split_product(1, x, weight), x.dtype, table, tiles, site), u
     if large and weight.shape[0] < _HEAD:
         y = F.linear(x, weight)
         kernel.expand(u, y, table, tiles, site)
@@ -108,16 +108,16 @@ def product_with(
     return y.addmm_(x, weight.t()), u
 
 
-def product_in(parts: int, x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ as the products of so many equal parts of the features, in fp32: [parts, T, O]."""
+def split_product(parts: int, x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ with split-K over equal parts of the features, in fp32: [parts, T, O]."""
     left, right = x.unflatten(1, (parts, -1)).transpose(0, 1), weight.t().unflatten(0, (parts, -1))
     if x.is_cuda:
         return torch.bmm(left, right, torch.float32)
-    return torch.bmm(left.float(), right.float())  # by the interpreter: the CPU has no such product
+    return torch.bmm(left.float(), right.float())  # the interpreter's device has no such product
 
 
 class GroupedLora:
-    """The adapters of one pass: `segments` are (adapter or None, first token, past the last)."""
+    """The adapters of one pass; `segments` are (adapter or None, first token, past the last)."""
 
     def __init__(
         self,
@@ -128,47 +128,47 @@ class GroupedLora:
     ) -> None:
         self._adapters = list(dict.fromkeys(adapter for adapter, _, _ in segments if adapter is not None))
         self._device, self._invariant = device, invariant
-        self._grads: list[kernel.AdapterTable] = []  # one, as soon as it is asked for, for all parts
+        self._grads: list[kernel.AdapterTable] = []  # at most one, made when needed, shared by all parts
         self._sites: dict[Site, kernel.TableSite | None] = {}
         matrices = table_rows(self._adapters, [a.flat_as(dtype) for a in self._adapters])
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
         ranks = [adapter.lora.rank for adapter in self._adapters]
         cells, rows = self._lay_out(segments)
-        sent, whole = all_to_device([matrices, scales, cells], device), all(rank % 8 == 0 for rank in ranks)
-        self._table = kernel.AdapterTable(sent[0], sent[1], max(ranks), invariant, whole)
+        sent, vectors = all_to_device([matrices, scales, cells], device), all(rank % 8 == 0 for rank in ranks)
+        self._table = kernel.AdapterTable(sent[0], sent[1], max(ranks), invariant, vectors)
         self._tiles = kernel.RowTiles(sent[2], rows)
 
     def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> tuple[np.ndarray, int]:
-        """Whose rows are where; returns their tiles, and how many rows a whole one has."""
+        """Lay the segments out in tiles; returns them, and the rows of a whole tile."""
         slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
         self._places = [(slots[a], start, stop) for a, start, stop in segments if a is not None]
         self._whole = len(self._places) == len(segments)
         tokens = max(stop for _, _, stop in segments)
         rows = kernel.tile_rows(tokens // max(1, len(self._places)))
-        self._back: outer.Backward | None = None
+        self._back: lora_gradients.GradientTable | None = None
         return kernel.cut_tiles(self._places, rows), rows
 
     def part(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> GroupedLora:
-        """The same adapters, or some of them, over other rows; some must be theirs."""
+        """The same adapters, or some of them, over other rows."""
         other = copy(self)
         cells, rows = other._lay_out(segments)
         other._tiles = kernel.RowTiles(to_device(cells, self._device), rows)
         return other
 
     def site(self, site: Site) -> kernel.TableSite | None:
-        """How the kernels know `site`; None if no adapter is there."""
+        """`site` in the table; None if no adapter has it."""
         if site not in self._sites:
             self._sites[site] = next((kernel_site(a, site) for a in self._adapters if site in a.shapes), None)
         return self._sites[site]
 
     def add_to(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
-        """y with the contribution of whoever has an adapter at `site`, added in place."""
+        """y plus the contribution of the adapters that have `site`, in place."""
         if (place := self.site(site)) is not None:
             self.add(place, x, y)
         return y
 
     def add(self, site: kernel.TableSite, x: Tensor, y: Tensor) -> Tensor:
-        """y += scale·x·Aᵀ·Bᵀ in place; returns what the backward needs."""
+        """y += scale·x·Aᵀ·Bᵀ in place; returns u, which the backward needs."""
         u = kernel.shrink(x, self._table, self._tiles, site)
         kernel.expand(u, y, self._table, self._tiles, site)
         return u
@@ -176,18 +176,18 @@ class GroupedLora:
     def project(
         self, site: kernel.TableSite, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The frozen product with the adapters' contribution, and what the backward needs."""
-        writes = kernel.writes(self._table, site) or (adapted.large(weight) and weight.shape[0] < _HEAD)
+        """The frozen product plus the adapters' contribution, and u."""
+        writes = kernel.writes(self._table, site) or (fused.large(weight) and weight.shape[0] < _HEAD)
         if self._invariant or bias is not None or not (self._whole and writes):
             y = product(x, weight, bias) if self._invariant else F.linear(x, weight, bias)
             return y, self.add(site, x, y)
         return product_with(x, weight, self._table, self._tiles, site)
 
     def backward(self, site: kernel.TableSite, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
-        """Add to the adapters' gradients, which are open; returns what `grad_x` needs."""
+        """Accumulate the adapters' gradients; returns the gradient to u, for `grad_x`."""
         if self._back is None:
-            self._back = self._backward_parts()
-        return outer.backward(grad_y, x, u, self._table, self._tiles, self._back, site)
+            self._back = self._gradient_table()
+        return lora_gradients.backward(grad_y, x, u, self._table, self._tiles, self._back, site)
 
     def grad_x(
         self,
@@ -197,23 +197,16 @@ class GroupedLora:
         weight: Tensor,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The gradient to x, of the frozen product and of the adapters, into `out` if there is one."""
+        """The gradient to x through the frozen product and the adapters, into `out` if given."""
         out = grad_y.new_empty(grad_y.shape[0], weight.shape[1]) if out is None else out
-        if self._adds_last(site):
-            if projection.suits(out.shape[0], weight, [site.in_features]):
-                projection.project_back(grad_y, weight, grad_u[0], out, self._table, self._tiles, site)
-                return out
-            kernel.write_back(grad_u, out, self._table, self._tiles, site)
-            return out.addmm_(grad_y, weight)
+        if self._whole and projection.suits(out.shape[0], weight, [site.in_features]):
+            projection.project_back(grad_y, weight, grad_u[0], out, self._table, self._tiles, site)
+            return out
         torch.mm(grad_y, weight, out=out)
         kernel.expand_back(grad_u, out, self._table, self._tiles, site)
         return out
 
-    def _adds_last(self, site: kernel.TableSite) -> bool:
-        """Whether the frozen product adds to the adapters' part, and not that to it."""
-        return self._whole and kernel.writes(self._table, site)
-
-    def _backward_parts(self) -> outer.Backward:
+    def _gradient_table(self) -> lora_gradients.GradientTable:
         if not self._grads:
             grads = [adapter.grad for adapter in self._adapters if adapter.grad is not None]
             assert len(grads) == len(self._adapters)
@@ -222,11 +215,11 @@ class GroupedLora:
         longest = max(stop - start for _, start, stop in self._places)
         segments = kernel.RowTiles(to_device(kernel.whole_segments(self._places), self._device), longest)
         atomic = len(self._places) > len({slot for slot, _, _ in self._places})
-        return outer.Backward(self._grads[0], segments, atomic)
+        return lora_gradients.GradientTable(self._grads[0], segments, atomic)
 
 
 class CudaLora(LoraBatch):
-    """`LoraBatch` by the kernels, where they can read the adapters' matrices."""
+    """`LoraBatch` by kernels; adapters that they cannot read, and experts, take the plain path."""
 
     def __init__(
         self,
@@ -246,7 +239,7 @@ class CudaLora(LoraBatch):
 
     @property
     def grouped(self) -> GroupedLora | None:
-        """Made when it is first used: captured steps have tables of their own."""
+        """Made when first used: captured steps have tables of their own."""
         if self._grouped is None and self._readable:
             self._grouped = GroupedLora(self.segments, self._device, self._dtype, self.invariant)
         return self._grouped
@@ -265,7 +258,7 @@ class CudaLora(LoraBatch):
             return super().project(site, x, frozen)
         if not (self.train and torch.is_grad_enabled()):
             return grouped.project(place, x, frozen.weight, frozen.bias)[0]
-        return Project.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
+        return GroupedProjection.apply(x, self._anchor, frozen.weight, frozen.bias, grouped, site)  # type: ignore[return-value]
 
     def part(self, start: int, stop: int) -> CudaLora:
         """The same adapters over the tokens start:stop alone; the table of addresses is shared."""
@@ -280,8 +273,8 @@ class CudaLora(LoraBatch):
         return part
 
 
-class Project(torch.autograd.Function):
-    """A frozen product and its adapters; one gradient to x, and the adapters' go to their buffers."""
+class GroupedProjection(torch.autograd.Function):
+    """A frozen product and its adapters for autograd; adapters' gradients go to their buffers."""
 
     @staticmethod
     def forward(

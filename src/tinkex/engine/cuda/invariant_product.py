@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""A frozen product whose every row is the same to the last bit, alone or among any number of others.
+"""A batch-invariant frozen product: a row's result does not depend on how many other rows there are.
 
-Each sum runs over the features in their order, never cut into parts, so the shape of a tile (chosen by the
-number of rows, for speed) does not show in the result. A library's product is faster and promises no such
-thing. Knows nothing of adapters or of autograd.
+Each sum runs over the features in order, without split-K, so the tile shape (chosen by the number of rows)
+does not change the result. A library's product is faster and promises no such thing. Knows nothing of
+adapters.
 
 Shapes: M rows, N out-features, K in-features.
 """
@@ -21,12 +21,10 @@ from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv
 
-_TOGETHER = 8  # tiles of rows that share the weights they read, while those are in the cache
+_TOGETHER = 8  # tiles of rows that share weights in L2
 
 
-class _Shape(NamedTuple):
-    """Of a tile."""
-
+class _InvariantTile(NamedTuple):
     m: int
     n: int
     k: int
@@ -34,12 +32,12 @@ class _Shape(NamedTuple):
     stages: int
 
 
-def _shape(rows: int) -> _Shape:
+def _shape(rows: int) -> _InvariantTile:
     if rows <= 16:
-        return _Shape(16, 64, 128, 4, 4)
+        return _InvariantTile(16, 64, 128, 4, 4)
     if rows <= 64:
-        return _Shape(64, 64, 128, 4, 3)
-    return _Shape(64, 128, 64, 4, 4) if rows <= 512 else _Shape(128, 128, 64, 8, 3)
+        return _InvariantTile(64, 64, 128, 4, 3)
+    return _InvariantTile(64, 128, 64, 4, 4) if rows <= 512 else _InvariantTile(128, 128, 64, 8, 3)
 
 
 @launched
@@ -77,7 +75,7 @@ def _product(
 
 
 def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias, [M, N] in x's dtype; the weight may lie in memory either way round."""
+    """x · weightᵀ + bias, [M, N] in x's dtype; the weight may be row- or column-major."""
     (rows, k), n, tile = x_MK.shape, weight_NK.shape[0], _shape(x_MK.shape[0])
     y_MN = torch.empty(rows, n, dtype=x_MK.dtype, device=x_MK.device)
     _product[(cdiv(rows, tile.m) * cdiv(n, tile.n),)](

@@ -1,11 +1,10 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Launches that cost the host little.
+"""Kernel launches with little host time.
 
-At every call Triton works out anew what the kernel must be compiled for, and asks the driver where each
-tensor lies, which takes longer than most of ours run. `@launched` on top of `@triton.jit` remembers the first
-by the arguments' kinds, and from the second call on gives the compiled kernel addresses. Triton's hooks for
-profilers are not called then. A launch can also ask for its programs `pairs`-wise, which Triton has no word
-for. Knows nothing of what kernels do.
+At every call Triton works out which specialisation to use and asks the driver where each tensor lies. That
+takes longer than most of our kernels run. `@launched` above `@triton.jit` caches the compiled kernel by the
+kinds of its arguments, and from the second call on passes addresses straight to it. Triton's profiler hooks
+are not called then. A launch may ask for thread-block clusters of two, which Triton has no option for.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch import Tensor
 
 
 def launched(kernel: Any) -> Any:
-    """`kernel` for `kernel[grid](*arguments, **constants)`, where arguments come before constants.
+    """`kernel` for `kernel[grid](*arguments, **constants)`; arguments come before constants.
 
-    An argument is a tensor, a descriptor of one, or an int or float of Python's own, not numpy's or a bool.
+    An argument is a tensor, a tensor descriptor, or a Python int or float (no numpy scalar, no bool).
     """
     return kernel if triton.knobs.runtime.interpret else Launcher(kernel)
 
 
 class Launcher:
-    """A kernel and what was compiled of it."""
+    """One kernel and its compiled specialisations."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -38,24 +37,25 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, pairs: bool = False, **constants: Any) -> None:
-        """`pairs`: two programs, neighbours along the first axis, always get two multiprocessors that belong
-        together (a cluster, on Hopper and newer), so that those which are left can take a library's pairs.
+    def _launch(self, grid: tuple[int, ...], *args: Any, clusters: bool = False, **constants: Any) -> None:
+        """`clusters`: programs are scheduled as clusters of two along the first axis.
+
+        The multiprocessors left over then come in pairs too, which a library's product of clusters needs.
         """
         device = getattr(args[0], "base", args[0]).get_device()
-        # What Triton compiles anew for: a type, whether 16 divides a number or an address, and the number 1.
-        kinds: list[Any] = [device, pairs, *constants, *constants.values()]
+        # Triton specialises on types, on divisibility of numbers and addresses by 16, and on the number 1.
+        kinds: list[Any] = [device, clusters, *constants, *constants.values()]
         values: list[Any] = []
         for value in args:
             if type(value) is int:
                 kind = 1 if value == 1 else 0 if value & 15 else 16
-                kinds.append(kind if value < 1 << 31 else -1 - kind)  # beyond, it is another type
+                kinds.append(kind if value < 1 << 31 else -1 - kind)  # int64 from there on
             elif isinstance(value, Tensor):
                 dtype, value = value.dtype, value.data_ptr()
                 kinds.append(dtype if value & 15 == 0 else (dtype, "unaligned"))
             elif type(value) is float:
                 kinds.append(float)
-            else:  # a tensor for the copy engine
+            else:  # a tensor descriptor
                 kinds.append((value.base.dtype, *value.block_shape))
             values.append(value)
         key = tuple(kinds)
@@ -64,14 +64,14 @@ class Launcher:
             compiled = self._kernel[grid](*args, **constants)
             rest = [constants[name] for name in self._names[len(args) :]]
             metadata = compiled.packed_metadata
-            if pairs:
+            if clusters:
                 warps, _, shared = metadata
                 metadata = (warps, 2, shared)
             self._ready[key] = (compiled.run, (compiled.function, metadata, None, None, None), rest)
         else:
             run, how, rest = ready
             x, y, z = (*grid, 1, 1)[:3]
-            run(x // 2 if pairs else x, y, z, _stream(device), *how, *values, *rest)
+            run(x // 2 if clusters else x, y, z, _stream(device), *how, *values, *rest)
 
 
 def _stream(device: int) -> int:

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Rows of logits to their normaliser, and in place to their gradient.
+"""Log-sum-exp of rows of logits, and their gradient in place.
 
-The logits stay in bf16 and are read once for each of the two; everything in between is fp32 in registers.
-`normaliser` with temperatures and `chosen` give each row the same bits whatever the others are, so that a
-sampler and a trainer that both use them agree. Knows nothing of adapters or losses.
+Logits stay in bf16 and are read once for each; everything between is fp32 in registers. `normaliser` with
+temperatures and `chosen` are batch-invariant, so a sampler and a trainer that both use them agree bitwise.
+Knows nothing of adapters or losses.
 
 Shapes: N rows, V padded vocabulary.
 """
@@ -20,12 +20,12 @@ from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv
 from tinkex.engine.torch.sample import COLDEST
 
-_COLUMNS = 4096  # of a row that one round reads, in four parts
+_COLUMNS = 4096  # of a row in one iteration, in four parts
 
 
 @triton.jit
 def _scaled(z, temperature, COLDEST: tl.constexpr):
-    """`sample.scaled`: rounded as division is, so that a temperature of 1 changes nothing."""
+    """`sample.scaled`: correctly rounded, so that a temperature of 1 changes nothing."""
     return tl.div_rn(z, tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST)))
 
 
@@ -44,7 +44,7 @@ def _normaliser(
     logits, temperatures, out, V, stride,
     SCALED: tl.constexpr, COLDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A thread's four logits share the level that they are compared with: five exponentials, not eight."""
+    """A thread's four logits share one running maximum: five exponentials, not eight."""
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     best = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
@@ -86,7 +86,7 @@ def _gradient(logits, normaliser, ids, grads, V, stride, BLOCK: tl.constexpr):
 
 
 def normaliser(logits_NV: Tensor, temperature_N: Tensor | None = None) -> Tensor:
-    """log Σ exp of each row, divided by its temperature if there is one (0 is taken for 1); fp32 [N]."""
+    """log Σ exp of each row of logits / temperature (0 counts as 1; none: 1); fp32 [N]."""
     rows, v = logits_NV.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _normaliser[(rows,)](

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""The gradients of many adapters' matrices in one launch each: sums over rows of u's and gradients' products.
+"""Gradients of many adapters' matrices, one launch for all A and one for all B.
 
-Matrices are found as in `lora`, whose tables, tiles and sites these are; gradients are added to fp32 buffers
-that are there already. Long sums are cut into parts, which are added by atomics or, in an invariant table and
-if an adapter's rows are together, in order by a second launch. Knows nothing of autograd or of runs.
+Tables, tiles and sites are those of `lora_kernels`; gradients are accumulated in the adapters' fp32 buffers.
+Long sums over rows are split. Splits are added by atomics or, with an invariant table and if an adapter's
+rows are contiguous, in a fixed order by a second launch. Knows nothing of autograd or of runs.
 
 Shapes: T rows, P parts of a site, R rank, I in-features, O out-features.
 """
@@ -41,19 +41,18 @@ from tinkex.engine.cuda.sizes import cdiv, power_of_2
 @triton.jit(do_not_specialize=["tiles", "column", "splits"])
 def _outer(
     u, g, partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, stride_u, stride_g,
-    stride_partial, EVEN: tl.constexpr, WHOLE: tl.constexpr, MULTIPLE: tl.constexpr, PARTIAL: tl.constexpr,
+    stride_partial, EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr, PARTIAL: tl.constexpr,
     ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns], rows being a whole segment.
+    """matrix[:, n] (fp32) += scale · u[rows, part]ᵀ · g[rows, part's columns] over a whole segment of rows.
 
     PARTIAL: a split's product goes to `partial` [splits, tiles, MULTIPLE · widest, columns of g] instead.
-    It is gᵀ · u that is computed: a product with as few columns as u has suits the tensor cores, one with as
-    few rows does not.
+    Computes gᵀ · u and transposes: tensor cores are fast with as few columns as u has, not with as few rows.
     """
     tile, split = tl.program_id(1) // splits, tl.program_id(1) % splits
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
-    rank = rank_at(table, slot, columns, WHOLE)
+    rank = rank_at(table, slot, columns, VECTORS)
     address = tl.load(table + slot * columns + column + part)
     wait_for_previous()
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -89,7 +88,7 @@ def _gather(
     partial, table, cells, tiles, columns, column, splits, n0, n1, n2, stride_partial,
     EVEN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """matrix[m, n] (fp32) += the sum of what `_outer` left of it in `partial`, always in the same order."""
+    """matrix[m, n] (fp32) += the sum of `partial` over its splits, always in the same order."""
     tile, m = tl.program_id(1), tl.program_id(2)
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, _, _ = tile_at(cells, tiles, tile)
@@ -118,7 +117,7 @@ def _gather(
 
 
 def _outer_shape(wide: int) -> tuple[int, int, int, int, int]:
-    """Columns of u, of g and rows at once, warps, stages: two such programs fit on a multiprocessor."""
+    """Columns of u, columns of g, rows, warps, stages: two such programs fit on a multiprocessor."""
     if wide <= 32:
         return max(16, power_of_2(wide)), 256, 64, 8, 3
     return (64, 128, 64, 4, 4) if wide <= 64 else (128, 128, 64, 8, 3)
@@ -140,14 +139,14 @@ def _add_outer(
     wanted = PROGRAMS // (count * blocks * blocks_m)
     splits = max(1, min(wanted, cdiv(segments.rows, 4 * block_k)))
     in_parts = splits > 1 and grads.invariant and not atomic
-    partial = u  # not looked at
+    partial = u  # not used
     if in_parts:
         partial = torch.empty(splits, count, wide, sum(sizes), dtype=torch.float32, device=g.device)
     where = (count, grads.addresses.shape[1], column, splits, *triple(sizes))
     _outer[(blocks, count * splits, blocks_m)](
         u, g, partial, grads.addresses, grads.scales, segments.cells, *where,
         u.stride(1), g.stride(0), partial.stride(1),
-        EVEN=even(sizes), WHOLE=grads.whole, MULTIPLE=multiple, PARTIAL=in_parts,
+        EVEN=even(sizes), VECTORS=grads.vectors, MULTIPLE=multiple, PARTIAL=in_parts,
         ATOMIC=atomic or splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=warps, num_stages=stages, **PDL,
     )  # fmt: skip
@@ -159,8 +158,8 @@ def _add_outer(
         )  # fmt: skip
 
 
-class Backward(NamedTuple):
-    """What the backward needs beside the forward's: the gradients' table and whole segments as tiles."""
+class GradientTable(NamedTuple):
+    """What the backward needs beyond the forward: the table of gradients, and whole segments as tiles."""
 
     grads: AdapterTable
     segments: RowTiles  # `rows` is the longest
@@ -173,7 +172,7 @@ def backward(
     u: Tensor,
     table: AdapterTable,
     tiles: RowTiles,
-    back: Backward,
+    back: GradientTable,
     site: TableSite,
 ) -> Tensor:
     """Add to the adapters' gradients; returns the gradient to u."""

@@ -2,9 +2,9 @@
 """Causal attention within the sequences of a packed batch, forward and backward, with sliding windows.
 
 Work comes in tiles of one sequence's positions, the longest first, so that ragged batches fill the device.
-The backward gathers the gradients of a kv head over the query heads that share it, and keeps the slopes that
-it met (the gradients to the scores) for the queries' gradient, unless they are too many. The order of every
-sum is fixed. `attention.attend_plain` is the plain path. Knows nothing of autograd.
+The backward over keys sums over the query heads that share a kv head, and stores the slopes (the gradients to
+the scores) for the backward over queries, unless they take too much memory. The order of every sum is fixed.
+The plain implementation is `attention.attend_plain`. Knows nothing of autograd.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim. Logarithms are to base 2.
 """
@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.sizes import power_of_2, shared_bytes
-from tinkex.engine.cuda.sums import spread
+from tinkex.engine.cuda.sizes import power_of_2
+from tinkex.engine.cuda.sums import sum_mma_rows
 from tinkex.engine.torch.upload import all_to_device
 
-TILE = 64  # positions of a tile; tiles of keys have more where those fit
-# Slopes may take this many times the queries' memory, about what the layer's MLP has given back when its
-# backward comes to the attention. Sequences of 2,500 tokens reach it with a head dim of 128.
+TILE = 64  # positions of a tile
+# Slopes may take this many times the queries' memory: about what the layer's MLP has freed when the backward
+# reaches its attention. Sequences of 2,500 tokens reach it with a head dim of 128.
 ROOM = 10
 
 
@@ -40,38 +40,29 @@ class AttentionTiles(NamedTuple):
 
     queries: Tensor
     keys: Tensor
-    width: int  # of a tile of keys
     slopes: int  # tiles of one head
 
 
-def width_for(x_THC: Tensor) -> int:
-    """How wide tiles of keys are: wider ones are quicker, and take 200 KiB of shared memory."""
-    return 2 * TILE if x_THC.shape[-1] <= 128 and shared_bytes(x_THC.device) >= 200 << 10 else TILE
-
-
-def cut(lengths: Sequence[int], width: int, device: torch.device) -> AttentionTiles:
+def cut(lengths: Sequence[int], device: torch.device) -> AttentionTiles:
     """The sequences in tiles."""
     n = np.array(lengths)
     counts = -(-n // TILE)
     slopes = counts * (counts + 1) // 2
     before = [np.cumsum(sizes) - sizes for sizes in (n, counts, slopes)]
 
-    def cells(size: int, late: bool) -> np.ndarray:
-        each = -(-n // size)
-        of = np.repeat(np.arange(len(n)), each)
-        at = size * (np.arange(len(of)) - (np.cumsum(each) - each)[of])
-        order = np.argsort(-at if late else at - n[of], kind="stable")
-        row, tile, slope = (number[of] for number in before)
-        return np.stack([row, n[of], at, tile, slope]).astype(np.int32).take(order, 1)
-
-    # those with the most work first
-    queries, keys = all_to_device([cells(TILE, late=True), cells(width, late=False)], device)
-    return AttentionTiles(queries, keys, width, int(slopes.sum()))
+    of = np.repeat(np.arange(len(n)), counts)
+    at = TILE * (np.arange(len(of)) - (np.cumsum(counts) - counts)[of])
+    row, tile, slope = (number[of] for number in before)
+    cells = np.stack([row, n[of], at, tile, slope]).astype(np.int32)
+    # the most work first: late queries, early keys
+    orders = [np.argsort(work, kind="stable") for work in (-at, at - n[of])]
+    queries, keys = all_to_device([cells.take(order, 1) for order in orders], device)
+    return AttentionTiles(queries, keys, int(slopes.sum()))
 
 
 @triton.jit
 def _visible(scores, query, key, length, WINDOW: tl.constexpr):
-    """-inf where a query may not look: `query` and `key` are positions, broadcast against each other."""
+    """-inf where a query may not attend: `query` and `key` are positions, broadcast against each other."""
     seen = (key <= query) & (query < length)
     if WINDOW > 0:
         seen &= key > query - WINDOW
@@ -83,7 +74,7 @@ def _look(
     total, best, mass, queries, k, v, query, low, high, length, stride, scale,
     MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Let a tile of queries see the keys low:high."""
+    """Attend a tile of queries to the keys low:high (online softmax)."""
     c = tl.arange(0, BLOCK_C)
     for start in range(low, high, BLOCK):
         key = start + tl.arange(0, BLOCK)
@@ -97,7 +88,7 @@ def _look(
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * scale - level[:, None])
         fade = tl.exp2(best - level)
-        mass = mass * fade + spread(weights, weights.shape[0], BLOCK)
+        mass = mass * fade + sum_mma_rows(weights, weights.shape[0], BLOCK)
         values = tl.load(v + place, mask=inside, other=0.0)
         total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
         best = higher
@@ -141,7 +132,7 @@ def _forward(
 
 @triton.jit
 def _halves(both):
-    """The two numbers in fp32 that one in int64 holds."""
+    """The two fp32 numbers that one int64 holds."""
     low, high = (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
     return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
 
@@ -152,7 +143,7 @@ def _along(
     out, grad, lse, sums, cells, tiles, T,
     H: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Each query's logarithm of its mass and Σ out · grad, side by side, with zeros up to a whole tile."""
+    """Each query's log-sum-exp and Σ out · grad, side by side in one int64, so that one load reads both."""
     head, tile = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
     at = tl.load(cells + 2 * tiles + tile)
@@ -171,9 +162,9 @@ def _along(
 def _gather_keys(
     grad_k, grad_v, keys, values, q, grad, sums, slopes, key, low, high, length, scale,
     MASK: tl.constexpr, WINDOW: tl.constexpr, STORE: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries low:high of one head give to a tile of keys and values."""
+    """Add the contribution of the queries low:high of one head to a tile of keys and values."""
     row, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
     for start in range(low, high, BLOCK):
         query = start + row
@@ -187,17 +178,14 @@ def _gather_keys(
         weights = tl.exp2(scores * scale - level[None, :])
         grads = tl.load(grad + place, mask=inside, other=0.0)
         grad_v = tl.dot(weights.to(grads.dtype), grads, grad_v)
-        slope = weights * tl.dot(values, tl.trans(grads), tl.broadcast_to(-along[None, :], KEYS, BLOCK))
+        slope = weights * tl.dot(values, tl.trans(grads), tl.broadcast_to(-along[None, :], BLOCK, BLOCK))
         slope = slope.to(queries.dtype)
         grad_k = tl.dot(slope, queries, grad_k)
         if STORE:
             tile = start // BLOCK
             to = slopes + (tile * (tile + 1) // 2).to(tl.int64) * (BLOCK * BLOCK)
-            to += tl.arange(0, KEYS)[:, None] * BLOCK + row[None, :]
-            if MASK and KEYS > BLOCK:  # tiles of later keys have no slopes, and their place is another's
-                tl.store(to, slope, mask=(key < start + BLOCK)[:, None])
-            else:
-                tl.store(to, slope)
+            to += row[:, None] * BLOCK + row[None, :]
+            tl.store(to, slope)
     return grad_k, grad_v
 
 
@@ -206,20 +194,20 @@ def _gather_keys(
 def _backward_keys(
     q, k, v, grad, sums, slopes, out_k, out_v, cells, tiles, query_tiles, stored, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, STORE: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     kv, tile = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
-    at = tl.multiple_of(tl.load(cells + 2 * tiles + tile), KEYS)
+    at = tl.multiple_of(tl.load(cells + 2 * tiles + tile), BLOCK)
     first_tile, first_slope = tl.load(cells + 3 * tiles + tile), tl.load(cells + 4 * tiles + tile)
-    key, c = at + tl.arange(0, KEYS), tl.arange(0, BLOCK_C)
+    key, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
     inside = (key < length)[:, None] & (c < C)[None, :]
     place = (first + key)[:, None] * (G * C) + kv * C + c[None, :]
     keys = tl.load(k + place, mask=inside, other=0.0)
     values = tl.load(v + place, mask=inside, other=0.0)
-    grad_k = tl.zeros((KEYS, BLOCK_C), tl.float32)
-    grad_v = tl.zeros((KEYS, BLOCK_C), tl.float32)
-    whole, end = at + KEYS, length  # queries from `whole` on see every key of the tile
+    grad_k = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+    grad_v = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+    whole, end = at + BLOCK, length  # queries from `whole` on see every key of the tile
     if WINDOW > 0:
         whole += WINDOW
         end = whole
@@ -231,13 +219,13 @@ def _backward_keys(
             grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
             at, tl.minimum(whole, length), length, scale2,
             MASK=True, WINDOW=WINDOW, STORE=STORE, STRIDE=H * C,
-            BLOCK=BLOCK, KEYS=KEYS, C=C, BLOCK_C=BLOCK_C,
+            BLOCK=BLOCK, C=C, BLOCK_C=BLOCK_C,
         )  # fmt: skip
         grad_k, grad_v = _gather_keys(
             grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
             whole, end, length, scale2,
             MASK=False, WINDOW=WINDOW, STORE=STORE, STRIDE=H * C,
-            BLOCK=BLOCK, KEYS=KEYS, C=C, BLOCK_C=BLOCK_C,
+            BLOCK=BLOCK, C=C, BLOCK_C=BLOCK_C,
         )  # fmt: skip
     tl.store(out_k + place, grad_k * scale, mask=inside)
     tl.store(out_v + place, grad_v, mask=inside)
@@ -250,7 +238,7 @@ def _backward_slopes(
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient to a tile of queries, of HEADS heads that share their keys, from the slopes kept."""
+    """The gradient to a tile of queries, of HEADS heads that share their keys, from stored slopes."""
     group, tile = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
     at = tl.load(cells + 2 * tiles + tile)
@@ -279,7 +267,7 @@ def _gather_queries(
     MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys low:high give to a tile of queries."""
+    """Add the contribution of the keys low:high to a tile of queries."""
     c = tl.arange(0, BLOCK_C)
     for start in range(low, high, BLOCK):
         key = start + tl.arange(0, BLOCK)
@@ -333,13 +321,13 @@ def _backward_queries(
 
 # -- launching -----------------------------------------------------------------------------------------
 
-LOG2E = 1.4426950408889634  # scores are scaled with it, too, so that exp2 does
+LOG2E = 1.4426950408889634  # scores are scaled with it too, for exp2
 
 
 def forward(
     q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: AttentionTiles, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The attention's output and, for the backward, each query's logarithm of its mass [H, T]."""
+    """The attention's output and, for the backward, each query's log-sum-exp [H, T]."""
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
     out, lse = torch.empty_like(q_THC), torch.empty(h, tokens, dtype=torch.float32, device=q_THC.device)
     count = tiles.queries.shape[1]
@@ -376,8 +364,7 @@ def backward(
     given = (q_THC, k_TGC, v_TGC, grad_THC, sums)
     _backward_keys[(g, tiles.keys.shape[1])](
         *given, slopes, grad_k, grad_v, tiles.keys, tiles.keys.shape[1], count, tiles.slopes, *scales,
-        **shape, WINDOW=window or 0, STORE=store, KEYS=tiles.width, **blocks,
-        num_warps=tiles.width // 16, num_stages=3 if tiles.width > TILE else 2,
+        **shape, WINDOW=window or 0, STORE=store, **blocks, num_warps=4, num_stages=2,
     )  # fmt: skip
     if store:
         heads = 2 - h // g % 2  # that share their keys

@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Attention over the paged KV cache, by tiles of queries; many tiles of one token have a kernel of their own.
+"""Attention over the paged KV cache: `_attend` for tiles of queries, `_decode` for many tiles of one token.
 
-A tile is up to `tokens` consecutive queries of one sequence with all the heads that share a kv head, so that
-a key is read once for all of them. Keys beyond a query's position are never read into a result, so pages need
-no clearing. Few sequences are cut along their keys and joined by a further kernel. With one size of tile
-and no cuts a query's result is the same to the last bit, whatever else is in the batch: blocks of keys begin
-at multiples of their size. `kv.PagedAttend` is the plain path. Knows nothing of requests.
+A tile is up to `tokens` consecutive queries of one sequence with all heads that share a kv head, so that a
+key is loaded once for all of them. Masked keys are never loaded, so pages need no clearing. Few sequences are
+split along their keys (split-K), and `_join` combines the splits. With one size of tile and no splits results
+are batch-invariant: blocks of keys begin at multiples of their size. The plain implementation is
+`kv.PagedAttend`. Knows nothing of requests.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim, B sequences, N pages of a sequence.
 """
@@ -23,19 +23,19 @@ from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.packed_attention import LOG2E
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import power_of_2
-from tinkex.engine.cuda.sums import spread, spread_down
+from tinkex.engine.cuda.sums import sum_mma_columns, sum_mma_rows
 
-_MANY = 1024  # tiles of one token and a kv head, that keep a large device busy with one warp each
+_MANY = 1024  # tiles times kv heads that fill the device with programs of one warp
 
 
 class Queries(NamedTuple):
-    """Where a step's queries are and what they see."""
+    """A step's queries and the keys that they attend to."""
 
     tiles: Tensor  # int32 [4, tiles]: first row, how many, position of the first, sequence
-    table_BN: Tensor  # int32: each sequence's pages
+    table_BN: Tensor  # int32: the page table
     tokens: int  # of a whole tile
     splits: int = 1  # of the keys
-    least: int = 0  # keys of a split; if there is a least, rounds are a trainer's, and so are the bits uncut
+    min_split_keys: int = 0  # above 0: splits are that long, and unsplit results match the trainer bitwise
 
 
 @launched
@@ -51,14 +51,14 @@ def _write(k, v, k_pool, v_pool, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T: Tensor) -> None:
-    """Put new keys and values into their slots; a slot below 0 is nowhere."""
+    """Store new keys and values in their slots; a negative slot is skipped."""
     tokens, width = k_TGC.shape[0], k_TGC.shape[1] * k_TGC.shape[2]
     _write[(tokens,)](k_TGC, v_TGC, k_pool, v_pool, slots_T, WIDTH=width, BLOCK=power_of_2(width), **PDL)
 
 
 @triton.jit
 def _either(condition, yes, no, ALIGNED: tl.constexpr):
-    """`yes`, a pointer, or one of `no`; ALIGNED: all are to whole vectors, which a choice would hide."""
+    """The pointer `yes` or one of `no`; ALIGNED: all are multiples of 16 bytes, which `where` would hide."""
     address = tl.where(condition, yes.to(tl.int64), no.to(tl.int64)).to(no.dtype)
     if ALIGNED:
         address = tl.multiple_of(address, 16)
@@ -71,9 +71,9 @@ def _page(
     MASK: tl.constexpr, TURNED: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A page's keys or values [keys, C], or [C, keys] if TURNED, of which `key` are the positions.
+    """A page's keys or values [keys, C], or [C, keys] if TURNED, at the positions `key`.
 
-    MASK: zeros but from `first` to `position`, whose own are not there yet but at `new`.
+    MASK: zeros outside `first` to `position`; those of `position` are still at `new`, not in the page.
     """
     c = tl.arange(0, BLOCK_C)
     rows = pool + page.to(tl.int64) * (PAGE * G * C) + tl.arange(0, PAGE) * (G * C)
@@ -108,9 +108,9 @@ def _see(
     MASK: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Let queries see the keys of the first PAGES of four, from position `start` on.
+    """Attend to the keys of the first PAGES of four pages, from position `start` on (online softmax).
 
-    MASK: those from `first` to `position` alone, of which there is one at least.
+    MASK: only to those from `first` to `position`, at least one.
     """
     key1 = start + tl.arange(0, PAGE)
     key2, key3, key4 = key1 + PAGE, key1 + 2 * PAGE, key1 + 3 * PAGE
@@ -145,13 +145,13 @@ def _see(
         w1, w2 = w1 + w3, w2 + w4
     if PAGES > 1:
         w1 += w2
-    sums = spread_down(w1, HEADS) if PAGES == 4 else tl.sum(w1, 0)
+    sums = sum_mma_columns(w1, HEADS) if PAGES == 4 else tl.sum(w1, 0)
     return total, higher, mass * fade + sums
 
 
 @triton.jit
 def _pages(pages, start, newest, PAGES: tl.constexpr, PAGE: tl.constexpr):
-    """The numbers of so many pages from position `start` on, none after the newest, in four."""
+    """Page numbers of PAGES pages from position `start` on, clamped to the newest; always four."""
     at = start // PAGE
     p1 = tl.load(pages + tl.minimum(at, newest))
     p2, p3, p4 = p1, p1, p1
@@ -171,9 +171,9 @@ def _decode(
 ):  # fmt: skip
     """`_attend` for tiles of one token, in a third of its instructions.
 
-    Everything is turned round, [keys, heads] and [C, heads], since there may be as few as 8 columns but not
-    rows; two or four PAGES make a round, each with one address, and their numbers are fetched a round before.
-    With four, all results have the bits of `_attend`.
+    Scores are transposed, [keys, heads] and [C, heads]: mma takes as few as 8 columns, but 16 rows. An
+    iteration covers two or four PAGES, each with one address, and page numbers are loaded an iteration ahead.
+    With four, results are bitwise identical to `_attend`.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
@@ -182,7 +182,7 @@ def _decode(
     if count > 0:
         tl.static_assert(PAGE == 16)
         ROUND: tl.constexpr = PAGES * PAGE
-        ENDS: tl.constexpr = 4 if PAGES == 4 else 1  # pages of a round where not all keys are seen
+        ENDS: tl.constexpr = 4 if PAGES == 4 else 1  # pages of an iteration with a mask
         head, c = tl.arange(0, HEADS), tl.arange(0, BLOCK_C)
         have_h, have_c = head < H // G, c < C
         at_q = (row.to(tl.int64) * H + kv_head * (H // G) + head)[None, :] * C + c[:, None]
@@ -237,7 +237,7 @@ def _decode(
 def _attend(
     q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -250,9 +250,9 @@ def _attend(
         have_m, have_c = (token < count) & (head < H // G), c < C
         at_q = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head)[:, None] * C + c[None, :]
         queries = tl.load(q + at_q, mask=have_m[:, None] & have_c[None, :], other=0.0)
-        last = position + count  # keys that the last query sees
+        last = position + count  # keys of the last query
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
-        span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, LEAST)
+        span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, MIN_SPLIT)
         new = (row.to(tl.int64) * G + kv_head) * C
         best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
         mass = tl.zeros((TOKENS * HEADS,), tl.float32)
@@ -264,7 +264,7 @@ def _attend(
             )
             slot = ((page * PAGE + key % PAGE) * G + kv_head) * C
             at_k, at_v = k_pool + slot, v_pool + slot
-            if TOKENS == 1:  # the new one is not there yet
+            if TOKENS == 1:  # the new key is not in its page yet
                 at_k = _either(key == position, k + new, at_k, ALIGNED=C % 8 == 0)
                 at_v = _either(key == position, v + new, at_v, ALIGNED=C % 8 == 0)
             keys = tl.load(
@@ -279,7 +279,7 @@ def _attend(
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores * scale - level[:, None])
             fade = tl.exp2(best - level)
-            sums = spread(weights, TOKENS * HEADS, KEYS) if LEAST > 0 else tl.sum(weights, 1)
+            sums = sum_mma_rows(weights, TOKENS * HEADS, KEYS) if MIN_SPLIT > 0 else tl.sum(weights, 1)
             mass = mass * fade + sums
             values = tl.load(
                 at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
@@ -287,7 +287,8 @@ def _attend(
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
         low = first + split * span
-        if TOKENS == 1 and (position >= low) & (position < low + span):  # who saw the new key puts it there
+        # the split that has the new key stores it
+        if TOKENS == 1 and (position >= low) & (position < low + span):
             page = tl.load(table + sequence * stride_table + position // PAGE).to(tl.int64)
             slot = ((page * PAGE + position % PAGE) * G + kv_head) * C + c
             tl.store(k_pool + slot, tl.load(k + new + c, mask=have_c), mask=have_c)
@@ -313,10 +314,10 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
 
 
 def _loop(queries: Queries) -> tuple[int, int, int]:
-    """Keys that one round reads, warps, and rounds under way: as measured on an H200."""
+    """Keys of an iteration, warps, and stages: as measured on an H200."""
     if queries.tokens > 1:
         return 64, 4, 3
-    return (32, 2, 2) if queries.splits > 1 and not queries.least else (64, 2, 3)
+    return (32, 2, 2) if queries.splits > 1 and not queries.min_split_keys else (64, 2, 3)
 
 
 def attend(
@@ -330,10 +331,10 @@ def attend(
     page: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Every query over the keys of its sequence up to its own, `window` in all if there is one.
+    """Attention of every query over its sequence's keys up to its own, `window` of them if given.
 
-    Tiles of one token put their keys and values into the pools on the way; for others `write` has done so,
-    and theirs alone is the second result: the logarithm to base 2 of every query's mass [T, H].
+    Tiles of one token also store their keys and values in the pools; for larger tiles `write` has done so.
+    The second result, for larger tiles only, is every query's log-sum-exp [T, H] to base 2.
     """
     (tokens, h, c), splits = q_THC.shape, queries.splits
     out = torch.empty_like(q_THC)
@@ -344,16 +345,18 @@ def attend(
     seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5 * LOG2E)
     shape = {"H": h, "G": kv_heads, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
     heads = power_of_2(h // kv_heads)
+    exact = queries.min_split_keys > 0
     if queries.tokens == 1 and count * kv_heads >= _MANY:
         _decode[(count, kv_heads)](
-            *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if queries.least else 2, STAGES=2,
-            num_warps=2 if queries.least else 1, **PDL,
+            *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if exact else 2, STAGES=2,
+            num_warps=2 if exact else 1, **PDL,
         )  # fmt: skip
         return out, lse[:, :, 0]
     keys, warps, stages = _loop(queries)
     _attend[(count, kv_heads, splits)](
-        *tensors, parts, lse, *seen, **shape, SPLITS=splits, LEAST=queries.least, TOKENS=queries.tokens,
-        HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps, num_stages=stages, **PDL,
+        *tensors, parts, lse, *seen, **shape, SPLITS=splits, MIN_SPLIT=queries.min_split_keys,
+        TOKENS=queries.tokens, HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps,
+        num_stages=stages, **PDL,
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **PDL)

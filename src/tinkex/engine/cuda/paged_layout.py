@@ -1,7 +1,6 @@
-"""A step's tokens as the paged kernels want them: positions, slots, tiles of queries, and a list of pages.
+"""A step's tokens as the paged kernels read them: positions, slots, tiles of queries, and a list of pages.
 
-Whole arrays at a time: a step may have thousands of tiles. Knows no tensors, and nothing of sequences but
-their pieces.
+Computed on whole arrays, since a step may have thousands of tiles. Knows no tensors.
 
 Shapes: T tokens of the step.
 """
@@ -17,11 +16,11 @@ import numpy as np
 from tinkex.engine.torch.kv import PAGE, Piece
 
 
-class Layout(NamedTuple):
-    """All int32, the pieces one after the other.
+class PagedLayout(NamedTuple):
+    """All int32, one piece after the other.
 
-    The last row of the tiles says where in `pages` those of their sequence begin, so that no table of
-    sequences by pages has to be as wide as the longest: what reads it takes a row to be one page long.
+    The last row of `tiles` says where in `pages` their sequence begins: the page table is one list, not a
+    table as wide as the longest sequence. Kernels read it as rows of one page.
     """
 
     positions: np.ndarray  # [T]
@@ -31,8 +30,8 @@ class Layout(NamedTuple):
     tile: int  # tokens of a whole tile
 
 
-def layout_of(pieces: Sequence[Piece], tile: int) -> Layout:
-    """The layout of `pieces` in tiles of up to `tile` tokens of one of them."""
+def layout_of(pieces: Sequence[Piece], tile: int) -> PagedLayout:
+    """The layout of `pieces` in tiles of up to `tile` tokens of one piece."""
     new, start, held = np.array([(p.new, p.start, len(p.pages)) for p in pieces]).T
     pages = np.fromiter(chain.from_iterable(p.pages for p in pieces), np.int32, held.sum())
     first_row, first_page = np.cumsum(new) - new, np.cumsum(held) - held
@@ -42,6 +41,6 @@ def layout_of(pieces: Sequence[Piece], tile: int) -> Layout:
     of = np.repeat(np.arange(len(pieces)), tiles)
     done = tile * (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of])
     cells = first_row[of] + done, np.minimum(tile, new[of] - done), start[of] + done, first_page[of]
-    return Layout(
+    return PagedLayout(
         positions.astype(np.int32), slots.astype(np.int32), np.stack(cells).astype(np.int32), pages, tile
     )

@@ -1,10 +1,10 @@
-"""The decoder's part of a step as CUDA graphs, for whatever the pipeline does not decode ahead.
+"""The decoder's part of prefill and mixed steps as captured CUDA graphs.
 
-Prompts, their chunks, and single tokens beside them or whose draws are cut: any mix that `Batch` plans. All
-that differs from step to step is in tensors that never move, so a graph serves every plan of about its size,
-and the host launches one thing in place of hundreds. Where no graph is large enough yet, steps of a size run
-as they are the first time, as they must before they can be captured, and are captured the second.
-Knows tokens, pages and adapters; nothing of requests, of logits or of how a graph is made.
+Serves what `DecodePipeline` does not: prompts, chunks of prompts, single tokens beside them, and requests
+with top-k or top-p. Everything that differs between steps lies in tensors that never move, so one graph
+serves every step of about its size, and the host launches one graph instead of hundreds of kernels. A step of
+a new size runs eagerly the first time and is captured the second, unless a larger graph serves it. Knows
+tokens, pages and adapters; nothing of requests or of logits.
 
 Shapes: T tokens of the step, D width.
 """
@@ -23,9 +23,10 @@ from torch import Tensor
 from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as lora_kernel
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda.adapter_slots import AdapterSlots, SlotTiles, round_up
+from tinkex.engine.cuda.adapter_slots import AdapterSlots, SlotTiles
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
-from tinkex.engine.cuda.paged_layout import Layout, layout_of
+from tinkex.engine.cuda.paged_layout import PagedLayout, layout_of
+from tinkex.engine.cuda.sizes import power_of_2
 from tinkex.engine.torch.hooks import LoraHook
 from tinkex.engine.torch.kv import PAGE, KVCache, Piece
 from tinkex.engine.torch.lora import LoraBatch
@@ -35,35 +36,36 @@ from tinkex.engine.torch.upload import fill
 
 log = logging.getLogger(__name__)
 
-_HOST_FLOPS = 2.4e13  # what a large GPU does in the time that the host takes to launch a step (40 ms)
-_GRAPHS = 64  # kept, the last used ones
-_PATIENCE = 2  # steps of a size that a larger graph does before the size gets its own
-_PADDED = 2  # times the rows of a step: where a graph has more, launching is quicker
+_HOST_FLOPS = 2.4e13  # of a large GPU in the time that the host takes to launch a step (40 ms)
+_GRAPHS = 64  # kept, least recently used first out
+_PATIENCE = 2  # steps of a size that a larger graph serves before the size gets its own
+_PADDED = 2  # times the rows of a step: with more padding, launching eagerly is faster
 
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 class PrefillGraphKey(NamedTuple):
-    """What a graph was captured for."""
+    """What a prefill graph was captured for."""
 
     rows: int
     tile: int  # tokens of a whole tile of queries
     tiles: int
     splits: int  # of their keys
-    cells: int = 0  # tiles of adapters' rows; 0: the base model alone
+    cells: int = 0  # tiles of `lora_kernels.RowTiles`; 0: no adapter
     cell_rows: int = 0
     rank: int = 0  # the widest adapter's
-    whole: bool = False  # whether every rank is a multiple of 8
+    vectors: bool = False  # every rank is a multiple of 8
 
     def serves(self, other: PrefillGraphKey) -> bool:
-        """Whether this graph can do a step of `other`'s, if with more rows and tiles that do nothing."""
+        """Whether this graph can serve a step of `other`, with padding rows and tiles."""
         same = (self.tile, self.splits, self.cell_rows) == (other.tile, other.splits, other.cell_rows)
         mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
-        return same and self.whole <= other.whole and all(a >= b for a, b in zip(mine, others, strict=True))
+        fits = all(a >= b for a, b in zip(mine, others, strict=True))
+        return same and fits and self.vectors <= other.vectors
 
 
 def size(tokens: int) -> int:
-    """The rows of the graph that serves so many tokens: beyond 512 at most an eighth more than there are."""
+    """The rows of the graph that serves so many tokens: beyond 512 at most an eighth more."""
     step = max(64, 1 << (tokens - 1).bit_length() >> 4)
     return -(-tokens // step) * step
 
@@ -71,13 +73,13 @@ def size(tokens: int) -> int:
 def largest(parameters: int, tokens: int) -> int:
     """The rows of the largest graph worth having where steps have up to `tokens`.
 
-    Larger steps keep the device busy for as long as the host takes to launch them: padding would cost time.
+    Larger steps keep the device busy while the host launches them; padding would cost time.
     """
     return min(size(tokens), int(_HOST_FLOPS / (2 * parameters)))
 
 
 def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
-    """The views of a step's orders: tokens, positions, slots, tiles, cells, each by rows, and the pages."""
+    """Views of a step's orders: tokens, positions, slots, tiles, cells [rows, columns] each, and pages."""
     parts, stop = [], 0
     for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (6, key.cells)):
         start, stop = stop, stop + -(-rows * columns // 4) * 4  # each begins at a multiple of 16 bytes
@@ -86,9 +88,13 @@ def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
 
 
 def write_orders(
-    orders: np.ndarray, key: PrefillGraphKey, tokens: np.ndarray, layout: Layout, seated: SlotTiles | None
+    orders: np.ndarray,
+    key: PrefillGraphKey,
+    tokens: np.ndarray,
+    layout: PagedLayout,
+    placed: SlotTiles | None,
 ) -> int:
-    """Write a step into `orders`; how much of that is used. Rows and tiles beyond the step's do nothing."""
+    """Write a step into `orders`; returns the length used. Rows and tiles beyond the step do nothing."""
     at_tokens, positions, slots, tiles, cells, pages = cut(orders, key)
     used = len(orders) - len(pages) + len(layout.pages)
     assert used <= len(orders)
@@ -98,21 +104,21 @@ def write_orders(
     positions[0, : len(tokens)] = layout.positions
     slots[0, : len(tokens)] = layout.slots
     tiles[:, : layout.tiles.shape[1]] = layout.tiles
-    if seated is not None:
-        cells[:, : seated.cells.shape[1]] = seated.cells
-        cells[3, seated.cells.shape[1] :] = np.count_nonzero(seated.cells[2])  # no tile is theirs
+    if placed is not None:
+        cells[:, : placed.cells.shape[1]] = placed.cells
+        cells[3, placed.cells.shape[1] :] = np.count_nonzero(placed.cells[2])  # padding has no tile
     pages[: len(layout.pages)] = layout.pages
     return used
 
 
 class CapturedGraph(Protocol):
-    """A step that was captured."""
+    """A captured step."""
 
     def replay(self) -> None: ...
 
 
 class Captures(Protocol):
-    """What `decode.DecodeGraphs` does for us."""
+    """What `DecodeGraphs` provides: the memory pool that all graphs share, and the LoRA hook."""
 
     def capture(self, step: Callable[[], None]) -> CapturedGraph: ...
 
@@ -120,16 +126,16 @@ class Captures(Protocol):
 
 
 class CapturedPrefill:
-    """Captured steps within `limits`, by the number of their tokens."""
+    """Captured steps of up to `rows` tokens."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, limits: Limits, captures: Captures) -> None:
         self._decoder, self._cache, self._captures = decoder, cache, captures
         self._sequences = limits.sequences
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
-        self._seats = AdapterSlots(decoder, limits.sequences)
-        self.least = self._seats.least
-        # tiles of either kind are at most one for 16 rows and one for each sequence, before they are rounded
+        self._slots = AdapterSlots(decoder, limits.sequences)
+        self.min_split_keys = self._slots.min_split_keys
+        # at most one tile of either kind for 16 rows and one for each sequence, before rounding up
         room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)
         self._orders = torch.zeros(room, dtype=torch.int32, device=weight.device)
@@ -142,31 +148,31 @@ class CapturedPrefill:
 
     @torch.inference_mode()
     def __call__(self, tokens: np.ndarray, pieces: Sequence[Piece], lora: LoraBatch | None) -> Tensor | None:
-        """The final hidden states [T, D] of the pieces' tokens, good until the next call.
+        """The final hidden states [T, D] of the pieces' tokens, valid until the next call.
 
-        None if no graph can serve them: too many, or adapters that the kernels cannot read.
+        None if no graph can serve them: too many tokens, or adapters that the kernels cannot read.
         """
         if size(len(tokens)) > self.rows or (lora is not None and not _readable(lora)):
             return None
         layout = layout_of(pieces, tile_tokens(pieces, self._decoder.backend.invariant))
-        seated = None if lora is None else self._seats.seat(lora.segments)
-        key = self._choose(self._key(len(tokens), len(pieces), layout.tile, seated))
-        used = write_orders(self._host, key, tokens, layout, seated)
+        placed = None if lora is None else self._slots.place(lora.segments)
+        key = self._choose(self._key(len(tokens), len(pieces), layout.tile, placed))
+        used = write_orders(self._host, key, tokens, layout, placed)
         fill(self._orders[:used], self._host[:used])
         self._run(key)
         return self._hidden[: len(tokens)]
 
-    def _key(self, tokens: int, pieces: int, tile: int, seated: SlotTiles | None) -> PrefillGraphKey:
+    def _key(self, tokens: int, pieces: int, tile: int, placed: SlotTiles | None) -> PrefillGraphKey:
         rows = size(tokens)
-        tiles = round_up(pieces) if tile == 1 else rows // tile + min(rows, self._sequences)
+        tiles = power_of_2(pieces) if tile == 1 else rows // tile + min(rows, self._sequences)
         key = PrefillGraphKey(rows, tile, tiles, splits_for(pieces * self._cache.heads, tile))
-        if seated is None:
+        if placed is None:
             return key
-        cells, cell_rows, rank, whole = seated
-        return key._replace(cells=cells.shape[1], cell_rows=cell_rows, rank=rank, whole=whole)
+        cells, cell_rows, rank, vectors = placed
+        return key._replace(cells=cells.shape[1], cell_rows=cell_rows, rank=rank, vectors=vectors)
 
     def _choose(self, key: PrefillGraphKey) -> PrefillGraphKey:
-        """Whose graph to take: the key's own or, for the first few times, a larger one's that is there."""
+        """The graph to use: the key's own or, the first few times, a larger one that was captured already."""
         if key in self._captured:
             return key
         self._asked[key] += 1
@@ -189,27 +195,27 @@ class CapturedPrefill:
         self.replayed += 1
 
     def _capture(self, key: PrefillGraphKey) -> CapturedGraph | None:
-        """The graph of a step that has run before; None, now and for good, if it cannot be had."""
+        """Capture a step that has run before. None, and the key is never tried again, if that fails."""
         try:
             graph = self._captures.capture(lambda: self._step(key))
-        except RuntimeError as error:  # out of memory, most likely
+        except RuntimeError as error:  # most likely out of memory
             log.warning("a step of %d rows could not be captured: %s", key.rows, error)
             self._warm.discard(key)
             self._refused.add(key)
             return None
         self._captured[key] = graph
         if len(self._captured) > _GRAPHS:
-            self._captured.popitem(last=False)  # capturing has waited for the device: none of them runs
+            self._captured.popitem(last=False)  # capturing has synchronised: no graph is running
         return graph
 
     def _step(self, key: PrefillGraphKey) -> None:
         tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
-        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.least)
+        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = None
         if key.cells:
             lora = self._captures.hook(
-                self._seats.table(key.rank, key.whole), lora_kernel.RowTiles(cells, key.cell_rows)
+                self._slots.table(key.rank, key.vectors), lora_kernel.RowTiles(cells, key.cell_rows)
             )
         self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))
 

@@ -1,7 +1,7 @@
-"""Sizes of grids and tiles, worked out on the host before a launch.
+"""Grid and tile sizes, computed on the host before a launch.
 
-Triton has functions of these names for use inside kernels; called from outside they take longer than the rest
-of a launch.
+Triton has functions of these names for use inside kernels. Called from the host they take longer than the
+rest of a launch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from functools import cache
 
 import torch
 
+MULTIPROCESSORS = 132  # of an H100 or H200, on which tile shapes were measured
+
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks hold `size` things."""
+    """The number of blocks that hold `size` elements."""
     return -(-size // block)
 
 
 def power_of_2(size: int) -> int:
-    """The smallest that is not smaller than `size`.
+    """The smallest power of two that is not smaller than `size`.
 
     >>> [power_of_2(n) for n in (1, 2, 3, 64, 65)]
     [1, 2, 4, 64, 128]
@@ -27,7 +29,7 @@ def power_of_2(size: int) -> int:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """How much of a multiprocessor's own memory a program may have: 227 KB on Hopper, 163 or 99 on others."""
-    if device.type != "cuda":  # by the interpreter, as on Hopper
+    """Shared memory that one program may use: 227 KB on Hopper, 163 or 99 KB on others."""
+    if device.type != "cuda":  # the interpreter, as if on Hopper
         return 232_448
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

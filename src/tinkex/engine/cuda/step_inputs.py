@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""What a captured decoding step does first: read the host's orders, and its own last tokens.
+"""The first kernel of a captured decode step: reads the host's orders and the last step's tokens.
 
-After it comes an operation of torch (the embedding), so that kernels may read what it wrote before they wait.
-Knows nothing of sequences: rows, positions and slots alone.
+A torch operation (the embedding) follows it, so that later kernels may read its results before they wait
+(PDL). Knows nothing of sequences: rows, positions and slots alone.
 
 Shapes: B rows, P positions, C head dim.
 """
@@ -60,11 +60,11 @@ def begin(
     known: tuple[Tensor, Tensor],
     angles: tuple[Tensor, Tensor],
 ) -> None:
-    """Spread the orders (int64 [ORDERS, capacity]) over the rows of a step.
+    """Distribute the orders (int64 [ORDERS, capacity]) over the rows of a step.
 
-    A row's token is the last one of row `source`, or `token` if that is below 0; a row whose slot is below 0
-    does nothing. The page that a row writes to is entered in its table. `known` is cos and sin of every
-    position, [P, C / 2] each, and `angles` where those of the rows go.
+    A row's token is the last token of row `source`, or `token` if `source` is negative; a row with a negative
+    slot does nothing. The page that a row writes to is entered in the page table. `known` is cos and sin of
+    every position, [P, C / 2] each; those of the rows go to `angles`.
     """
     rows, half = angles[0].shape
     _begin[(rows,)](

@@ -65,9 +65,9 @@ class Backend(Protocol):
         ...
 
     def paged_attend(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], least: int = 0
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], min_split_keys: int = 0
     ) -> Attend:
-        """Attention of a step's tokens over the paged cache; `least` is `CapturedPrefill.least`."""
+        """Attention of a step's tokens over the paged cache; `min_split_keys` is captured prefill's."""
         ...
 
     # One chunk of `logprobs.target_logprobs`.
@@ -105,7 +105,7 @@ class TorchBackend:
         return PackedAttend(lengths, windows)
 
     def paged_attend(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], least: int = 0
+        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], min_split_keys: int = 0
     ) -> Attend:
         return PagedAttend(cache, pieces, windows, cache.device)
 

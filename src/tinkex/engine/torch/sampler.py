@@ -317,11 +317,11 @@ class Batch:
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
             windows = self.decoder.config.windows
-            least = 0 if self._prefill is None else self._prefill.least
+            min_split_keys = 0 if self._prefill is None else self._prefill.min_split_keys
             h_TD = self.decoder(
                 to_device(tokens.astype(np.int64), self._device),
                 to_device(positions, self._device),
-                backend.paged_attend(self.cache, pieces, windows, least),
+                backend.paged_attend(self.cache, pieces, windows, min_split_keys),
                 lora,
             )
         for sequence, count in plan:

@@ -1,0 +1,194 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Adapters' u·Bᵀ added by the operation that reads a projection: rotation of qkv, SwiGLU of gate and up.
+
+For decode steps of more rows than `fused_projection` serves, or of many adapters: a library computes the
+frozen product, and the projection is read and written once less than if `lora_kernels.expand` came between.
+Rounds where `elementwise` rounds. Where u is not split, results are bitwise identical to the trainer's. Tiles
+must cover every row.
+
+Shapes: M rows, O out-features, F MLP width, S splits, P parts of a site, R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.lora_kernels import AdapterTable, SiteAdapters, TableSite, b_of, scaled, tile_at
+from tinkex.engine.cuda.pdl import PDL, wait_for_previous
+from tinkex.engine.cuda.sizes import cdiv, power_of_2
+from tinkex.engine.cuda.sums import sum_loaded_rows
+
+_MAX_U = 128  # columns of u, of all parts
+_COLUMNS = 64  # of one program
+
+
+@triton.jit
+def _projected(
+    y, u, b, rank, scale, part, row, have_m, before, col, have_n, stride_y, stride_u, split_u,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Columns `col` of a part of the projection, rounded to the model's dtype."""
+    place = y + row[:, None] * stride_y + before + col[None, :]
+    total = tl.load(place, mask=have_m & have_n, other=0.0).to(tl.float32)
+    at = tl.arange(0, RANK)
+    place = u + row[:, None] * stride_u + part * rank + at[None, :]
+    have = have_m & (at < rank)[None, :]
+    left = tl.zeros((BLOCK_M, RANK), tl.float32)
+    for split in tl.static_range(SPLITS):
+        left += tl.load(place + split * split_u, mask=have, other=0.0).to(tl.float32)
+    if SPLITS == 1:
+        total = tl.dot(scaled(left, scale, DTYPE), b, total)
+    else:  # faster, and nothing else computes these bits
+        total += tl.dot(left.to(DTYPE), b) * scale
+    return total.to(DTYPE).to(tl.float32)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _swiglu(
+    y, u, out, table, scales, cells, tiles, columns, column, F, stride_u, split_u,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
+    m, col = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (start + m).to(tl.int64)
+    have_m, have_n = (m < count)[:, None], (col < F)[None, :]
+    dtype, r = out.dtype.element_ty, tl.arange(0, RANK)
+    b_gate, rank, scale = b_of(table, scales, slot, columns, column, 0, F, r, col, have_n, dtype, VECTORS)
+    b_up, rank_up, _ = b_of(table, scales, slot, columns, column, 1, F, r, col, have_n, dtype, VECTORS)
+    wait_for_previous()
+    gate = _projected(
+        y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, stride_u, split_u,
+        SPLITS=SPLITS, RANK=RANK, BLOCK_M=BLOCK_M, DTYPE=dtype,
+    )  # fmt: skip
+    up = _projected(
+        y, u, b_up, rank_up, scale, 1, row, have_m, F, col, have_n, 2 * F, stride_u, split_u,
+        SPLITS=SPLITS, RANK=RANK, BLOCK_M=BLOCK_M, DTYPE=dtype,
+    )  # fmt: skip
+    tl.store(out + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _rotate(
+    y, u, cos, sin, q_norm, k_norm, q, k, v, table, scales, cells, tiles, columns, column, H, G, eps,
+    stride_u, split_u, SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of a tile's rows; HALF columns hold half of it, since rotation pairs the two halves."""
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
+    head = tl.program_id(0)
+    part = tl.where(head < H, 0, tl.where(head < H + G, 1, 2))
+    first = tl.where(part == 0, 0, tl.where(part == 1, H, H + G))  # the part's first head
+    width = tl.where(part == 0, H, G) * C
+    m, at = tl.arange(0, BLOCK_M), tl.arange(0, HALF)
+    row = (start + m).to(tl.int64)
+    have_m, have_n = (m < count)[:, None], (at < C // 2)[None, :]
+    low = (head - first) * C + at
+    high = low + C // 2
+    dtype, r = q.dtype.element_ty, tl.arange(0, RANK)
+    b_low, rank, scale = b_of(
+        table, scales, slot, columns, column, part, width, r, low, have_n, dtype, VECTORS
+    )
+    b_high, _, _ = b_of(table, scales, slot, columns, column, part, width, r, high, have_n, dtype, VECTORS)
+    angle = row[:, None] * (C // 2) + at[None, :]
+    c = tl.load(cos + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=have_m & have_n, other=0.0).to(tl.float32)
+    wait_for_previous()
+    a = _projected(
+        y, u, b_low, rank, scale, part, row, have_m, first * C, low, have_n, (H + 2 * G) * C,
+        stride_u, split_u, SPLITS=SPLITS, RANK=RANK, BLOCK_M=BLOCK_M, DTYPE=dtype,
+    )  # fmt: skip
+    b = _projected(
+        y, u, b_high, rank, scale, part, row, have_m, first * C, high, have_n, (H + 2 * G) * C,
+        stride_u, split_u, SPLITS=SPLITS, RANK=RANK, BLOCK_M=BLOCK_M, DTYPE=dtype,
+    )  # fmt: skip
+    if part < 2:
+        if NORM:
+            if SPLITS == 1:  # bitwise identical to the trainer
+                squares = sum_loaded_rows(a * a, BLOCK_M, HALF) + sum_loaded_rows(b * b, BLOCK_M, HALF)
+            else:
+                squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            rstd = tl.rsqrt(squares / C + eps)[:, None]
+            norm = k_norm
+            if part == 0:
+                norm = q_norm
+            wa = tl.load(norm + at, mask=at < C // 2, other=0.0).to(tl.float32)
+            wb = tl.load(norm + C // 2 + at, mask=at < C // 2, other=0.0).to(tl.float32)
+            a = (a * rstd).to(dtype).to(tl.float32) * wa[None, :]
+            b = (b * rstd).to(dtype).to(tl.float32) * wb[None, :]
+        turned = a * c - b * s
+        b = b * c + a * s
+        a = turned
+    out = v
+    if part == 0:
+        out = q
+    elif part == 1:
+        out = k
+    place = out + row[:, None] * width + low[None, :]
+    tl.store(place, a, mask=have_m & have_n)
+    tl.store(place + C // 2, b, mask=have_m & have_n)
+
+
+@dataclass(frozen=True)
+class DeferredExpand:
+    """A frozen product y and its adapters' u = x·Aᵀ, not added yet: a `hooks.Pending` of qkv or gate-up."""
+
+    y_MO: Tensor
+    u_SMR: Tensor  # as `lora_kernels.shrink` returns it
+    adapters: SiteAdapters
+
+    def swiglu(self) -> Tensor:
+        """silu(gate) * up of a fused [M, 2F]."""
+        (rows, width), y = self.y_MO.shape, self.y_MO
+        given, strides, constants = self._arguments()
+        out = y.new_empty(rows, width // 2)
+        _swiglu[(cdiv(width // 2, _COLUMNS), given[3])](
+            y, self.u_SMR, out, *given, width // 2, *strides, **constants, BLOCK_N=_COLUMNS, num_warps=4,
+            **PDL
+        )  # fmt: skip
+        return out
+
+    def rotate(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k, normalised (if asked) and rotated, and v."""
+        (h, g), (rows, width), y = heads, self.y_MO.shape, self.y_MO
+        given, strides, constants = self._arguments()
+        c = width // (h + 2 * g)
+        q, k, v = (y.new_empty(rows, n, c) for n in (h, g, g))
+        _rotate[(h + 2 * g, given[3])](
+            y, self.u_SMR, cos, sin, *(norms or (cos, cos)), q, k, v, *given, h, g, eps, *strides,
+            **constants, C=c, HALF=max(16, power_of_2(c // 2)), NORM=norms is not None, num_warps=4, **PDL,
+        )  # fmt: skip
+        return q, k, v
+
+    def total(self) -> Tensor:
+        raise NotImplementedError("only qkv and gate-up are deferred")
+
+    addend = total
+
+    def _arguments(self) -> tuple[tuple, tuple[int, int], dict[str, int]]:
+        """What both kernels are given: tables, tiles and the site's column; strides; constants."""
+        u, (table, tiles, site) = self.u_SMR, self.adapters
+        count, columns = tiles.cells.shape[1], table.addresses.shape[1]
+        given = table.addresses, table.scales, tiles.cells, count, columns, site.column + 1
+        rank = max(16, power_of_2(table.widest))
+        constants = {"SPLITS": len(u), "RANK": rank, "VECTORS": table.vectors, "BLOCK_M": tiles.rows}
+        return given, (u.stride(1), u.stride(0)), constants
+
+
+def holds(table: AdapterTable, site: TableSite) -> bool:
+    """Whether the kernels can hold adapters so wide."""
+    return len(site.outs) * table.widest <= _MAX_U
