@@ -285,6 +285,12 @@ MEASURES: dict[str, Callable[[Bench], float]] = {
 }
 
 
+COMPARED = (  # what `compare` measures unless told otherwise
+    "decode 1", "decode 64", "decode 256", "decode 256, 16 adapters",
+    "train", "train, 16 runs", "train recomputed",
+)  # fmt: skip
+
+
 # -- running and telling -------------------------------------------------------------------------------
 
 
@@ -402,9 +408,7 @@ def compare(shape: str, only: list[str] | None, rounds: int, tree: Path) -> None
     ours, other = Checkout(HERE.parent, shape), Checkout(tree, shape)
     print(f"{shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}; {HERE.parent} / {tree}")
     print(f"{'measure':<28}{'other':>12}{'ours':>12}{'ratio':>9}  lowest and highest of {rounds} rounds")
-    for name in MEASURES:
-        if not name.startswith(tuple(only or ("train", "decode"))):
-            continue
+    for name in [name for name in MEASURES if (name.startswith(tuple(only)) if only else name in COMPARED)]:
         pairs = []
         for turn in range(rounds):
             first, second = (ours, other) if turn % 2 else (other, ours)  # neither always goes first

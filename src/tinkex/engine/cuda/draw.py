@@ -122,17 +122,9 @@ def draw(
     best, mass, whole = torch.empty(3, rows, n, dtype=torch.float32, device=logits_BV.device)
     sizes = (n, v, vocab, logits_BV.stride(0))
     _blocks[(rows, cdiv(n, _AT_ONCE))](
-        logits_BV,
-        temperature_B,
-        best,
-        mass,
-        whole,
-        *sizes,
-        COLDEST=COLDEST,
-        BLOCK=BLOCK,
-        AT_ONCE=_AT_ONCE,
-        **PDL,
-    )
+        logits_BV, temperature_B, best, mass, whole, *sizes,
+        COLDEST=COLDEST, BLOCK=BLOCK, AT_ONCE=_AT_ONCE, **PDL,
+    )  # fmt: skip
     _pick[(rows,)](
         logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
         COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), num_warps=_PICKING, **PDL,

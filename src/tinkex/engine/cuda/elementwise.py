@@ -18,6 +18,7 @@ from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.cuda.sums import sum_loaded_rows
+from tinkex.engine.torch.plain import Norms
 
 _HEADS = 16  # of one program
 _COLUMNS = 1024  # of one program
@@ -223,12 +224,7 @@ def _rotate_backward(
 
 
 def rotate(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: tuple[int, int],
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q_THC and k_TGC, normalised (if asked) and rotated, v_TGC, and 1 / rms of q's and k's heads."""
     (h, g), tokens = heads, qkv.shape[0]
@@ -249,7 +245,7 @@ def rotate_backward(
     qkv: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
+    norms: Norms | None,
     rstd: Tensor | None,
 ) -> Tensor:
     """The gradient to the fused projection; without norms it does not need its values."""
@@ -308,12 +304,6 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient to the fused [T, 2F]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty_like(gate_up)
-    _swiglu_backward[(rows, cdiv(width, _COLUMNS))](
-        grad.contiguous(),
-        gate_up,
-        out,
-        width,
-        BLOCK=_COLUMNS,
-        **PDL,
-    )
+    grid = (rows, cdiv(width, _COLUMNS))
+    _swiglu_backward[grid](grad.contiguous(), gate_up, out, width, BLOCK=_COLUMNS, **PDL)
     return out

@@ -107,16 +107,7 @@ def chosen(logits_NV: Tensor, temperature_N: Tensor, ids_N: Tensor, out_N: Tenso
 def gradient_(logits_NV: Tensor, normaliser_N: Tensor, ids_N: Tensor, grads_N: Tensor) -> Tensor:
     """In place: grads · (onehot(ids) − softmax(logits)). An id below 0 is no target: −grads · softmax."""
     rows, v = logits_NV.shape
-    grid = rows, cdiv(v, _COLUMNS)
-    _gradient[grid](
-        logits_NV,
-        normaliser_N,
-        ids_N,
-        grads_N,
-        v,
-        logits_NV.stride(0),
-        BLOCK=_COLUMNS,
-        num_warps=8,
-        **PDL,
-    )
+    _gradient[(rows, cdiv(v, _COLUMNS))](
+        logits_NV, normaliser_N, ids_N, grads_N, v, logits_NV.stride(0), BLOCK=_COLUMNS, num_warps=8, **PDL
+    )  # fmt: skip
     return logits_NV

@@ -1,5 +1,5 @@
-"""The decoding step on the CPU as one call of compiled code: the fast path of `sampler.Batch`.
+"""The decode step on the CPU as one call of C: the fast path of `sampler.Batch` for dense fp32 models.
 
-`build` makes the library, `structs` mirrors its structs, `step` fills them. Nothing here is used where there
-is no C compiler, and a test holds the compiled step to the decoder's own numbers.
+`build` compiles the library, `structs` mirrors its structs, `step` fills them. Without a C compiler nothing
+here is used. `tests/engine/test_compiled.py` compares the C step with the decoder.
 """

@@ -1,8 +1,7 @@
-"""`step.c` as a library: compiled once by the machine's own C compiler, kept beside Python's own bytecode.
+"""Compiles `step.c` once with the machine's C compiler and caches the library beside Python's bytecode.
 
-A machine without a compiler, or one on which it fails, gets None and computes by torch's operations. The
-library is named after all that it was made from (source, options, the CPU's features), so nothing stale is
-ever loaded. Knows nothing of models.
+Returns None without a compiler or if it fails; torch operations then compute the step. The library's name is
+a hash of source, options and CPU features, so that no stale library is loaded. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("step.c")
 _OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_OPENMP = "-fopenmp"  # its calls go to the OpenMP that torch has loaded, and its threads
+_OPENMP = "-fopenmp"  # resolves to the OpenMP that torch has loaded, and shares its threads
 _SECONDS = 120.0
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)  # an installation that others may only read
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)  # a read-only installation
 
 log = logging.getLogger(__name__)
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled step; None where there is none."""
+    """The compiled library, or None."""
     return build(shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"))
 
 
 def build(compiler: str | None) -> ctypes.CDLL | None:
-    """The library as `compiler` makes it, or has made it before."""
+    """The library that `compiler` makes, or made before."""
     if compiler is None:
-        log.info("no C compiler: decoding steps on the CPU are made of torch's operations")
+        log.info("no C compiler: decode steps on the CPU use torch operations")
         return None
     for directory in (_SOURCE.parent / "__pycache__", Path.home() / ".cache" / "tinkex"):
         try:
@@ -45,13 +44,13 @@ def build(compiler: str | None) -> ctypes.CDLL | None:
         except (OSError, subprocess.SubprocessError) as error:
             if isinstance(error, OSError) and error.errno in _NOT_OURS:
                 continue
-            log.warning("decoding steps on the CPU are made of torch's operations: %s", error)
+            log.warning("decode steps on the CPU use torch operations: %s", error)
             return None
     return None
 
 
 def _made(compiler: str, directory: Path) -> Path:
-    """The library's file, compiled now if it is not there yet."""
+    """The library's file, compiled if it does not exist."""
     parts = (_SOURCE.read_bytes(), compiler.encode(), " ".join(_OPTIONS).encode(), _cpu())
     target = directory / f"step.{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if target.exists():
@@ -61,9 +60,9 @@ def _made(compiler: str, directory: Path) -> Path:
         made = Path(scratch) / target.name
         try:
             _compile(compiler, made, _OPENMP)
-        except subprocess.CalledProcessError:  # a compiler without OpenMP: the step runs on one thread
+        except subprocess.CalledProcessError:  # no OpenMP: the step runs on one thread
             _compile(compiler, made)
-        os.replace(made, target)  # whoever compiled it meanwhile made the same
+        os.replace(made, target)  # another process may have compiled the same file
     return target
 
 
@@ -73,7 +72,7 @@ def _compile(compiler: str, target: Path, *more: str) -> None:
 
 
 def _cpu() -> bytes:
-    """What `-march=native` looks at."""
+    """What `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         told = [line for line in lines if line.startswith(("flags", "Features"))][:1]

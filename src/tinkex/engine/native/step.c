@@ -1,11 +1,10 @@
-/* One decoding step of a dense decoder on the CPU in fp32: each row is the newest token of one sequence.
+/* One decode step of a dense decoder on the CPU in fp32: each row is the newest token of one sequence.
 
-   The same arithmetic as `model.Decoder` over `kv.PagedAttend` with `lora.LoraBatch`, in one call that keeps
-   out of the way of everything else: a few hundred small tensor operations cost several times what a small
-   model's arithmetic does. Promises: a row's numbers do not depend on the other rows, on how many there are
-   or on the number of threads. The structs are mirrored in `structs.py`.
+   Computes what `model.Decoder` does with `kv.PagedAttend` and `lora.LoraBatch`, in one call: the overhead of a
+   few hundred small tensor operations is several times the arithmetic of a small model. Promises: results are
+   batch-invariant and do not depend on the number of threads. `structs.py` mirrors the structs.
 
-   Only standard C and GNU vectors: for any CPU that GCC or Clang can compile for. */
+   Standard C and GNU vectors only: any CPU that GCC or Clang compiles for. */
 
 #include <math.h>
 #include <stddef.h>

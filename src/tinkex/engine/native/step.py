@@ -1,8 +1,8 @@
-"""Decoding steps of a dense decoder on the CPU, each one call of `step.c`.
+"""Decode steps of a dense fp32 decoder on the CPU, each one call of `step.c`.
 
-Holds the weights once more in that code's own layout, and gives it the addresses of everything else: norms,
-the cache's pages, adapters. Promises: the logits are the decoder's, to rounding, and those of a row do not
-depend on the other rows. Knows sequences by their tokens, positions, pages and adapters alone.
+Holds a second copy of the weights in the layout that the C code reads, and passes it addresses of everything
+else: norms, the KV cache's pages, adapters. Promises: logits are the decoder's, to rounding, and
+batch-invariant. Knows sequences by their tokens, positions, pages and adapters alone.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, W pages of the longest sequence, C head dim.
 """
@@ -24,7 +24,7 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.model import Decoder, Layer, Mlp, Projection
 
-_SHARED_WORK = 1 << 20  # multiplications of the average product from which on threads are worth waking
+_SHARED_WORK = 1 << 20  # multiplications of an average product from which on waking threads pays
 
 
 class Row(NamedTuple):
@@ -37,29 +37,29 @@ class Row(NamedTuple):
 
 
 def serves(decoder: Decoder) -> bool:
-    """Whether a decoder can be stepped by compiled code: dense, in fp32, on a CPU."""
+    """Whether the C step can serve `decoder`: dense, in fp32, on a CPU."""
     weight = decoder.unembed_weight
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and decoder.config.experts is None
 
 
 def compiled_step(decoder: Decoder, room: float) -> CompiledStep | None:
-    """The step, if the decoder is such a one, there is a compiler, and its weights fit into `room` again."""
+    """The C step; None for other decoders, without a compiler, or if a second copy exceeds `room` bytes."""
     if not serves(decoder) or decoder.multiplied_bytes > room or (compiled := library()) is None:
         return None
     return CompiledStep(compiled, decoder)
 
 
 class CompiledStep:
-    """Steps of one decoder, whose weights stay where they are, over the cache that `attach` names."""
+    """Decode steps of one decoder, whose weights must not move, over the cache given to `attach`."""
 
     def __init__(self, compiled: ctypes.CDLL, decoder: Decoder) -> None:
         self._c, self._config = compiled, decoder.config
-        self._kept: list[Any] = []  # what the structs point into
+        self._kept: list[Any] = []  # keeps alive what the structs point to
         self._sites = list(decoder.sites())
-        self.nbytes = 0  # of the weights' copy
-        self._layers = (structs.Layer * decoder.config.layers)()
+        self.nbytes = 0  # of the second copy of the weights
+        self._layers = (structs.LayerStruct * decoder.config.layers)()
         self._model = self._describe(decoder)
-        self._tables: WeakKeyDictionary[Adapter, structs.AdapterTable] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Adapter, structs.AdapterStruct] = WeakKeyDictionary()
         self._row_work = self.nbytes // 4 // len(self._sites)
         self._cos = self._sin = np.empty((0, 0), np.float32)
         self._scratch = np.empty(0, np.float32)
@@ -67,19 +67,19 @@ class CompiledStep:
     # -- the model -------------------------------------------------------------------------------------
 
     def attach(self, cache: KVCache) -> None:
-        """The pages that steps read and write."""
+        """Use the pages of `cache`."""
         self._kept.append(cache)
         for i, layer in enumerate(self._layers):
             layer.keys, layer.values = (pool.data_ptr() for pool in cache.layer(i))
 
-    def _describe(self, decoder: Decoder) -> structs.Model:
+    def _describe(self, decoder: Decoder) -> structs.ModelStruct:
         config = decoder.config
         for target, layer, window in zip(self._layers, decoder.layers, config.windows, strict=True):
             assert isinstance(layer, Layer)
             self._describe_layer(target, layer)
             target.window = window or 0
         head = self._linear(decoder.unembed_weight, None, [config.padded_vocab])
-        return structs.Model(
+        return structs.ModelStruct(
             config.layers,
             config.width,
             config.heads,
@@ -93,7 +93,7 @@ class CompiledStep:
             head,
         )
 
-    def _describe_layer(self, target: structs.Layer, layer: Layer) -> None:
+    def _describe_layer(self, target: structs.LayerStruct, layer: Layer) -> None:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, Mlp)
         target.attention_norm, target.mlp_norm = map(self._address, (layer.attention_norm, layer.mlp_norm))
@@ -101,10 +101,10 @@ class CompiledStep:
         target.qkv, target.o = self._projection(attention.qkv), self._projection(attention.o)
         target.gate_up, target.down = self._projection(mlp.gate_up), self._projection(mlp.down)
 
-    def _projection(self, module: Projection) -> structs.Linear:
+    def _projection(self, module: Projection) -> structs.LinearStruct:
         return self._linear(module.weight, module.bias, [part.out_features for part in module.parts])
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, outs: list[int]) -> structs.Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, outs: list[int]) -> structs.LinearStruct:
         out_features, in_features = weight.shape
         packed = np.empty(self._c.packed_floats(in_features, out_features), np.float32)
         out_stride, in_stride = weight.stride()
@@ -112,7 +112,7 @@ class CompiledStep:
         self._kept.append(packed)
         self.nbytes += packed.nbytes
         padded = (ctypes.c_int32 * 3)(*outs)
-        return structs.Linear(
+        return structs.LinearStruct(
             packed.ctypes.data, self._address(bias), in_features, out_features, len(outs), padded
         )
 
@@ -125,21 +125,21 @@ class CompiledStep:
 
     # -- adapters --------------------------------------------------------------------------------------
 
-    def _table(self, adapter: Adapter) -> structs.AdapterTable:
-        """Where the matrices of an adapter lie; made once, as a published adapter never moves."""
+    def _table(self, adapter: Adapter) -> structs.AdapterStruct:
+        """The addresses of an adapter's matrices; made once, as a published adapter never moves."""
         if adapter not in self._tables:
-            sites = (structs.Site * len(self._sites))()
+            sites = (structs.SiteStruct * len(self._sites))()
             for entry, site in zip(sites, self._sites, strict=True):
                 if (shape := adapter.shapes.get(site)) is not None:
                     entry.a = adapter.flat.data_ptr() + 4 * shape.start
                     entry.b = entry.a + 4 * shape.rank * len(shape.parts) * shape.in_features
-            self._tables[adapter] = structs.AdapterTable(sites, adapter.lora.rank, adapter.scale)
+            self._tables[adapter] = structs.AdapterStruct(sites, adapter.lora.rank, adapter.scale)
         return self._tables[adapter]
 
     # -- the step --------------------------------------------------------------------------------------
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
-        """Put the rows' keys and values into their pages; the logits [N, V] of what comes next."""
+        """Compute one token of each row: stores keys and values in their pages, returns the logits [N, V]."""
         n = len(rows)
         tokens = np.array([row.token for row in rows], np.int64)
         positions = np.array([row.position for row in rows], np.int64)
@@ -153,7 +153,7 @@ class CompiledStep:
         cos, sin = self._angles(positions)
         scratch = self._scratch_for(n)
         logits_NV = torch.empty(n, self._config.padded_vocab)
-        step = structs.Step(
+        step = structs.StepStruct(
             n,
             self.threads(n),
             table.shape[1],
@@ -170,13 +170,13 @@ class CompiledStep:
         return logits_NV
 
     def threads(self, rows: int) -> int:
-        """How many share a step: waking one costs as much as a small product does."""
+        """How many threads share a step: waking one costs as much as a small product."""
         return torch.get_num_threads() if rows * self._row_work >= _SHARED_WORK else 1
 
     def draw(
         self, logits_NV: Tensor, temperature: np.ndarray, keys: np.ndarray
     ) -> tuple[list[int], list[float]]:
-        """A token of each row by its key's random stream, as `sample.draw` would, and its logprob."""
+        """A token of each row from its key's random stream, as `sample.draw` draws it, and its logprob."""
         assert logits_NV.is_contiguous()
         n, padded = logits_NV.shape
         tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)

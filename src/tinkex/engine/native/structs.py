@@ -1,11 +1,11 @@
-"""The structs of `step.c`, field by field. Knows nothing of what they point to."""
+"""The C structs of `step.c`, field by field."""
 
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 
-class Linear(Structure):
+class LinearStruct(Structure):
     _fields_ = [
         ("weight", c_void_p),
         ("bias", c_void_p),
@@ -16,7 +16,7 @@ class Linear(Structure):
     ]
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
@@ -25,14 +25,14 @@ class Layer(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("window", c_int64),
-        ("qkv", Linear),
-        ("o", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
+        ("qkv", LinearStruct),
+        ("o", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
     ]
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     _fields_ = [
         ("layers", c_int32),
         ("width", c_int32),
@@ -43,20 +43,20 @@ class Model(Structure):
         ("eps", c_float),
         ("embedding", c_void_p),
         ("norm", c_void_p),
-        ("layer", POINTER(Layer)),
-        ("head", Linear),
+        ("layer", POINTER(LayerStruct)),
+        ("head", LinearStruct),
     ]
 
 
-class Site(Structure):
+class SiteStruct(Structure):
     _fields_ = [("a", c_void_p), ("b", c_void_p)]
 
 
-class AdapterTable(Structure):
-    _fields_ = [("sites", POINTER(Site)), ("rank", c_int32), ("scale", c_float)]
+class AdapterStruct(Structure):
+    _fields_ = [("sites", POINTER(SiteStruct)), ("rank", c_int32), ("scale", c_float)]
 
 
-class Step(Structure):
+class StepStruct(Structure):
     _fields_ = [
         ("rows", c_int32),
         ("threads", c_int32),
