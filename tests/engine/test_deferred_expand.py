@@ -15,7 +15,7 @@ from tinkex.engine.torch import plain
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 class Case(NamedTuple):
