@@ -337,20 +337,20 @@ def test_packed_attention(window: int | None, heads: tuple[int, int], dim: int):
     check_packed_attention(lengths, heads, dim, window)
 
 
-@pytest.mark.parametrize(("heads", "dim", "width"), [((3, 1), 24, 128), ((4, 2), 40, 64), ((2, 2), 64, 128)])
-def test_slopes_are_kept_or_computed_again(monkeypatch, heads: tuple[int, int], dim: int, width: int):
+@pytest.mark.parametrize(("heads", "dim"), [((3, 1), 24), ((4, 2), 40), ((2, 2), 64)])
+def test_slopes_are_kept_or_computed_again(monkeypatch, heads: tuple[int, int], dim: int):
     """Sequences up to, at and beyond a tile's end: the gradients are the same either way."""
     lengths = [63, 1, 65, 200, 64]
-    grad_q, *others = check_packed_attention(lengths, heads, dim, None, width)
+    grad_q, *others = check_packed_attention(lengths, heads, dim, None)
     monkeypatch.setattr(packed, "ROOM", 0)
-    again_q, *again = check_packed_attention(lengths, heads, dim, None, width)
+    again_q, *again = check_packed_attention(lengths, heads, dim, None)
     assert off(again_q, grad_q) < (1e-6 if INTERPRETED else 1e-3)  # scores are k·q there and q·k here
     for one, other in zip(again, others, strict=True):
         assert torch.equal(one, other)
 
 
 def check_packed_attention(
-    lengths: list[int], heads: tuple[int, int], dim: int, window: int | None, width: int = 128
+    lengths: list[int], heads: tuple[int, int], dim: int, window: int | None
 ) -> tuple[Tensor, ...]:
     """The output and all three gradients are what autograd gives in double; the gradients."""
     h, g = heads
@@ -360,7 +360,7 @@ def check_packed_attention(
     pieces = zip(*(x.split(lengths) for x in leaves), strict=True)
     want = torch.cat([attention(*piece, window) for piece in pieces])
     want.backward(grad.double())
-    tiles = packed.cut(lengths, width, DEVICE)
+    tiles = packed.cut(lengths, DEVICE)
     out, lse = packed.forward(q, k, v, tiles, window)
     assert off(out, want.detach()) < 8e-3
     back = packed.backward(grad, q, k, v, out, lse, tiles, window)

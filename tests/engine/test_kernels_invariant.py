@@ -116,7 +116,7 @@ def test_packed_attention_in_the_samplers_tiles(window: int | None):
     """It gives what the trainer's own kernel gives, and a sequence the same alone."""
     (h, g, c), lengths = (6, 2, 24), [1, 70, 17]
     q, k, v = (random(sum(lengths), n, c, seed=i) for i, n in enumerate((h, g, g)))
-    tiles = packed.cut(lengths, packed.TILE, DEVICE)
+    tiles = packed.cut(lengths, DEVICE)
     want, want_lse = packed.forward(q, k, v, tiles, window)
     got, lse = PackedForward(lengths, DEVICE)(q, k, v, window)
     assert_near(got, want)
