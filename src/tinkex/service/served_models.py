@@ -90,9 +90,9 @@ class ServedModel:
     def loading(self) -> bool:
         return self._loading is not None and not self._loading.done()
 
-    def lose_engine(self, why: str, engine: Engine | None = None) -> None:
-        """The engine can do nothing any more: the next `load` builds a new one."""
-        if self.engine is None or (engine is not None and engine is not self.engine):
+    def lose_engine(self, why: str, engine: Engine | None) -> None:
+        """This engine can do nothing any more: the next `load` builds a new one."""
+        if self.engine is None or engine is not self.engine:
             return  # it was noticed before
         log.error("the engine of the base model %s was lost: %s", self.name, why)
         self._lost, self.engine, self._loading = self.engine, None, None

@@ -200,10 +200,9 @@ class RunManager:
         while True:
             try:
                 return await loop.run()
-            except EngineLost as error:
+            except EngineLost:
                 if self._stopping:
                     return
-                loop.model.lose_engine(str(error))
                 await self._reopen_runs(loop.model)
             except Exception:
                 log.exception("the training loop of %s failed; it goes on", loop.model.name)

@@ -65,6 +65,7 @@ class TrainingLoop:
         self._barriers = barriers
         self._observers = observers
         self._between: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
+        self._engine: Engine | None = None  # the one that resident runs are on
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -86,20 +87,29 @@ class TrainingLoop:
         self._wake.set()
 
     async def run(self) -> None:
-        while not self._stopping:
-            self._wake.clear()
-            now = time.monotonic()
-            again = self.scheduler.give_up_gaps(now)
-            if self._between:
-                await _settle(*self._between.popleft())
-            elif (until := self.scheduler.wait_until(now)) is not None:
-                await self._sleep(until if again is None else min(until, again))
-            elif batch := self.scheduler.next_batch(now):
-                await self._execute(batch)
-            else:
-                await self._sleep(again)
+        """Execute batches until `stop`; EngineLost if the engine is gone."""
+        try:
+            while not self._stopping:
+                await self._turn()
+        except EngineLost as error:
+            self.model.lose_engine(str(error), self._engine)
+            self._engine = None
+            raise
         for _, done in self._between:
             done.cancel()
+
+    async def _turn(self) -> None:
+        self._wake.clear()
+        now = time.monotonic()
+        again = self.scheduler.give_up_gaps(now)
+        if self._between:
+            await _settle(*self._between.popleft())
+        elif (until := self.scheduler.wait_until(now)) is not None:
+            await self._sleep(until if again is None else min(until, again))
+        elif batch := self.scheduler.next_batch(now):
+            await self._execute(batch)
+        else:
+            await self._sleep(again)
 
     async def _sleep(self, until: float | None) -> None:
         timeout = None if until is None else max(0.0, until - time.monotonic())
@@ -117,6 +127,9 @@ class TrainingLoop:
             engine = await self.model.load()
         except Exception as error:
             return self._finish(batch, started, error)
+        if self._engine not in (None, engine):
+            raise EngineLost("a sample noticed that the engine was lost")
+        self._engine = engine
         ready: list[QueuedRequest] = []
         for item in batch:  # one after the other: each may need room on the device
             try:
