@@ -1,7 +1,7 @@
 """Embedded mode: a service and its engine behind the client's transport, inside the user's process.
 
-Promises: the same client, the same service, no HTTP and no codec in between; one service per home directory
-and process, shared by every ServiceClient and started by the first call. tinkex/embedded.py hands
+The same client and the same service, with no HTTP and no codec in between. There is one service per home
+directory and process, shared by every ServiceClient and started by the first call. tinkex/embedded.py hands
 it to the client, which imports neither this module nor the service.
 """
 

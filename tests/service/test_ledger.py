@@ -247,7 +247,6 @@ def test_clones_are_counted(ledger):
     assert [ledger.join_sampler("s1:sample:0") for _ in range(3)] == [1, 2, 3]
     assert ledger.join_sampler("s1:sample:9") is None
     assert [s.sampler_id for s in ledger.samplers_of_session("s1")] == ["s1:sample:0", "s1:sample:1"]
-    assert [s.sampler_id for s in ledger.samplers_of_adapter("a")] == ["s1:sample:1"]
     assert ledger.delete_sampler("s1:sample:1")
     assert not ledger.delete_sampler("s1:sample:1")
 

@@ -22,35 +22,35 @@ class BatchingDelay:
         self._since: float | None = None  # when the first pass of the next batch was ready
 
     def rests(self, run: str, now: float) -> None:
-        """All that it asked for is done."""
+        """All its requests are done."""
         self._resting[run] = now
 
     def comes(self, run: str, now: float) -> None:
-        """It asks for something."""
+        """It sent a request."""
         if (since := self._resting.pop(run, None)) is not None:
             self._rested[run] = now - since
 
     def goes(self, run: str) -> None:
-        """It will not come back."""
+        """It was evicted."""
         self._resting.pop(run, None)
         self._rested.pop(run, None)
 
     def begins(self) -> None:
-        """A batch is begun."""
+        """A batch started."""
         self._since = None
 
     def took(self, seconds: float) -> None:
-        """The last batch is done."""
+        """A batch took so long."""
         self._patience = min(PATIENCE, seconds / PART)
 
     def until(self, now: float) -> float | None:
-        """Passes are ready: until when they should wait for others; None if they should not."""
+        """Passes are ready: until when they should wait for others; None: not at all."""
         self._since = now if self._since is None else self._since
         end = self._since + self._patience
         return end if now < end and any(self._due(run, now, end) for run in self._resting) else None
 
     def _due(self, run: str, now: float, end: float) -> bool:
-        """Should it be here by `end`, and is it not long overdue?"""
+        """Should its next request be here by `end`, and is it not long overdue?"""
         if run not in self._rested:
             return False
         expected = self._resting[run] + self._rested[run]

@@ -1,8 +1,4 @@
-"""Exports that only their recipients can read: every file of a directory sealed with age (pyrage).
-
-Promises: the sealed directory appears whole or not at all; a recipient that is none is named. Knows nothing
-of checkpoints.
-"""
+"""Exports that only their recipients can read: every file of a directory encrypted with age (pyrage)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The ledger: what the service must not forget, in one SQLite file. Plain SQL, the only module with sqlite3.
+"""The ledger: sessions, runs, samplers, checkpoints, usage and keys, in one SQLite file. Plain SQL.
 
-Promises: a call that returned is there after the process is killed (WAL); a repeated insert returns what is
-there; a file that is damaged, of another program or of a newer version is refused and left as it is; every
-error is a LedgerError. Knows nothing of who may see what, of files or of queues; callers pass the time.
+A write that returned survives a killed process (WAL). A repeated insert returns what is there. A file that is
+damaged, of another program or of a newer version is refused and left as it is. Every error is a LedgerError.
+Knows nothing of who may see what, of files or of queues; callers pass the time.
 
 One connection, used by one thread at a time; statements are short. Times are kept to the microsecond,
 so that one survives a datetime.
@@ -220,7 +220,7 @@ class Ledger:
         return self._page(SessionRow, where, values, "session_id", limit, offset)
 
     def active_sessions(self, *, seen_before: float) -> list[SessionRow]:
-        """Those still active that were last heard of before then: the ones to let lapse."""
+        """Active sessions that were last heard of before then."""
         where = "json_extract(status, '$.type') = 'active' AND last_seen_at < ?"
         return self._select(SessionRow, f"WHERE {where} ORDER BY last_seen_at", [seen_before])
 
@@ -293,10 +293,6 @@ class Ledger:
 
     def samplers_of_session(self, session_id: str) -> list[SamplerRow]:
         return self._select(SamplerRow, "WHERE session_id = ? ORDER BY created_at, rowid", [session_id])
-
-    def samplers_of_adapter(self, adapter: str) -> list[SamplerRow]:
-        """Who needs this published adapter."""
-        return self._select(SamplerRow, "WHERE adapter = ? ORDER BY created_at, rowid", [adapter])
 
     def delete_sampler(self, sampler_id: str) -> bool:
         return self._write("DELETE FROM samplers WHERE sampler_id = ?", [sampler_id]) > 0

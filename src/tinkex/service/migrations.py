@@ -1,7 +1,7 @@
 """The ledger's schema, as the list of functions that made it. Append to the list; never edit what is in it.
 
-Promises: each one is applied once, in order, whole or not at all; a database's version (`PRAGMA
-user_version`) is how many it has seen. Knows nothing of rows or of what they mean.
+Each is applied once, in order, whole or not at all. A database's version (`PRAGMA user_version`) is how many
+it has seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who asks, and how a service says no. Knows nothing of HTTP but its statuses, which clients act on."""
+"""The caller of an operation, and how a service refuses one: by an HTTP status, which clients act on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Refusal(Exception):
 
 
 class Caller(NamedTuple):
-    """On whose behalf a request is made: what it creates is theirs, what is another's does not exist."""
+    """On whose behalf a request is made."""
 
     user: str
     project: str | None = None

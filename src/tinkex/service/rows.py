@@ -1,4 +1,4 @@
-"""What the ledger keeps and answers, as frozen values. Knows no SQL.
+"""The ledger's rows and answers, as frozen values. Knows no SQL.
 
 A row's fields are its table's columns. Times are unix seconds, kept to the microsecond so that one survives a
 datetime; a dict or a list is kept as JSON.

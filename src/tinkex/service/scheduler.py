@@ -1,12 +1,12 @@
-"""Hop 5: what the trainer of one base model does next. Pure: no I/O, no clock, no engine, no futures.
+"""What the trainer of one base model executes next. Pure: no I/O, no clock, no engine, no futures.
 
-Promises: a run's work is done in seq-id order whatever order it arrives in, a repeated seq id is the same
-work, a gap is waited for and then given up for good; passes of different runs share a batch; no owner can
-starve another, by passes or by barriers, nor a run another run of its owner: whoever waited longest since its
-last turn is next. Knows nothing of what the work is, except whether it is a pass.
+Requests of a run are executed in seq-id order, whatever order they arrive in; a repeated seq id is the same
+request; a gap is waited for and then given up for good. Passes of different runs share a batch. Owners are
+served fairly, by tokens; of the runs of one owner, the one that waited longest since its last turn is next.
 
-A round is some barriers (steps, saves, loads), then one batch of passes. Barriers first: each one done may
-free a pass that can join the batch. A batch waits a moment for runs that are about to come (gathering.py).
+A round is some barriers (steps, saves, loads), then one batch of passes. Barriers come first, because each
+one done may make a pass ready that can join the batch. A batch waits a moment for runs that are about to
+send theirs (batching_delay.py).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class QueuedRequest:
     tokens: int = 0  # how much of a batch's budget a pass takes
     digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
     payload: Any = None  # for whoever executes it
-    shares: bool = False  # a barrier that may be done along with others like it, of other runs
+    shares: bool = False  # a barrier that may be executed together with others like it, of other runs
 
 
 class Verdict(Enum):
-    """What became of a submission."""
+    """What becomes of a request."""
 
     ACCEPTED = "accepted"
     REPEATED = "repeated"  # the same request again: answer with the first one's id
@@ -56,10 +56,10 @@ class _Queue:
     waiting: dict[int, QueuedRequest] = field(default_factory=dict[int, QueuedRequest])
     gap_since: float | None = None  # since when the head has been missing while something waits behind it
     running: int = 0
-    turn: int = 0  # when it last had one, counted in turns of all runs
+    turn: int = 0  # when it was last served, counted in turns of all runs
     known: dict[int, tuple[str, bytes]] = field(default_factory=dict[int, tuple[str, bytes]])
-    arriving: set[int] = field(default_factory=set[int])  # seq ids whose requests are being written down
-    given_up: int = 0  # below this seq id nothing will come any more
+    arriving: set[int] = field(default_factory=set[int])  # seq ids whose requests are being journaled
+    given_up: int = 0  # gaps below this seq id are given up
 
     def head(self) -> QueuedRequest | None:
         return None if self.running else self.waiting.get(self.next_seq)
@@ -73,7 +73,7 @@ class Scheduler:
         self.gap_patience = gap_patience
         self._runs: dict[str, _Queue] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
-        self._level = 0.0  # what whoever went last had been served before that
+        self._level = 0.0  # tokens that the owner served last had been served before that
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._turns = itertools.count(1)
         self._delay = BatchingDelay()
@@ -86,15 +86,12 @@ class Scheduler:
             self._served[owner] = self._level
         self._runs[run] = _Queue(owner, next_seq)
 
-    def close(self, run: str) -> list[QueuedRequest]:
-        """Forget a run; what it still had waiting is returned, to be failed."""
+    def close(self, run: str) -> None:
+        """Forget a run, and what it has waiting."""
         queue = self._runs.pop(run, None)
         self._delay.goes(run)
-        if queue is None:
-            return []
-        if not any(other.owner == queue.owner for other in self._runs.values()):
+        if queue is not None and not any(other.owner == queue.owner for other in self._runs.values()):
             self._served.pop(queue.owner, None)
-        return [queue.waiting[seq] for seq in sorted(queue.waiting)]
 
     def __contains__(self, run: str) -> bool:
         return run in self._runs
@@ -156,7 +153,7 @@ class Scheduler:
 
     @contextmanager
     def arriving(self, run: str, seq_id: int) -> Generator[None]:
-        """While an accepted request is written down: its place is not given up meanwhile."""
+        """While an accepted request is being journaled: its gap is not given up meanwhile."""
         queue = self._runs[run]
         queue.arriving.add(seq_id)
         try:
@@ -165,13 +162,13 @@ class Scheduler:
             queue.arriving.discard(seq_id)
 
     def give_up(self, run: str, below: int, now: float) -> None:
-        """Of what is below this seq id, nothing will come any more but what is here."""
+        """Give up the gaps below this seq id."""
         queue = self._runs[run]
         queue.given_up = max(queue.given_up, below)
         self._watch_gap(queue, now)
 
     def _catch_up(self, owner: str) -> None:
-        """Whoever had nothing to do starts level with those who had: neither ahead of all nor behind."""
+        """An owner that was idle starts level with the others, neither ahead of all nor behind."""
         queues = (queue for queue in self._runs.values() if queue.owner == owner)
         if not any(queue.waiting or queue.running for queue in queues):
             self._served[owner] = max(self._served[owner], self._level)
@@ -186,13 +183,13 @@ class Scheduler:
             queue.gap_since = now
 
     def give_up_gaps(self, now: float) -> float | None:
-        """Skip what was waited for long enough; returns when to ask again, if anything is still missing."""
+        """Skip gaps that were waited for long enough; returns when to call again, if any is left."""
         again = None
         for queue in self._runs.values():
             if queue.gap_since is not None and queue.gap_since + self.gap_patience <= now:
                 queue.next_seq = min([*queue.arriving, *queue.waiting])
                 queue.gap_since = None
-                self._watch_gap(queue, now)  # what is being written down is waited for anew
+                self._watch_gap(queue, now)  # what is being journaled is waited for again
             if queue.gap_since is not None:
                 due = queue.gap_since + self.gap_patience
                 again = due if again is None else min(again, due)
@@ -201,7 +198,7 @@ class Scheduler:
     # -- executing ---------------------------------------------------------------------------------------
 
     def wait_until(self, now: float) -> float | None:
-        """Until when not to begin: passes are ready, and more are about to come. None: there is no reason."""
+        """Until when to delay the batch, because more passes are about to come; None: begin now."""
         heads = self._heads()
         if not heads or not all(head.is_pass for head in heads):
             return None
@@ -209,13 +206,15 @@ class Scheduler:
         return None if is_full else self._delay.until(now)
 
     def next_batch(self, now: float) -> list[QueuedRequest]:
-        """What to execute now: a barrier, some that share, or a batch of passes; nothing if none is ready."""
+        """What to execute now: one barrier, several that share, or a batch of passes; [] if none is ready."""
         heads = self._heads()
         heads.sort(key=lambda head: self._runs[head.run].turn)
         if barriers := self._next_barriers(heads):
             return self._begin(barriers)
         passes = [head for head in heads if head.is_pass]
-        held_back = not passes and heads  # every owner has had its barriers, and there is nothing else
+        held_back = (
+            not passes and heads
+        )  # every owner has had its barriers of this round, and there are no passes
         self._barriers.clear()
         if held_back:
             return self.next_batch(now)
@@ -227,7 +226,7 @@ class Scheduler:
         return [head for queue in self._runs.values() if (head := queue.head()) is not None]
 
     def _next_barriers(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
-        """The barrier whose turn it is; if it shares, those too whose turns come next, as long as they do."""
+        """The next barrier; if it shares, also those that follow it and share."""
         chosen: dict[str, QueuedRequest] = {}  # by run
         while (barrier := self._next_barrier(head for head in heads if head.run not in chosen)) is not None:
             if chosen and not barrier.shares:
@@ -245,7 +244,7 @@ class Scheduler:
         )
 
     def _fill(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
-        """Passes up to the token budget, one owner after another; a run's next pass may follow its first."""
+        """Passes up to the token budget, least served owner first; a run's next pass may follow its first."""
         by_owner: defaultdict[str, list[QueuedRequest]] = defaultdict(list)
         for head in heads:
             by_owner[self._owner(head)].append(head)
@@ -277,7 +276,7 @@ class Scheduler:
         return batch
 
     def done(self, work: QueuedRequest, now: float) -> None:
-        """`work` was executed, or failed: its run may go on."""
+        """A request was executed, or failed: its run may go on."""
         queue = self._runs.get(work.run)
         if queue is not None:
             queue.running -= 1
