@@ -1,6 +1,7 @@
-"""Which files of the package execute a `forward_backward` and an `optim_step`, embedded, on a tiny model.
+"""Which files of the package execute a `forward_backward` and an `optim_step` on a tiny model.
 
-    python -m tests.request_path MODEL_DIRECTORY     # prints {file: [functions]} as JSON
+    python -m tests.request_path embedded MODEL_DIRECTORY     # prints {file: [functions]} as JSON
+    python -m tests.request_path served MODEL_DIRECTORY       # over HTTP, with the server in the same process
 
 It profiles every thread from its start. It notes calls between the call of `forward_backward` and the result
 of `optim_step`, in a second round, so that what is made once exists already.
@@ -9,7 +10,9 @@ of `optim_step`, in a second round, so that what is made once exists already.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -33,23 +36,41 @@ class Recorder:
             self.called[frame.f_code.co_filename.removeprefix(PACKAGE)].add(frame.f_code.co_qualname)
 
 
-def trace(model: str) -> dict[str, list[str]]:
-    """The files that two calls go through, from the root of the package, each with its functions."""
+def train(service: tinkex.ServiceClient, model: str, recorder: Recorder) -> None:
+    run = service.create_lora_training_client(model, rank=4, seed=1)
+    data = [tinkex.Datum(tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
+    for recorder.on in (False, True):
+        passed = run.forward_backward(data, "cross_entropy")
+        stepped = run.optim_step(tinkex.AdamParams(learning_rate=1e-4))
+        passed.result(timeout=60)
+        stepped.result(timeout=60)
+    recorder.on = False
+
+
+def trace(mode: str, model: str) -> dict[str, list[str]]:
+    """The files that the two calls go through, from the root of the package, each with its functions."""
     recorder = Recorder()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
-    with tinkex.ServiceClient() as service:
-        run = service.create_lora_training_client(model, rank=4, seed=1)
-        data = [tinkex.Datum(tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
-        for recorder.on in (False, True):
-            passed = run.forward_backward(data, "cross_entropy")
-            stepped = run.optim_step(tinkex.AdamParams(learning_rate=1e-4))
-            passed.result(timeout=60)
-            stepped.result(timeout=60)
-        recorder.on = False
+    if mode == "embedded":
+        with tinkex.ServiceClient() as service:
+            train(service, model, recorder)
+    else:
+        from tests.server.conftest import Running
+        from tinkex.server.serve import ServerConfig
+        from tinkex.service.config import ServiceConfig
+
+        running = Running(
+            ServerConfig(ServiceConfig(Path(os.environ["TINKEX_HOME"]), models={"m": model}), port=0)
+        )
+        with tinkex.ServiceClient(base_url=running.url, api_key="tml-reader") as service:
+            train(service, "m", recorder)
+        running.stop()
     sys.setprofile(None)
     return {file: sorted(names) for file, names in sorted(recorder.called.items())}
 
 
 if __name__ == "__main__":
-    json.dump(trace(sys.argv[1]), sys.stdout)
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["TINKEX_HOME"] = home
+        json.dump(trace(*sys.argv[1:]), sys.stdout)
