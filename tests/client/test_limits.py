@@ -162,7 +162,7 @@ def test_a_429_pauses_every_sampler_with_the_same_credential_and_no_other(stub: 
     limited = first.sample(PROMPT, 1, PARAMS)
     stub.wait_for("asample", 1)
     identity = services[0]._connection.transport.credential.identity  # type: ignore[attr-defined]
-    eventually(lambda: not shared_rate_limit(stub.url, identity).open)
+    eventually(lambda: shared_rate_limit(stub.url, identity)._cautious)
     other = second.sample(PROMPT, 1, PARAMS)
     for future in (limited, other):
         future.result(20)

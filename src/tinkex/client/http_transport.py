@@ -13,8 +13,8 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from tinkex.client.http_call import (
 )
 from tinkex.client.http_library import LIBRARY_ERRORS
 from tinkex.client.http_pools import HttpPools, capacities, is_reply
-from tinkex.client.limits import FairLimiter, shared_host, shared_rate_limit
+from tinkex.client.limits import FairLimiter, Permit, shared_host, shared_rate_limit
 from tinkex.client.retry import Attempt, RetryPolicy, retryable
 from tinkex.client.sse import read_events
 from tinkex.client.transport import CLOSED, NO_CONTEXT, AnyOp, CallContext
@@ -122,8 +122,7 @@ class HttpTransport:
         self._last_response = 0.0  # by time.monotonic(), below 500
         self._silent_since: float | None = None
         self._speaks_proto: bool | None = None  # None: not known yet
-        self._in_flight: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self._in_flight = _InFlight()
 
     async def open(self) -> ClientConfigResponse:
         config = ClientConfigResponse()
@@ -145,9 +144,7 @@ class HttpTransport:
 
     async def aclose(self) -> None:
         """End every call in flight with ClientClosedError, and close the connections."""
-        self._closed = True
-        for task in self._in_flight:
-            task.cancel()
+        self._in_flight.close()
         await self._pools.aclose()
 
     # -- calls and streams -------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ class HttpTransport:
         key = "" if op.method == "GET" else next(self._ids)
         owner = context.owner or owner_of(request) or key
         call = Call(op, request, context, pool, key, owner)
-        with self._until_closed(), tracing.span(f"transport {op.name}", kind="client", within=True):
+        with self._in_flight, tracing.span(f"transport {op.name}", kind="client", within=True):
             return await decode(call, await self._respond(call), self.base_url, self._pace)
 
     async def stream(
@@ -166,7 +163,7 @@ class HttpTransport:
     ) -> AsyncGenerator[SampleEvent, None]:
         op = ops.STREAM_SAMPLE
         call = Call(op, request, context, op.pool, next(self._ids), context.owner or owner_of(request))
-        with self._until_closed():
+        with self._in_flight:
             async with self._permits[op.pool].permit(owner=call.owner):
                 with tracing.span(f"transport {op.name}", kind="client", within=True):
                     response = (await self._respond(call)).stream
@@ -177,23 +174,6 @@ class HttpTransport:
                             yield event
                 finally:
                     await response.aclose()
-
-    @contextmanager
-    def _until_closed(self) -> Generator[None]:
-        """Register the current task, so that `aclose` can end it with the error that says so."""
-        if self._closed:
-            raise ClientClosedError(CLOSED)
-        task = asyncio.current_task()
-        assert task is not None
-        self._in_flight.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._closed:
-                raise ClientClosedError(CLOSED) from None
-            raise
-        finally:
-            self._in_flight.discard(task)
 
     # -- attempts, until there is a response -------------------------------------------------------------
 
@@ -273,12 +253,12 @@ class HttpTransport:
         credential = self._exchange_credential if is_exchange else self.credential
         return credential.current() or await credential.token()
 
-    def _room_for_body(self, call: Call) -> AbstractAsyncContextManager[object]:
+    def _room_for_body(self, call: Call) -> Permit | nullcontext[None]:
         if (limiter := self._body_bytes.get(call.op.name)) is None:
             return _UNLIMITED
         return limiter.permit(codec.request_size(call.request), call.owner)
 
-    def _permit(self, call: Call) -> AbstractAsyncContextManager[object]:
+    def _permit(self, call: Call) -> Permit | nullcontext[None]:
         """A permit of the call's kind of traffic; `stream` holds its own until it ends."""
         if call.op is ops.STREAM_SAMPLE:
             return _UNLIMITED
@@ -367,8 +347,7 @@ class HttpTransport:
 
     async def _probe(self) -> None:
         """Does the host respond, whatever it says? OSError if not."""
-        if self._closed:
-            raise ClientClosedError(CLOSED)
+        self._in_flight.check_open()
         url = self.base_url + ops.GET_HEALTH.path
         try:
             async with asyncio.timeout(min(PROBE_TIMEOUT, self.timeouts.request)):
@@ -391,6 +370,33 @@ class HttpTransport:
                 "lost contact with %s (%s); still trying, for up to %g s in all",
                 self.base_url, cause, self.policy.lost_budget,
             )  # fmt: skip
+
+
+class _InFlight:
+    """The tasks of calls in flight, each within a `with` block; `close` ends them with ClientClosedError."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any] | None] = set()
+        self._closed = False
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise ClientClosedError(CLOSED)
+
+    def close(self) -> None:
+        self._closed = True
+        for task in self._tasks:
+            assert task is not None
+            task.cancel()
+
+    def __enter__(self) -> None:
+        self.check_open()
+        self._tasks.add(asyncio.current_task())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._tasks.discard(asyncio.current_task())
+        if kind is asyncio.CancelledError and self._closed:
+            raise ClientClosedError(CLOSED) from None
 
 
 def _is_deleted(call: Call, failed: Attempt) -> bool:

@@ -86,8 +86,8 @@ class Permit:
     def __init__(self, limiter: FairLimiter, units: int, owner: str) -> None:
         self._limiter, self._units, self._owner = limiter, units, owner
 
-    async def __aenter__(self) -> None:
-        await self._limiter.acquire(self._units, self._owner)
+    def __aenter__(self) -> Awaitable[None]:
+        return self._limiter.acquire(self._units, self._owner)
 
     async def __aexit__(self, *_: object) -> None:
         self._limiter.release(self._units)
@@ -111,10 +111,6 @@ class RateLimit:
 
     def succeeded(self) -> None:
         self._cautious = False
-
-    @property
-    def open(self) -> bool:
-        return not self._cautious
 
     async def turn(self) -> bool:
         """Wait until sending makes sense; True if this caller is the probe and must call `finish_probe`."""

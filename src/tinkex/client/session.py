@@ -12,6 +12,7 @@ import itertools
 import logging
 import sys
 import weakref
+from contextlib import suppress
 from typing import Literal
 
 from tinkex import tracing
@@ -175,13 +176,12 @@ class Session:
 
     async def _create(self) -> str:
         reply = await self.connection.transport.call(ops.CREATE_SESSION, self._request)
-        for level, message in (
-            (logging.INFO, reply.info_message),
-            (logging.WARNING, reply.warning_message),
-            (logging.ERROR, reply.error_message),
-        ):
-            if message:
-                log.log(level, "%s", message)
+        if reply.info_message:
+            log.info("%s", reply.info_message)
+        if reply.warning_message:
+            log.warning("%s", reply.warning_message)
+        if reply.error_message:
+            log.error("%s", reply.error_message)
         return reply.session_id
 
     @property
@@ -229,21 +229,15 @@ def _abandon(lease: Lease) -> None:
 
     The connection stays open: a RestClient of the same ServiceClient may still use it.
     """
-    if not lease.finished:
-        try:
-            background.call_soon(_spawn_finish, lease)
-        except (TinkerError, RuntimeError):
-            pass  # a forked child, or an exiting interpreter
 
-
-def _spawn_finish(lease: Lease) -> None:
-    async def quietly() -> None:
+    async def finish() -> None:
         try:
             await lease.finish("success", None)
         except TinkerError as error:
             log.debug("session %s could not be finished: %s", lease.session_id, error)
 
-    background.spawn(quietly())
+    with suppress(TinkerError, RuntimeError):  # a forked child, or an exiting interpreter
+        background.call_soon(lambda: background.spawn(finish()))
 
 
 @atexit.register
