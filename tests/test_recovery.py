@@ -1,4 +1,4 @@
-"""Recovery, against a stub that loses what it is told to: what is noticed, what is tried, what is told."""
+"""Recovery against a stub that loses runs on command: detection, attempts and events."""
 
 from __future__ import annotations
 

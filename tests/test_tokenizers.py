@@ -96,14 +96,14 @@ def test_the_table_can_be_added_to(monkeypatch: pytest.MonkeyPatch):
 # -- from where ------------------------------------------------------------------------------------------
 
 
-def test_it_is_loaded_from_a_directory_a_shelf_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_loaded_from_a_directory_the_root_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     explicit = make(tmp_path / "explicit", "explicit")
-    make(tmp_path / "shelf" / "org" / "name", "shelf")
+    make(tmp_path / "root" / "org" / "name", "root")
     path = make(tmp_path / "path", "path")
-    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(tmp_path / "shelf"))
+    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(tmp_path / "root"))
     new = len(WORDS)
     assert load_tokenizer("org/name", directory=explicit).encode("hello explicit") == [5, new]
-    assert load_tokenizer("org/name").encode("hello shelf") == [5, new]
+    assert load_tokenizer("org/name").encode("hello root") == [5, new]
     assert load_tokenizer(str(path)).encode("hello path") == [5, new]
 
 
@@ -115,11 +115,11 @@ def test_it_is_the_tokenizer_that_transformers_loads(tmp_path: Path):
     assert ours.encode("hello world hello") == theirs.encode("hello world hello") == [5, 6, 5]
 
 
-def test_no_name_leads_out_of_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_name_leads_out_of_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path / "secret")
-    (tmp_path / "shelf" / "org").mkdir(parents=True)
-    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(tmp_path / "shelf"))
-    monkeypatch.chdir(tmp_path / "shelf" / "org")
+    (tmp_path / "root" / "org").mkdir(parents=True)
+    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(tmp_path / "root"))
+    monkeypatch.chdir(tmp_path / "root" / "org")
     with pytest.raises(TokenizerError):
         load_tokenizer("org/../../secret", offline=True)
 
@@ -134,8 +134,8 @@ def test_a_fetched_tokenizer_comes_before_the_hub_and_after_local_ones(
         return make(tmp_path / "downloads" / name)
 
     assert load_tokenizer("org/remote", fetch=fetch).encode("world") == [6]
-    make(tmp_path / "shelf" / "org" / "local")
-    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(tmp_path / "shelf"))
+    make(tmp_path / "root" / "org" / "local")
+    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(tmp_path / "root"))
     load_tokenizer("org/local", fetch=fetch)
     assert fetched == ["org/remote"]
 

@@ -1,6 +1,6 @@
-"""The public methods of every client, found by looking: so that a new one cannot be forgotten.
+"""The public methods of every client, found by introspection, so that no test misses a new one.
 
-`calls()` lists them; `arguments(method)` gives each required parameter a value that is fine.
+`calls()` lists them; `Call.arguments()` gives each required parameter a valid value.
 """
 
 from __future__ import annotations

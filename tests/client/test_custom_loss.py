@@ -1,4 +1,4 @@
-"""Losses of the user's own: their gradients, where they run, and what they may do."""
+"""Custom losses: their gradients, the thread they run in, and the calls they may make."""
 
 from __future__ import annotations
 

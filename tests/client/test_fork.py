@@ -1,4 +1,4 @@
-"""Fork and spawn: a forked child is told, at once; a spawned one works."""
+"""Fork and spawn: a forked child gets an error at once, a spawned one works."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_every_way_of_waiting_gives_the_one_cached_result() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_result_is_fetched_once(stub: Stub, service: ServiceClient, batch: bool) -> None:
-    """Whoever waits, however often, and whatever else is asked of the future."""
+    """Every kind of wait, repeated, and every other method of the future."""
     stub.config = {"sample_use_retrieve_futures": batch}
     run = service.create_lora_training_client("stub/base", timeout=20)
     sampler = service.create_sampling_client(base_model="stub/base", timeout=20)
@@ -416,7 +416,7 @@ def test_a_failure_that_nobody_looks_at_is_said(
 
 
 @pytest.mark.parametrize("how", ["result", "exception", "await", "cancel"])
-def test_whoever_looked_is_not_told_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_was_read_is_not_logged_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
     unread.say()
     caplog.clear()
     future = failing(ValueError("no"))

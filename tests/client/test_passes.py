@@ -1,4 +1,4 @@
-"""A pass before and after it travels: checked, cut, put together."""
+"""Passes: checked before they are sent, split into chunks, and joined again."""
 
 from __future__ import annotations
 

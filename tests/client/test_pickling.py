@@ -1,4 +1,4 @@
-"""Samplers in other processes: copies, handles, and keys that stay at home."""
+"""Samplers in other processes: pickles and handles, which never hold a credential."""
 
 from __future__ import annotations
 

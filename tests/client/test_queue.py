@@ -1,4 +1,4 @@
-"""The send queue: one run's requests, in order, whatever becomes of any of them."""
+"""The send queue: one run's requests are posted in order, whatever happens to any of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler: concurrent, cancellable, paced, and alone in its failures."""
+"""A sampler: concurrent, cancellable and rate-limited; one sample's failure affects no other."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_result_the_server_forgot_is_asked_for_anew(stub: Stub, either: Sampli
 
 
 def test_a_server_that_is_back_before_anyone_looked(stub: Stub, either: SamplingClient) -> None:
-    """The connections break, and the next one works: whoever waits must not take the poll up again."""
+    """The connections break, and the next one works: a waiting sample must not resume the old poll."""
     future = waiting_sample(stub, either)
     stub.held_ops = set()
     stub.forget_samples(abruptly=True)

@@ -1,4 +1,4 @@
-"""ServiceClient: the door, its context managers, and what it refuses."""
+"""ServiceClient: its arguments, its context managers, and the clients it creates."""
 
 from __future__ import annotations
 

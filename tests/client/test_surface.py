@@ -1,5 +1,5 @@
-"""Every public method of every client, found by looking: it can be timed, it refuses what is wrong, it gives
-what it says, it blocks no loop, and it knows when its client is closed."""
+"""Every public method of every client, found by introspection: it takes a timeout, refuses bad input, returns
+what its annotation says, blocks no event loop, and raises once its client is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's tokenizer with no hub in reach: which one it is, and from where."""
+"""Which tokenizer a client loads, and from where, without access to the hub."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_server_without_tokenizers_leaves_the_hub(home: Path) -> None:
     assert not list(home.glob("tokenizers/*/stub--other"))
 
 
-SHELF = {
+NAMED = {
     "server/says": 1,
     "org/name": 2,
     "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer": 3,
@@ -71,21 +71,21 @@ SHELF = {
 
 
 @pytest.fixture
-def shelf(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in SHELF.items():
-        place = home / "shelf" / name
+def tokenizers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in NAMED.items():
+        place = home / "root" / name
         place.mkdir(parents=True)
         others = {f"word{n}": n for n in range(1, number)}
         (place / "tokenizer.json").write_text(words({"[UNK]": 0, **others, "hello": number}))
         (place / "tokenizer_config.json").write_text(CONFIG)
-    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(home / "shelf"))
+    monkeypatch.setenv("TINKEX_TOKENIZER_DIR", str(home / "root"))
 
 
 @pytest.mark.parametrize("wait", ["sync", "async"])
 @pytest.mark.parametrize(
     ("base_model", "hello"), [("org/name/variant:tag", 2), ("meta-llama/Llama-3.1-8B", 3), ("org/name", 2)]
 )
-def test_runs_and_samplers_choose_alike(shelf: None, base_model: str, hello: int, wait: str) -> None:
+def test_runs_and_samplers_choose_alike(tokenizers: None, base_model: str, hello: int, wait: str) -> None:
     """The table of renamed models, then the name; without blocking a loop, if asked so."""
     with Stub() as stub, ServiceClient(base_url=stub.url) as service:
         run = service.create_lora_training_client(base_model)
@@ -99,7 +99,7 @@ async def awaited(client: Any) -> Any:
     return await client.get_tokenizer_async(timeout=20)
 
 
-def test_the_servers_word_comes_first(shelf: None) -> None:
+def test_the_servers_word_comes_first(tokenizers: None) -> None:
     with Stub() as stub, ServiceClient(base_url=stub.url) as service:
         run = service.create_lora_training_client("meta-llama/Llama-3.1-8B")
         data = {"model_name": "meta-llama/Llama-3.1-8B", "tokenizer_id": "server/says"}
@@ -107,7 +107,7 @@ def test_the_servers_word_comes_first(shelf: None) -> None:
         assert run.get_tokenizer().encode("hello") == [1]
 
 
-def test_a_server_that_names_neither_model_nor_tokenizer_is_told_so(shelf: None) -> None:
+def test_a_server_that_names_neither_model_nor_tokenizer_is_told_so(tokenizers: None) -> None:
     with Stub() as stub, ServiceClient(base_url=stub.url) as service:
         run = service.create_lora_training_client("org/name")
         stub.script("get_info", status(200, body={"model_id": run.model_id, "model_data": {}}))
