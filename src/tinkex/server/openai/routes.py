@@ -44,6 +44,7 @@ from tinkex.types.sessions import CreateSessionRequest
 from tinkex.wire import ops
 
 CACHED_SAMPLERS = 1024
+PromptEvents = AsyncIterator[tuple[int, NewTokens | SampleResponse]]  # with the prompt's index
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
@@ -190,19 +191,23 @@ async def _complete(
         "model": name,
     }
     reply_format = (chat_format if chat else completion_format)(frame)
-    opening = [
-        _open_stream(service, _sample_request(request, prompt, sampler), caller) for prompt in request.prompts
-    ]
+    streams: list[SampleStream] = []
     try:
-        streams = await unless_disconnected(http.receive, asyncio.gather(*opening))
-    except Refusal as refusal:
-        if refusal.status in (404, 410):
+        for prompt in request.prompts:
+            streams.append(service.stream(_sample_request(request, prompt, sampler), caller))
+        # What fails before the first event is an HTTP error, not a streamed one.
+        first = await unless_disconnected(http.receive, asyncio.gather(*map(_first_event, streams)))
+    except BaseException as error:
+        for stream in streams:
+            await stream.aclose()
+        if isinstance(error, Refusal) and error.status in (404, 410):
             samplers.drop(sampler)  # its session was closed; the next request opens another
         raise
     reply = CompletionReply(request, tokenizer, token_bytes, base.eos_ids())
+    events = _merged(streams, first)
     if request.stream:
-        return StreamingResponse(with_pings(_sse_chunks(streams, reply, reply_format)), headers=SSE_HEADERS)
-    await unless_disconnected(http.receive, _collect_all(streams, reply))
+        return StreamingResponse(with_pings(_sse_chunks(events, reply, reply_format)), headers=SSE_HEADERS)
+    await unless_disconnected(http.receive, _collect(events, reply))
     return Response(orjson.dumps(reply_format.whole(reply)), 200, JSON)
 
 
@@ -246,86 +251,64 @@ def _sample_request(
 # -- samples ---------------------------------------------------------------------------------------------
 
 
-async def _open_stream(
-    service: Service, request: SampleRequest, caller: Caller
-) -> AsyncIterator[SampleEvent]:
-    """Sample, and wait for the first event: what fails before that is an HTTP error, not a streamed one."""
-    events = _events(service.stream(request, caller))
-    first = await anext(events)
-    if isinstance(first, RequestFailedResponse):
-        raise _failure(first)
-
-    async def with_first() -> AsyncIterator[SampleEvent]:
-        async with aclosing(events):  # type: ignore[type-var]
-            yield first
-            async for event in events:
-                yield event
-
-    return with_first()
+async def _first_event(stream: SampleStream) -> SampleEvent:
+    while isinstance(event := await anext(stream), PendingFuture):
+        pass
+    if isinstance(event, RequestFailedResponse):
+        raise _failure(event)
+    return event
 
 
-async def _events(stream: SampleStream) -> AsyncIterator[SampleEvent]:
-    """Tokens, and the response or failure at the end. Closing it cancels the sample."""
-    async with aclosing(stream) as events:
-        async for event in events:
-            if not isinstance(event, PendingFuture):
-                yield event
+async def _merged(streams: Sequence[SampleStream], first: Sequence[SampleEvent]) -> PromptEvents:
+    """The events of all prompts as they come; Refusal if one fails. Closing it cancels all samples."""
+    queue: asyncio.Queue[tuple[int, SampleEvent]] = asyncio.Queue()
 
+    async def forward(prompt: int, stream: SampleStream) -> None:
+        async with aclosing(stream):
+            queue.put_nowait((prompt, first[prompt]))
+            async for event in stream:
+                queue.put_nowait((prompt, event))
 
-async def _collect_all(streams: Sequence[AsyncIterator[SampleEvent]], reply: CompletionReply) -> None:
-    """The samples of all prompts; a failure cancels the others."""
+    tasks = [asyncio.create_task(forward(prompt, stream)) for prompt, stream in enumerate(streams)]
+    open_streams = len(tasks)
     try:
-        async with asyncio.TaskGroup() as group:
-            for prompt, events in enumerate(streams):
-                group.create_task(_collect(events, prompt, reply))
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-
-
-async def _collect(events: AsyncIterator[SampleEvent], prompt: int, reply: CompletionReply) -> None:
-    async with aclosing(events):  # type: ignore[type-var]
-        async for event in events:
+        while open_streams:
+            prompt, event = await queue.get()
             if isinstance(event, RequestFailedResponse):
                 raise _failure(event)
+            if isinstance(event, PendingFuture):
+                continue
+            open_streams -= isinstance(event, SampleResponse)
+            yield prompt, event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _collect(events: PromptEvents, reply: CompletionReply) -> None:
+    async with aclosing(events):  # type: ignore[type-var]
+        async for prompt, event in events:
             if isinstance(event, SampleResponse):
                 reply.finish(prompt, event)
 
 
 async def _sse_chunks(
-    streams: Sequence[AsyncIterator[SampleEvent]], reply: CompletionReply, reply_format: ReplyFormat
+    events: PromptEvents, reply: CompletionReply, reply_format: ReplyFormat
 ) -> AsyncIterator[bytes]:
-    """Deltas of all choices, merged in the order in which they are sampled."""
-    merged: asyncio.Queue[tuple[int, SampleEvent]] = asyncio.Queue()
-
-    async def forward(prompt: int, events: AsyncIterator[SampleEvent]) -> None:
-        async with aclosing(events):  # type: ignore[type-var]
-            async for event in events:
-                merged.put_nowait((prompt, event))
-
-    tasks = [asyncio.create_task(forward(prompt, events)) for prompt, events in enumerate(streams)]
-    open_streams = len(tasks)
+    """Deltas of all choices, in the order in which they are sampled."""
+    for choice in range(reply.choices):
+        if (opening := reply_format.opening(choice)) is not None:
+            yield server_sent("", opening)
     try:
-        for choice in range(reply.choices):
-            if (opening := reply_format.opening(choice)) is not None:
-                yield server_sent("", opening)
-        while open_streams:
-            prompt, event = await merged.get()
-            if isinstance(event, RequestFailedResponse):
-                refusal = _failure(event)
-                yield server_sent("", {"error": _error_fields(refusal.status, refusal.message)})
-                return
-            if isinstance(event, NewTokens):
-                deltas = reply.add(prompt, event)
-            else:
-                assert isinstance(event, SampleResponse)
-                open_streams -= 1
-                deltas = reply.finish(prompt, event)
-            for delta in deltas:
-                yield server_sent("", reply_format.chunk(delta, reply))
-        if reply.request.stream_usage:
-            yield server_sent("", reply_format.closing(usage(reply)))
-        yield b"data: [DONE]\n\n"
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with aclosing(events):  # type: ignore[type-var]
+            async for prompt, event in events:
+                is_last = isinstance(event, SampleResponse)
+                for delta in reply.finish(prompt, event) if is_last else reply.add(prompt, event):
+                    yield server_sent("", reply_format.chunk(delta, reply))
+    except Refusal as refusal:
+        yield server_sent("", {"error": _error_fields(refusal.status, refusal.message)})
+        return
+    if reply.request.stream_usage:
+        yield server_sent("", reply_format.closing(usage(reply)))
+    yield b"data: [DONE]\n\n"
