@@ -1,11 +1,11 @@
-"""Is there a key, and does the server take it? Three questions for scripts to ask before they start.
+"""Is there an API key, and does the server accept it? Three questions for scripts to ask before they start.
 
-Promises: `get_tinker_token` and `tinker_has_credentials` look at this machine only and run no command.
+`get_tinker_token` and `tinker_has_credentials` make no request and run no command.
 """
 
 from __future__ import annotations
 
-from tinkex.client.credentials import CommandCredential, resolve
+from tinkex.client.credentials import CommandCredential, Credential, resolve
 from tinkex.config import HOSTED_URL, Settings
 from tinkex.errors import TinkerError
 
@@ -13,30 +13,30 @@ __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_cre
 
 
 def get_tinker_token() -> str | None:
-    """The key that a new client would use, or None if there is none at hand (a command is not run for it)."""
-    settings = Settings.read()
-    try:
-        credential = resolve(settings, base_url=settings.base_url or HOSTED_URL)
-    except TinkerError:
-        return None
-    return credential.current()
+    """The key that a new client would use; None if there is none, or only a command that prints one."""
+    credential = _credential()
+    return None if credential is None else credential.current()
 
 
 def tinker_has_credentials() -> bool:
     """Would a new client find a credential? TINKER_CREDENTIAL_CMD counts as one, without being run."""
+    credential = _credential()
+    return isinstance(credential, CommandCredential) or get_tinker_token() is not None
+
+
+def _credential() -> Credential | None:
     settings = Settings.read()
     try:
-        credential = resolve(settings, base_url=settings.base_url or HOSTED_URL)
+        return resolve(settings, base_url=settings.base_url or HOSTED_URL)
     except TinkerError:
-        return False
-    return credential.current() is not None or isinstance(credential, CommandCredential)
+        return None
 
 
 def raise_if_tinker_not_accessible(*, timeout: float | None = 60.0) -> None:
-    """Ask the server one question, once, and raise what goes wrong.
+    """Make one request, without retries, and raise what goes wrong.
 
     CredentialError if there is no key, AuthenticationError if it is refused, BillingError if the account
-    cannot pay, APIConnectionError if nobody answers.
+    cannot pay, APIConnectionError if there is no answer.
     """
     from tinkex.client.future import start
     from tinkex.client.server_connection import connect

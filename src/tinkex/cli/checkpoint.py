@@ -273,15 +273,15 @@ def push_hf(
 
     Needs the huggingface_hub package, and `hf auth login` or HF_TOKEN.
     """
-    from tinkex.cli.transfer import Upload, hub, push
+    from tinkex.cli.transfer import hub, push
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
-    upload = Upload(
-        repo, public, revision, commit_message, create_pr, list(allow) or None, list(ignore) or None,
-        not no_model_card,
+    place = push(
+        parsed, hub(), repo, public=public, model_card=not no_model_card, revision=revision, ignore=ignore,
+        commit_message=commit_message or f"Add {parsed.checkpoint_id}", create_pr=create_pr,
+        allow_patterns=list(allow) or None,
     )  # fmt: skip
-    place = push(parsed, upload, hub())
     facts = {"Repository": place["repo_id"], "URL": place["url"]}
     show(
         {"checkpoint_path": checkpoint_path, **place},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,20 +86,6 @@ def _export(
 # -- to the hub ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Upload:
-    """Where and how to upload a checkpoint."""
-
-    repo: str | None = None
-    public: bool = False
-    revision: str | None = None
-    message: str | None = None
-    pull_request: bool = False
-    allow: list[str] | None = None
-    ignore: list[str] | None = None
-    model_card: bool = True
-
-
 def hub() -> Any:
     """huggingface_hub's API client, logged in."""
     try:
@@ -117,24 +103,33 @@ def hub() -> Any:
     return api
 
 
-def push(parsed: ParsedCheckpointTinkerPath, upload: Upload, api: Any) -> dict[str, Any]:
-    """Download a checkpoint, and upload what PEFT needs of it."""
+def push(
+    parsed: ParsedCheckpointTinkerPath,
+    api: Any,
+    repo: str | None = None,
+    *,
+    public: bool = False,
+    model_card: bool = True,
+    revision: str | None = None,
+    ignore: Sequence[str] = (),
+    **upload: Any,
+) -> dict[str, Any]:
+    """Download a checkpoint, and upload what PEFT needs of it. `upload` goes to `HfApi.upload_folder`."""
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
         directory = Path(scratch) / "adapter"
         fetch_checkpoint(parsed, directory, overwrite=False)
         config = _with_base_model(_adapter_config(directory, parsed), parsed)
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        repo = upload.repo or _repository_name(parsed)
-        if upload.model_card and not (directory / "README.md").exists():
+        repo = repo or _repository_name(parsed)
+        if model_card and not (directory / "README.md").exists():
             (directory / "README.md").write_text(_model_card(repo, config, parsed), encoding="utf-8")
-        made = api.create_repo(repo_id=repo, private=not upload.public, exist_ok=True)
+        made = api.create_repo(repo_id=repo, private=not public, exist_ok=True)
         repo = getattr(made, "repo_id", repo)  # with its owner
         api.upload_folder(
-            repo_id=repo, folder_path=str(directory), revision=upload.revision,
-            commit_message=upload.message or f"Add {parsed.checkpoint_id}", create_pr=upload.pull_request,
-            allow_patterns=upload.allow, ignore_patterns=[*_NOT_FOR_THE_HUB, *(upload.ignore or [])],
+            repo_id=repo, folder_path=str(directory), revision=revision,
+            ignore_patterns=[*_NOT_FOR_THE_HUB, *ignore], **upload,
         )  # fmt: skip
-    return {"repo_id": repo, "revision": upload.revision, "url": f"{api.endpoint}/{repo}"}
+    return {"repo_id": repo, "revision": revision, "url": f"{api.endpoint}/{repo}"}
 
 
 def _adapter_config(directory: Path, parsed: ParsedCheckpointTinkerPath) -> dict[str, Any]:
