@@ -20,8 +20,9 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from tinkex.client.credential_store import CredentialStore
 from tinkex.client.loop import off_loop
@@ -49,25 +50,6 @@ NO_CREDENTIAL = (
 )
 
 
-class Credential(Protocol):
-    """Something that produces the `x-api-key` header of a request."""
-
-    source: Source
-    identity: str  # a hash that tells credentials apart
-
-    def current(self) -> str | None:
-        """The value, if it is known without waiting."""
-        ...
-
-    async def token(self) -> str:
-        """The value, fetched if need be. Call on the background loop."""
-        ...
-
-    def refused(self, token: str) -> bool:
-        """The server refused `token`: can `token()` produce another?"""
-        ...
-
-
 def looks_like_key(text: str) -> bool:
     return text.strip().startswith(("tml-", "eyJ"))
 
@@ -89,19 +71,31 @@ def _identity(kind: str, secret: str) -> str:
 # -- kinds of credentials --------------------------------------------------------------------------------
 
 
-class _Secret:
-    """A value that must not leave the process by accident."""
+class Credential(ABC):
+    """Something that produces the `x-api-key` header of a request."""
+
+    source: Source
+    identity: str  # a hash that tells credentials apart
+
+    @abstractmethod
+    def current(self) -> str | None:
+        """The value, if it is known without waiting."""
+
+    @abstractmethod
+    async def token(self) -> str:
+        """The value, fetched if need be. Call on the background loop."""
+
+    def refused(self, token: str) -> bool:
+        """The server refused `token`: can `token()` produce another?"""
+        return False
 
     def __reduce__(self) -> NoReturn:
         raise CredentialError(
             "credentials are never pickled: send their source, and find them anew with resolve_from_source"
         )
 
-    def refused(self, token: str) -> bool:
-        return False
 
-
-class KeyCredential(_Secret):
+class KeyCredential(Credential):
     """A constant key."""
 
     def __init__(self, key: str, source: Source) -> None:
@@ -119,7 +113,7 @@ class KeyCredential(_Secret):
         return f"KeyCredential(source={self.source!r})"
 
 
-class CommandCredential(_Secret):
+class CommandCredential(Credential):
     """A token that a shell command prints; used for a minute, or until it expires if it says when."""
 
     source: Source = "command"
@@ -185,7 +179,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-class JwtCredential(_Secret):
+class JwtCredential(Credential):
     """A JWT that another credential is exchanged for, on servers that require it.
 
     It is renewed in the background five minutes before it expires, so that no call waits for that; if the

@@ -137,8 +137,8 @@ class Host:
 
     def __init__(self) -> None:
         self.breaker = Breaker()
-        self._waiting: set[asyncio.Future[None]] = set()
-        self._prober: asyncio.Task[None] | None = None
+        self._waiters = 0
+        self._prober: asyncio.Task[None] | None = None  # ends when the host responds
 
     def failed(self, cause: BaseException) -> None:
         self.breaker.failed(cause, time.monotonic())
@@ -146,11 +146,8 @@ class Host:
     def answered(self) -> None:
         if self.breaker.failures:
             self.breaker.answered()
-            self._wake()
-
-    def _wake(self) -> None:
-        for waiter in self._waiting:
-            _resolve(waiter)
+            if self._prober is not None and self._prober is not asyncio.current_task():
+                self._prober.cancel()
 
     async def reachable(
         self, within: float, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]
@@ -162,44 +159,32 @@ class Host:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within
-        while self.breaker.is_open:
-            waiter: asyncio.Future[None] = loop.create_future()
-            timer = loop.call_at(until, _resolve, waiter)
-            self._waiting.add(waiter)
-            if self._prober is None:
-                self._prober = loop.create_task(self._probe(probe, delay))
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                self._waiting.discard(waiter)
-            if loop.time() >= until:
-                break
+        self._waiters += 1
+        try:
+            while self.breaker.is_open:
+                if self._prober is None or self._prober.done():
+                    self._prober = loop.create_task(self._probe(probe, delay))
+                await asyncio.wait([self._prober], timeout=max(0.0, until - loop.time()))
+                if loop.time() >= until:
+                    break
+        finally:
+            self._waiters -= 1
         return not self.breaker.is_open
 
     async def _probe(self, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]) -> None:
         """Probe once, and again while anybody waits."""
-        try:
-            while self.breaker.is_open:
-                await asyncio.sleep(self.breaker.last + delay(self.breaker.probes) - time.monotonic())
-                try:
-                    await probe()
-                except OSError as cause:
-                    self.failed(cause)
-                except ClientClosedError:
-                    return  # the other waiters start a prober of their own
-                else:
-                    self.answered()
-                if not self._waiting:
-                    break
-        finally:
-            self._prober = None
-            self._wake()
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        while self.breaker.is_open:
+            await asyncio.sleep(self.breaker.last + delay(self.breaker.probes) - time.monotonic())
+            try:
+                await probe()
+            except OSError as cause:
+                self.failed(cause)
+            except ClientClosedError:
+                return  # the next waiter starts a prober of its own
+            else:
+                self.answered()
+            if not self._waiters:
+                return
 
 
 _rate_limits: weakref.WeakValueDictionary[tuple[str, str], RateLimit] = weakref.WeakValueDictionary()
