@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.charts import number, sparkline, terminal_chart, write_png
-from tinkex.client.rest_results import RunMetrics
+from tinkex.client.rest_results import StepMetrics
 from tinkex.errors import TinkerError
 from tinkex.svg import html_page, html_table, svg_chart, ticks
 
@@ -144,10 +144,10 @@ def test_every_colour_of_a_chart_has_a_dark_one() -> None:
 
 def test_a_history_is_a_list_a_line_and_a_chart() -> None:
     steps = [{"step": n, "time": 1.0 * n, "loss": 4.0 - n, "extra": 1.0} for n in range(1, 4)]
-    history = RunMetrics(steps)
+    history = StepMetrics(steps)
     assert history == steps
     assert json.loads(json.dumps(history)) == steps
-    assert repr(history) == "RunMetrics(3 steps, loss 3 █▅▁ 1)"
+    assert repr(history) == "StepMetrics(3 steps, loss 3 █▅▁ 1)"
     assert history.metrics() == ["loss", "extra"]
     page = history._repr_html_()
     assert page is not None
@@ -159,6 +159,6 @@ def test_a_history_is_a_list_a_line_and_a_chart() -> None:
 
 
 def test_a_history_of_two_thousand_steps_is_still_a_line() -> None:
-    assert len(repr(RunMetrics({"step": n, "loss": 1.0 * n} for n in range(2000)))) < 80
-    assert repr(RunMetrics()) == "RunMetrics(0 steps)"
-    assert RunMetrics()._repr_html_() is None
+    assert len(repr(StepMetrics({"step": n, "loss": 1.0 * n} for n in range(2000)))) < 80
+    assert repr(StepMetrics()) == "StepMetrics(0 steps)"
+    assert StepMetrics()._repr_html_() is None

@@ -127,7 +127,7 @@ def test_a_skipped_step_is_not_plotted(place: Place, monkeypatch: pytest.MonkeyP
         assert "Steps 1" in " ".join(place.says("run", "info", run.model_id).split())
     assert [len(values) for values in metrics.curves().values()] == [1, 1, 1]
     assert metrics.steps() == [1]
-    assert repr(metrics).startswith("RunMetrics(1 step,")
+    assert repr(metrics).startswith("StepMetrics(1 step,")
 
 
 def test_a_run_without_a_step_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tinkex.cli.target import is_local, rest, where
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
-    from tinkex.client.rest_results import RunMetrics
+    from tinkex.client.rest_results import StepMetrics
     from tinkex.types.training import TrainingRun
 
 # what -c takes: the column's title, and its value for a run
@@ -105,7 +105,7 @@ def info(run_id: str) -> None:
     show_facts(f"Run {found.training_run_id}", facts | _curve_facts(metrics))
 
 
-def _curve_facts(metrics: RunMetrics | None) -> dict[str, str]:
+def _curve_facts(metrics: StepMetrics | None) -> dict[str, str]:
     from tinkex.charts import number, sparkline
 
     if metrics is None:
@@ -176,7 +176,7 @@ def _newest(client: RestClient) -> TrainingRun:
     return next((found for found in last if _metrics(client, found)), last[0])
 
 
-def _report_facts(run: TrainingRun, metrics: RunMetrics) -> dict[str, str]:
+def _report_facts(run: TrainingRun, metrics: StepMetrics) -> dict[str, str]:
     tokens = sum(line.get("tokens:sum", 0) for line in metrics)
     seconds = sum(line.get("seconds", 0) for line in metrics)
     saved = run.last_checkpoint or run.last_sampler_checkpoint
@@ -190,7 +190,7 @@ def _report_facts(run: TrainingRun, metrics: RunMetrics) -> dict[str, str]:
     }
 
 
-def _metrics(client: RestClient, run: TrainingRun) -> RunMetrics | None:
+def _metrics(client: RestClient, run: TrainingRun) -> StepMetrics | None:
     """The run's metrics step by step; None if the server does not keep them."""
     from tinkex.errors import NotFoundError
 

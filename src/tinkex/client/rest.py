@@ -17,7 +17,7 @@ from tinkex.client.calls import check_id, warn_caller
 from tinkex.client.checkpoints import CheckpointMethods
 from tinkex.client.credentials import decode_claims
 from tinkex.client.future import APIFuture, Within, check_timeout, start
-from tinkex.client.rest_results import Listing, RunMetrics, check_page_size
+from tinkex.client.rest_results import Listing, StepMetrics, check_page_size
 from tinkex.client.transport import CallContext
 from tinkex.errors import (
     CredentialError,
@@ -158,23 +158,23 @@ class RestClient(CheckpointMethods):
             timeout=timeout,
         )
 
-    def get_run_metrics(self, training_run_id: str) -> APIFuture[RunMetrics]:
+    def get_run_metrics(self, training_run_id: str) -> APIFuture[StepMetrics]:
         """Return the metrics of each step of a run: `step`, `time`, `loss`, … Only Tinkex servers keep them.
 
         >>> [line["loss"] for line in rest.get_run_metrics(run_id).result()]  # doctest: +SKIP
         """
         request = GetTrainingRunRequest(training_run_id=check_id("training_run_id", training_run_id))
 
-        async def fetch() -> RunMetrics:
+        async def fetch() -> StepMetrics:
             lines = await self._connection.call(ops.GET_RUN_METRICS, request, CallContext("get_run_metrics"))
-            return RunMetrics.from_json_lines(lines)
+            return StepMetrics.from_json_lines(lines)
 
         self._connection.check_open()
         return start(fetch, "get_run_metrics")
 
     async def get_run_metrics_async(
         self, training_run_id: str, *, timeout: float | None = None
-    ) -> RunMetrics:
+    ) -> StepMetrics:
         """Like `get_run_metrics`, awaited."""
         return await Within(timeout).result_async(self.get_run_metrics(training_run_id))
 

@@ -91,14 +91,14 @@ def check_page_size(size: int) -> None:
         raise InvalidInputError(f"page_size must be a whole number from 1 on, got {size!r}")
 
 
-class RunMetrics(list[dict[str, float]]):
+class StepMetrics(list[dict[str, float]]):
     """The metrics of a run, one dict per step: `step`, `time`, `seconds`, `loss` and what else was logged.
 
     A plain list to compute with. Its repr is one line with a sparkline; a notebook shows a chart.
     """
 
     @classmethod
-    def from_json_lines(cls, text: bytes) -> RunMetrics:
+    def from_json_lines(cls, text: bytes) -> StepMetrics:
         """Parse JSON lines; an unfinished last line, of a writer that was killed, is dropped."""
         complete = text[: text.rfind(b"\n") + 1]
         return cls(json.loads(line) for line in complete.splitlines() if line.strip())
@@ -126,8 +126,8 @@ class RunMetrics(list[dict[str, float]]):
         taken = len(self._taken())
         count = f"{taken} step{'' if taken == 1 else 's'}"
         if not (losses := self.curves(["loss"])["loss"]) or "loss" not in self.metrics():
-            return f"RunMetrics({count})"
-        return f"RunMetrics({count}, loss {number(losses[0])} {sparkline(losses)} {number(losses[-1])})"
+            return f"StepMetrics({count})"
+        return f"StepMetrics({count}, loss {number(losses[0])} {sparkline(losses)} {number(losses[-1])})"
 
     def _repr_html_(self) -> str | None:
         """The curves, for a notebook."""
