@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # The names that tinker.__all__ of 0.36.0 holds and programs use.
 TOP = """
 TrainingClient ServiceClient SamplingClient RestClient AdminClient APIFuture AdamOptimizerConfig

@@ -76,6 +76,7 @@ logging.getLogger("tinkex").debug("a trifle")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "said"), [("", 0), ("info", 1), ("debug", 2)])
 def test_the_environment_says_how_much_is_logged(level: str, said: int) -> None:
     """TINKER_LOG, but not over the head of a program that has set its own logging up."""

@@ -25,6 +25,8 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
 from tinkex.service.served_models import ServedModels
 
+pytestmark = pytest.mark.slow
+
 
 def python(code: str, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter, as a user has it."""

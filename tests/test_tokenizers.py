@@ -22,6 +22,8 @@ from tests.engine.tiny import tiny_model
 from tinkex.errors import InvalidInputError, TokenizerError
 from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, render_chat, tokenizer_name
 
+pytestmark = pytest.mark.slow
+
 LLAMA = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 WORDS = ["<unk>", "<eos>", "user", "assistant", ":", "hello", "world"]
 TEMPLATE = (
