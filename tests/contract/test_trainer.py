@@ -545,6 +545,7 @@ def test_commands_and_results_can_be_pickled(engine: Engine, run: str, tmp_path:
 # -- the heartbeat -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reading_the_heartbeat_never_blocks(engine: Engine, run: str):
     data = [datum(tokens(engine, seed, 200)) for seed in range(40)]
     futures = [engine.trainer.submit(ForwardBackward((Pass(run, data, "cross_entropy"),))) for _ in range(3)]

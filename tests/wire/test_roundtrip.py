@@ -16,6 +16,8 @@ from tinkex.types.base import WireModel
 from tinkex.wire import codec, ops
 from tinkex.wire import tinkex_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 many = settings(deadline=None, max_examples=60)
 few = settings(deadline=None, max_examples=10)
 
