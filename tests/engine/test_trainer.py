@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from pathlib import Path
@@ -424,6 +425,23 @@ def test_a_gradient_that_is_not_finite_fails_that_step_alone(models) -> None:
     forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
     assert trainer.run(OptimStep("run", ADAM))["optimizer_step"] == 1.0
     assert not torch.equal(trainer.adapter("run").flat, before)
+
+
+@pytest.mark.parametrize(("rate", "named"), [(1e10, r"as large as 1e\+10"), (1e38, "not finite")])
+def test_after_a_huge_learning_rate_steps_fail_with_the_true_cause(models, rate: float, named: str) -> None:
+    trainer = make_trainer(models["llama3"])
+    create(trainer, "run", LoraConfig(4, seed=1))
+    for learning_rate in (1e-3, rate, rate, rate):
+        forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
+        try:
+            trainer.execute(OptimStep("run", AdamParams(learning_rate=learning_rate)))
+        except EngineError as error:
+            refusal = error
+            break
+    assert refusal.category == "user"
+    assert re.search(
+        rf"weights are {named}.* after step \d.*learning rate was likely too large", str(refusal)
+    )
 
 
 def test_a_step_waits_for_no_half_of_a_pass(models) -> None:

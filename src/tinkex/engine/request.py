@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from tinkex.engine.protocol import EngineError, SampleWork, StopBytes
+from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork, StopBytes
 from tinkex.engine.rng import stream_keys
-from tinkex.types.outputs import TOPK_PADDING, PromptAltTokens, StopDetail, StopReason, TopkLogprobs
+from tinkex.types.outputs import (
+    TOPK_PADDING,
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    StopDetail,
+    StopReason,
+    TopkLogprobs,
+)
 from tinkex.types.tensor import TensorData
 
 # How many likely tokens may be listed at once, and how many be drawn for a prompt: everyone waits for them.
@@ -239,28 +248,58 @@ class PromptScores:
             self._alt_logprobs[at - 1 : end - 1, k] = rows.pick(np.arange(count), tokens)
         self.next = end
 
-    @property
-    def prompt_logprobs(self) -> np.ndarray | None:
-        return self._logprobs
-
-    @property
-    def topk(self) -> TopkLogprobs | None:
-        return TopkLogprobs(self._top_ids, self._top_logprobs) if self._topk else None
-
-    @property
-    def targets(self) -> TensorData | None:
-        """Same shape and layout as asked."""
-        given = self._targets
-        if given is None:
-            return None
-        return TensorData(
-            self._target_values, "float32", given.dense_shape, given.sparse_crow_np, given.sparse_col_np
+    def response(self, sequences: list[SampledSequence], cache_hits: int = 0) -> SampleResponse:
+        """The whole answer: the samples, and what was asked about the prompt, in the layout asked for."""
+        targets, given = None, self._targets
+        if given is not None:
+            targets = TensorData(
+                self._target_values, "float32", given.dense_shape, given.sparse_crow_np, given.sparse_col_np
+            )
+        alts = (TensorData.from_numpy(values) for values in (self._alt_tokens, self._alt_logprobs))
+        return SampleResponse(
+            sequences,
+            prompt_logprobs_np=self._logprobs,
+            topk_prompt_logprobs_np=TopkLogprobs(self._top_ids, self._top_logprobs) if self._topk else None,
+            target_prompt_logprobs=targets,
+            prompt_cache_hit_tokens=cache_hits,
+            prompt_alt_tokens=PromptAltTokens(*alts) if self._alts else None,
         )
 
-    @property
-    def alts(self) -> PromptAltTokens | None:
-        if not self._alts:
-            return None
-        return PromptAltTokens(
-            TensorData.from_numpy(self._alt_tokens), TensorData.from_numpy(self._alt_logprobs)
+
+@dataclass(eq=False)
+class Sample:
+    """One sample on its way: its tokens so far, their logprobs, and why it ended, once it has."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    reason: StopReason | None = None
+    _tail: bytes = b""
+
+    def append(self, token: int, logprob: float, stops: Stops, max_tokens: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        stopped, self._tail = stops.after(self._tail, token)
+        if stopped:
+            self.reason = "stop"
+        elif len(self.tokens) == max_tokens:
+            self.reason = "length"
+
+    def piece(self) -> SampledTokens:
+        """The token drawn last."""
+        tokens, logprobs = self.tokens[-1:], self.logprobs[-1:]
+        return SampledTokens(self.index, np.array(tokens, np.int32), np.array(logprobs, np.float32))
+
+    def finished(self, stops: Stops) -> SampledSequence:
+        assert self.reason
+        detail, match = stops.why(self.reason, self.tokens)
+        top = TopkLogprobs(*map(np.stack, zip(*self.top, strict=True))) if self.top else None
+        return SampledSequence(
+            self.reason,
+            tokens_np=np.array(self.tokens, np.int32),
+            logprobs_np=np.array(self.logprobs, np.float32),
+            topk_logprobs_np=top,
+            stop_detail=detail,
+            stop_match=match,
         )

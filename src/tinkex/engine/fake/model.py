@@ -53,7 +53,7 @@ class Head:
         return row
 
 
-class Adapter:
+class FakeAdapter:
     """LoRA on the one matrix, with AdamW's state: A [R, D] and B [D, R], flat in `params`."""
 
     def __init__(self, lora: LoraConfig) -> None:

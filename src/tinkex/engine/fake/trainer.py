@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinkex.engine import protocol
+from tinkex.engine import protocol as p
 from tinkex.engine.fake.files import FakeExport, load, save
 from tinkex.engine.fake.losses import FORMULAS
-from tinkex.engine.fake.model import UNEMBED, VOCAB, Adapter, D, features, log_softmax
-from tinkex.engine.protocol import (
-    EngineError,
-    EngineLost,
-    Failure,
-    Pass,
-    PassOutcome,
-    PassProgress,
-    Progress,
-    R,
-    run_to_the_end,
-)
+from tinkex.engine.fake.model import UNEMBED, VOCAB, D, FakeAdapter, features, log_softmax
+from tinkex.engine.passes import PassTickets
 from tinkex.engine.request import user_error
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, EncodedTextChunk
@@ -37,33 +26,30 @@ from tinkex.types.tensor import TensorData
 _PASS_TOKENS = 1 << 20  # of a micro-batch
 
 
-class Example(NamedTuple):
-    """One datum, checked."""
+class _FakeExample(NamedTuple):
+    """One checked datum of the pass with this index in its command."""
 
+    index: int
     tokens: np.ndarray
     targets: np.ndarray  # [N] or [N, K]
     inputs: Mapping[str, np.ndarray]
 
 
 @dataclass
-class _Running:
-    """One checked pass on its way: what its examples have given so far."""
+class _FakePass:
+    """A `RunningPass`: what its examples have given so far."""
 
-    work: Pass
+    work: p.Pass
     settings: Mapping[str, float]
-    examples: list[Example]
+    examples: list[_FakeExample]
     total: float = 0.0
     outputs: list[dict[str, TensorData]] = field(default_factory=list)
     grad: np.ndarray = field(default_factory=lambda: np.zeros((D, D)))
+    failure: p.Failure | None = None
 
-
-@dataclass
-class _Ticket:
-    """A batch of passes under way: the micro-batches left, as (pass, example) pairs."""
-
-    passes: list[_Running | Failure]
-    batches: list[list[tuple[int, Example]]]
-    done: int = 0
+    @property
+    def run(self) -> str:
+        return self.work.run
 
 
 class FakeTrainer:
@@ -72,24 +58,23 @@ class FakeTrainer:
     def __init__(self, model: str, context: int, pass_tokens: int | None = None) -> None:
         self.model, self.context = model, context
         self._pass_tokens = pass_tokens or _PASS_TOKENS
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, FakeAdapter] = {}
         self.closed = False
-        self._tickets: dict[str, _Ticket] = {}
-        self._serial = itertools.count()
+        self._passes = PassTickets(self._compute, self._finish)
         self._thread = ThreadPoolExecutor(1, "tinkex-fake-engine")
         self._lock = threading.Lock()
 
-    def submit(self, command: protocol.Command[R]) -> Future[R]:
+    def submit(self, command: p.Command[p.R]) -> Future[p.R]:
         with self._lock:
             self.check_open()
             return self._thread.submit(self._execute, command)
 
-    def run(self, command: protocol.Command[Any], progress: Progress | None = None) -> Any:
-        return run_to_the_end(self, command, progress)
+    def run(self, command: p.Command[Any], progress: p.Progress | None = None) -> Any:
+        return p.run_to_the_end(self, command, progress)
 
     def check_open(self) -> None:
         if self.closed:
-            raise EngineLost("the engine was closed")
+            raise p.EngineLost("the engine was closed")
 
     def close(self) -> None:
         """Commands that wait fail with EngineLost."""
@@ -100,152 +85,119 @@ class FakeTrainer:
     def _execute(self, command: Any) -> Any:
         self.check_open()
         match command:
-            case protocol.CreateAdapter(run, lora):
+            case p.CreateAdapter(run, lora):
                 if run in self.adapters:
                     raise user_error(f"run {run!r} is already there")
-                self.adapters[run] = Adapter(lora)
-            case protocol.ForwardBackward(passes):
-                return self._begin(passes)
-            case protocol.ContinuePasses(ticket):
-                return self._continue(ticket)
-            case protocol.OptimStep(run, params):
-                return self.adapter(run).adamw(params)
-            case protocol.ClearGradients(run):
-                self.adapter(run).grad = None
-                self._abandon(run)
-            case protocol.SaveAdapter(run, location, optimizer, overwrite, sync):
-                adapter = self.adapter(run)
-                return save(
-                    adapter, self.model, location, optimizer=optimizer, overwrite=overwrite, sync=sync
-                )
-            case protocol.LoadAdapter(run, location, optimizer):
-                return self._load(run, location, optimizer=optimizer)
-            case protocol.ExportAdapter(run):
-                adapter = self.adapter(run)
+                self.adapters[run] = FakeAdapter(lora)
+            case p.ForwardBackward(passes):
+                running = [self._read_pass(i, work) for i, work in enumerate(passes)]
+                return self._passes.begin(running, list(self._cut(running)))
+            case p.ContinuePasses(ticket):
+                return self._passes.advance(ticket)
+            case p.OptimStep(run, params):
+                return self._adapter(run).adamw(params)
+            case p.ClearGradients(run):
+                self._adapter(run).grad = None
+                self._passes.abandon(run)
+            case p.SaveAdapter(run):
+                return save(self._adapter(run), self.model, command)
+            case p.LoadAdapter(run):
+                return self._load(run, command)
+            case p.ExportAdapter(run):
+                adapter = self._adapter(run)
                 return FakeExport(adapter.lora, self.model, adapter.params.copy())
-            case protocol.DropAdapter(run):
+            case p.DropAdapter(run):
                 self.adapters.pop(run, None)
-                self._abandon(run)
-            case protocol.CheckLoss():
+                self._passes.abandon(run)
+            case p.CheckLoss():
                 return None  # uploaded losses are refused when a pass names one
             case _:
                 raise user_error(f"{type(command).__name__} is not a command that this engine knows")
 
-    def adapter(self, run: str) -> Adapter:
+    def _adapter(self, run: str) -> FakeAdapter:
         if run not in self.adapters:
             raise user_error(f"there is no run {run!r} on this engine")
         return self.adapters[run]
 
-    def _load(self, run: str, location: str, *, optimizer: bool) -> LoraConfig:
-        loaded = load(location, self.model, optimizer=optimizer)
-        live = self.adapters.get(run)
-        for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
-            if live and getattr(live.lora, name) != getattr(loaded.lora, name):
-                raise user_error(
-                    f"{location} has {name} {getattr(loaded.lora, name)}, and run {run!r} "
-                    f"has {getattr(live.lora, name)}"
-                )
+    def _load(self, run: str, command: p.LoadAdapter) -> LoraConfig:
+        loaded = load(command.location, self.model, optimizer=command.optimizer)
+        if run in self.adapters:
+            have = self.adapters[run].lora
+            for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+                if getattr(have, name) != getattr(loaded.lora, name):
+                    raise user_error(f"{command.location} has another {name} than run {run!r}")
         self.adapters[run] = loaded
-        self._abandon(run)
+        self._passes.abandon(run)
         return loaded.lora
 
     # -- passes ----------------------------------------------------------------------------------------
 
-    def _begin(self, passes: tuple[Pass, ...]) -> PassProgress | list[PassOutcome]:
-        running = [self._read_pass(work) for work in passes]
-        batches: list[list[tuple[int, Example]]] = []
-        left = 0
-        for i, one in enumerate(running):
-            for example in one.examples if isinstance(one, _Running) else ():
-                if left < len(example.tokens):
-                    batches.append([])
-                    left = self._pass_tokens
-                batches[-1].append((i, example))
-                left -= len(example.tokens)
-        name = f"pass-{next(self._serial)}"
-        self._tickets[name] = _Ticket(running, batches)
-        return self._continue(name)
-
-    def _continue(self, name: str) -> PassProgress | list[PassOutcome]:
-        if name not in self._tickets:
-            raise EngineError(f"no passes with the ticket {name!r} are under way")
-        ticket = self._tickets[name]
-        for i, example in ticket.batches[ticket.done] if ticket.batches else ():
-            running = ticket.passes[i]
-            if isinstance(running, _Running):
-                self._compute(running, example)
-        ticket.done += 1
-        if ticket.done < len(ticket.batches):
-            return PassProgress(name, ticket.done, len(ticket.batches))
-        del self._tickets[name]
-        return [self._finish(one) if isinstance(one, _Running) else one for one in ticket.passes]
-
-    def _abandon(self, run: str) -> None:
-        """Fail the passes of `run` that are under way; a ticket with none left is forgotten."""
-        for name, ticket in list(self._tickets.items()):
-            for i, one in enumerate(ticket.passes):
-                if isinstance(one, _Running) and one.work.run == run:
-                    ticket.passes[i] = Failure("server", f"the pass of run {run!r} was abandoned")
-            if not any(isinstance(one, _Running) for one in ticket.passes):
-                del self._tickets[name]
-
-    def _read_pass(self, work: Pass) -> _Running | Failure:
+    def _read_pass(self, index: int, work: p.Pass) -> _FakePass | p.Failure:
+        where = ""
         try:
-            self.adapter(work.run)
-            settings, examples = _read_pass(work, self.context)
-        except EngineError as error:
-            return Failure(error.category, error.message)
-        return _Running(work, settings, examples)
+            self._adapter(work.run)
+            if work.loss_fn not in FORMULAS:
+                raise InvalidInputError(unknown_loss(work.loss_fn, FORMULAS))
+            if not work.data:
+                raise InvalidInputError("a pass needs at least one datum, got none")
+            settings, examples = loss_settings(work.loss_fn, work.loss_fn_config), []
+            for i, datum in enumerate(work.data):
+                where = f"datum {i}: "
+                examples.append(_read(index, datum, work.loss_fn, settings, self.context))
+        except (InvalidInputError, p.EngineError) as error:
+            return p.Failure("user", f"{where}{error}")
+        return _FakePass(work, settings, examples)
 
-    def _compute(self, running: _Running, example: Example) -> None:
-        adapter = self.adapter(running.work.run)
-        terms, lp, grad_matrix = _forward_backward(adapter, example, running.work.loss_fn, running.settings)
-        running.total += float(terms.sum())
-        running.grad += grad_matrix
-        running.outputs.append({"logprobs": TensorData.from_numpy(lp.astype(np.float32))})
+    def _cut(self, passes: Iterable[_FakePass | p.Failure]) -> Iterable[list[_FakeExample]]:
+        """Micro-batches of at most so many tokens, or of one longer example."""
+        batch: list[_FakeExample] = []
+        size = 0
+        for example in (e for one in passes if isinstance(one, _FakePass) for e in one.examples):
+            if batch and size + len(example.tokens) > self._pass_tokens:
+                yield batch
+                batch, size = [], 0
+            batch.append(example)
+            size += len(example.tokens)
+        if batch:
+            yield batch
 
-    def _finish(self, running: _Running) -> ForwardBackwardOutput:
+    def _compute(self, passes: Sequence[_FakePass | p.Failure], batch: list[_FakeExample]) -> None:
+        for example in batch:
+            running = passes[example.index]
+            if isinstance(running, _FakePass) and running.failure is None:
+                terms, lp, grad = _forward_backward(self._adapter(running.run), running, example)
+                running.total += float(terms.sum())
+                running.grad += grad
+                running.outputs.append({"logprobs": TensorData.from_numpy(lp.astype(np.float32))})
+
+    def _finish(self, running: _FakePass) -> p.PassOutcome:
+        if running.failure:
+            return running.failure
         if running.work.backward:
-            self.adapter(running.work.run).add_gradient(running.grad)
+            self._adapter(running.run).add_gradient(running.grad)
         tokens = float(sum(len(example.tokens) for example in running.examples))
         metrics = {"loss:sum": running.total, "tokens:sum": tokens}
         return ForwardBackwardOutput("TorchLossReturn", running.outputs, metrics)
 
 
 def _forward_backward(
-    adapter: Adapter, example: Example, loss_fn: str, settings: Mapping[str, float]
+    adapter: FakeAdapter, running: _FakePass, example: _FakeExample
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Loss terms and logprobs of the targets' shape, and the gradient of the sum by the matrix."""
     x_ND = features(example.tokens)
     logprobs_NV = log_softmax(x_ND @ adapter.matrix().T @ UNEMBED.T)
     targets_NK = example.targets.reshape(len(x_ND), -1)
     lp = np.take_along_axis(logprobs_NV, targets_NK, 1).reshape(example.targets.shape)
-    terms, slopes = FORMULAS[loss_fn](lp, example.inputs, settings)
+    terms, slopes = FORMULAS[running.work.loss_fn](lp, example.inputs, running.settings)
     slopes_NK = slopes.reshape(targets_NK.shape)
     expected_ND = np.exp(logprobs_NV) @ UNEMBED
     pull_ND = (slopes_NK[:, :, None] * (UNEMBED[targets_NK] - expected_ND[:, None])).sum(1)
     return terms, lp, pull_ND.T @ x_ND
 
 
-def _read_pass(work: Pass, context: int) -> tuple[dict[str, float], list[Example]]:
-    """The loss's settings and the datums, checked."""
-    if work.loss_fn not in FORMULAS:
-        raise user_error(unknown_loss(work.loss_fn, FORMULAS))
-    if not work.data:
-        raise user_error("a pass needs at least one datum, got none")
-    where = ""
-    try:
-        settings = loss_settings(work.loss_fn, work.loss_fn_config)
-        examples: list[Example] = []
-        for i, datum in enumerate(work.data):
-            where = f"datum {i}: "
-            examples.append(_read(datum, work.loss_fn, settings, context))
-    except InvalidInputError as error:
-        raise user_error(f"{where}{error}") from None
-    return settings, examples
-
-
-def _read(datum: Datum, loss_fn: str, settings: Mapping[str, float], context: int) -> Example:
+def _read(
+    index: int, datum: Datum, loss_fn: str, settings: Mapping[str, float], context: int
+) -> _FakeExample:
     if any(not isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
         raise InvalidInputError("model_input holds more than text; this base model reads text only")
     tokens, given = datum.model_input.to_numpy(), datum.loss_fn_inputs
@@ -254,4 +206,5 @@ def _read(datum: Datum, loss_fn: str, settings: Mapping[str, float], context: in
     if tokens.min() < 0 or tokens.max() >= VOCAB:
         raise InvalidInputError(f"model_input has a token id outside 0..{VOCAB - 1}")
     check_inputs(loss_fn, given, tokens.size, VOCAB, strict=True)
-    return Example(tokens, given["target_tokens"].to_numpy(), filled_inputs(loss_fn, given, settings))
+    targets = given["target_tokens"].to_numpy()
+    return _FakeExample(index, tokens, targets, filled_inputs(loss_fn, given, settings))

@@ -38,9 +38,9 @@ from tinkex.engine.token_bytes import TokenTable
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.engine_thread import EngineThread
-from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.loss_graph import read_loss_graph
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.engine.torch.sequences import Listener, Published, Request
@@ -117,7 +117,7 @@ class TorchEngine:
 
     def check_loss(self, loss: CustomLoss) -> None:
         """Refuse an uploaded loss with anything in it that is not on the allow-list."""
-        read_graph(loss)
+        read_loss_graph(loss)
 
     def heartbeat(self) -> Heartbeat:
         trouble = self._thread.trouble

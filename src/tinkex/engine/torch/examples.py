@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinkex.engine.protocol import EngineError, Pass
-from tinkex.engine.torch.graph import Graph, read_graph
+from tinkex.engine.torch.loss_graph import LossGraph, read_loss_graph
 from tinkex.engine.torch.losses import LOSSES, Loss
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, EncodedTextChunk
@@ -52,7 +52,7 @@ class Work:
     examples: list[Example]
     loss: Loss | None  # None: a graph's
     settings: Mapping[str, float] = field(default_factory=dict)
-    graph: Graph | None = None
+    graph: LossGraph | None = None
 
     @property
     def local(self) -> bool:
@@ -86,7 +86,7 @@ def _read_custom(work: Pass, limits: Limits) -> Work:
         raise _user("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
         raise _user(f"loss_fn_config has {extra[0]!r}; 'custom' takes: loss_id")
-    graph = read_graph(work.custom_loss)
+    graph = read_loss_graph(work.custom_loss)
     examples = []
     for i, datum in enumerate(work.data):
         inputs = {}

@@ -1,9 +1,8 @@
-"""AdamW on an adapter's flat buffer: torch.optim's own fused kernel, one adapter at a time.
+"""AdamW on an adapter's flat buffer, by torch.optim's fused kernel.
 
 Decoupled weight decay, bias correction, eps outside the square root, clipping by the global norm. A step
-either happens or changes nothing: one whose gradient is not finite, or whose squares are not, is refused, and
-a device can tell without the host.
-Knows nothing of models or of names.
+either happens or changes nothing: one whose gradient, or its square, is not finite is refused. The kernel
+itself skips a refused step, so the device never waits for the host. Knows nothing of models or names.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from tinkex.types.params import AdamParams
 
 _BLOCK = 1 << 16  # elements whose norm is taken in fp32; the blocks' norms are added up in double
 _LARGEST = 1e19  # beyond, squares overflow in fp32: the second moment would be infinite for good
+_PLAUSIBLE = 1e3  # of an adapter's weights; a fresh one's are below 1
 _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 0/0
 
 
@@ -40,22 +40,33 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     if refused:
         if adapter.step == 0:
             adapter.exp_avg = adapter.exp_avg_sq = None  # as they were
-        problem = "too large" if math.isfinite(norm) else "not finite"
-        raise EngineError(
-            f"the gradient is {problem} (global norm {norm:g}), so this step was not applied and the "
-            "gradients were cleared; the adapter is as it was. Look for extreme weights, advantages or "
-            "ratios in the passes since the last step.",
-            "user",
-        )
+        raise EngineError(_why_refused(adapter, norm), "user")
     adapter.step += 1
     adapter.changed()
     return _metrics(adapter, params, grad_norm=norm, grad_clipped=float(shrink < 1.0))
 
 
-def _apply(adapter: Adapter, grad: Tensor, params: AdamParams, norm: Tensor) -> Tensor:
-    """The step, unless it is refused; returns the norm, what the gradient was shrunk by, and whether it is.
+def _why_refused(adapter: Adapter, norm: float) -> str:
+    largest = float(adapter.flat.abs().max())
+    if not largest <= _PLAUSIBLE:  # NaN too
+        size = f"as large as {largest:.3g}" if math.isfinite(largest) else "not finite"
+        return (
+            f"the adapter's weights are {size} after step {adapter.step}, so no gradient can be computed and "
+            "this step was not applied. The learning rate was likely too large: load an earlier checkpoint, "
+            "or start a new run with a smaller one."
+        )
+    problem = "too large" if math.isfinite(norm) else "not finite"
+    return (
+        f"the gradient is {problem} (global norm {norm:g}), so this step was not applied and the "
+        "gradients were cleared; the adapter is as it was. Look for extreme weights, advantages or "
+        "ratios in the passes since the last step."
+    )
 
-    A device need not wait until the host has seen them. Where the norm is infinite the gradient stays.
+
+def _apply(adapter: Adapter, grad: Tensor, params: AdamParams, norm: Tensor) -> Tensor:
+    """The step, unless it is refused; returns the norm, the factor of clipping, and whether it is refused.
+
+    Nothing here waits for the device. Where the norm is infinite the gradient is not clipped.
     """
     shrink = torch.ones_like(norm)
     if params.grad_clip_norm > 0:  # as torch's clip_grad_norm_ has it

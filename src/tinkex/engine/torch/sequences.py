@@ -105,28 +105,5 @@ class Sequence:
 
 
 def response(request: Request) -> SampleResponse:
-    return SampleResponse(
-        [_sampled(s) for s in request.sequences],
-        prompt_logprobs_np=request.scores.prompt_logprobs,
-        topk_prompt_logprobs_np=request.scores.topk,
-        target_prompt_logprobs=request.scores.targets,
-        prompt_cache_hit_tokens=request.cache_hits,
-        prompt_alt_tokens=request.scores.alts,
-    )
-
-
-def _sampled(sequence: Sequence) -> SampledSequence:
-    assert sequence.reason
-    top = None
-    if sequence.top:
-        ids, logprobs = (np.stack(part) for part in zip(*sequence.top, strict=True))
-        top = TopkLogprobs(ids, logprobs)
-    detail, match = sequence.request.stops.why(sequence.reason, sequence.out)
-    return SampledSequence(
-        sequence.reason,
-        tokens_np=np.array(sequence.out, np.int32),
-        logprobs_np=np.array(sequence.logprobs, np.float32),
-        topk_logprobs_np=top,
-        stop_detail=detail,
-        stop_match=match,
-    )
+    sequences = [sequence.finished(request.stops) for sequence in request.sequences]
+    return request.scores.response(sequences, request.cache_hits)

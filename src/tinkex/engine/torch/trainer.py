@@ -23,9 +23,9 @@ from tinkex.engine.torch import checkpoint, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.batch import ItemGroup, MicroBatch, cut, flat_inputs, halves, micro_batch
 from tinkex.engine.torch.examples import Limits, Work, read_pass
-from tinkex.engine.torch.graph import read_graph
 from tinkex.engine.torch.logprobs import GradOf, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.loss_graph import read_loss_graph
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
 from tinkex.engine.torch.model import Decoder
 from tinkex.engine.torch.optim import adamw_step
@@ -136,7 +136,7 @@ class TorchTrainer:
                 self._adapters.pop(run, None)
                 return self._abandon(run)
             case p.CheckLoss(loss):
-                read_graph(loss)
+                read_loss_graph(loss)
                 return None
         raise p.EngineError(f"{type(command).__name__} is not a command this trainer knows")
 

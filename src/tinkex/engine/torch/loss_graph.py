@@ -1,8 +1,8 @@
 """Uploaded custom losses: a torch.fx graph in wire form, checked node by node and run from an allow-list.
 
-Nothing that a client sends is ever executed as code: a node names an operation of a fixed table
-(graph_ops.py) and anything else is refused by name. Costs are bounded: `check` runs the graph on shapes alone
-(torch's meta device, no memory) and refuses results, sums of results or products that are too large.
+Nothing that a client sends is executed as code: a node names an operation of a fixed table
+(loss_graph_ops.py), and anything else is refused by name. Costs are bounded: `check` runs the graph on the
+meta device, which computes shapes alone, and refuses results or products that are too large.
 Runs once per datum with (logprobs, *inputs); knows nothing of models or batches.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.protocol import CustomLoss, EngineError
-from tinkex.engine.torch.graph_ops import (
+from tinkex.engine.torch.loss_graph_ops import (
     ATTRIBUTES,
     DTYPES,
     FACTORIES,
@@ -48,14 +48,14 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 @dataclass(frozen=True)
-class Ref:
+class NodeRef:
     """An argument that is another node's result."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Node:
+class LossNode:
     """One operation, its target looked up and its arguments decoded."""
 
     name: str
@@ -66,13 +66,13 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Graph:
+class LossGraph:
     """A checked loss graph."""
 
     inputs: tuple[str, ...]
     placeholders: tuple[str, ...]  # the node names that hold the inputs, in the same order
-    nodes: tuple[Node, ...]
-    loss: Ref
+    nodes: tuple[LossNode, ...]
+    loss: NodeRef
     metrics: dict[str, Any]
 
     def check(self, logprobs: tuple[int, ...], inputs: Shapes) -> None:
@@ -83,7 +83,7 @@ class Graph:
             given.append(torch.empty(shape, dtype=_torch_dtype(dtype), device="meta"))
         total = 0
 
-        def bound(node: Node, value: Any, work: int) -> None:
+        def bound(node: LossNode, value: Any, work: int) -> None:
             nonlocal total
             size = sum(t.numel() for t in _tensors(value))
             total += size + work // WORK_PER_ELEMENT
@@ -104,7 +104,7 @@ class Graph:
         return loss, {key: _number(value) for key, value in metrics.items()}
 
     def _run(
-        self, given: list[Tensor], on_result: Callable[[Node, Any, int], None] | None = None
+        self, given: list[Tensor], on_result: Callable[[LossNode, Any, int], None] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         values: dict[str, Any] = dict(zip(self.placeholders, given, strict=True))
         device = given[0].device
@@ -121,10 +121,10 @@ class Graph:
 
 
 def _call_node(
-    node: Node,
+    node: LossNode,
     values: Mapping[str, Any],
     device: torch.device,
-    on_result: Callable[[Node, Any, int], None] | None,
+    on_result: Callable[[LossNode, Any, int], None] | None,
 ) -> Any:
     args, kwargs = _resolve(node.args, values, device), _resolve(node.kwargs, values, device)
     try:
@@ -146,7 +146,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _resolve(value: Any, values: Mapping[str, Any], device: torch.device) -> Any:
     """Arguments with references replaced by results, and any device by the one we run on."""
     match value:
-        case Ref(name):
+        case NodeRef(name):
             return values[name]
         case torch.device():
             return device
@@ -176,7 +176,7 @@ def _describe(value: Any) -> str:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def read_graph(custom: CustomLoss) -> Graph:
+def read_loss_graph(custom: CustomLoss) -> LossGraph:
     """The graph of an uploaded loss; raises EngineError (category "user") for anything not allowed."""
     _check_inputs(custom.inputs)
     if not 0 < len(custom.nodes) <= MAX_NODES:
@@ -196,7 +196,7 @@ def read_graph(custom: CustomLoss) -> Graph:
     if len(placeholders) != len(custom.inputs):
         raise _user(f"the custom loss has {len(placeholders)} placeholders for {len(custom.inputs)} inputs")
     loss, metrics = _output(output, seen)
-    return Graph(tuple(custom.inputs), tuple(placeholders), tuple(nodes), loss, metrics)
+    return LossGraph(tuple(custom.inputs), tuple(placeholders), tuple(nodes), loss, metrics)
 
 
 def _check_inputs(inputs: tuple[str, ...]) -> None:
@@ -223,7 +223,7 @@ def _node_head(raw: Mapping[str, Any], seen: set[str]) -> tuple[str, str, str]:
     return op, name, target
 
 
-def _node(raw: Mapping[str, Any], op: str, name: str, target: str, seen: set[str]) -> Node:
+def _node(raw: Mapping[str, Any], op: str, name: str, target: str, seen: set[str]) -> LossNode:
     function = (FUNCTIONS if op == "call_function" else METHODS).get(target)
     if function is None:
         kind = "function" if op == "call_function" else "tensor method"
@@ -240,10 +240,10 @@ def _node(raw: Mapping[str, Any], op: str, name: str, target: str, seen: set[str
     named = {_text(key, name): _argument(value, name, seen) for key, value in kwargs.items()}
     if "device" in named or target.removeprefix("torch.") in FACTORIES:
         named["device"] = _ANY_DEVICE
-    return Node(name, target, function, decoded, named)
+    return LossNode(name, target, function, decoded, named)
 
 
-def _output(raw: Mapping[str, Any], seen: set[str]) -> tuple[Ref, dict[str, Any]]:
+def _output(raw: Mapping[str, Any], seen: set[str]) -> tuple[NodeRef, dict[str, Any]]:
     args = raw.get("args", ())
     if raw.get("op") != "output" or not isinstance(args, list | tuple) or len(args) != 1:
         raise _user("a custom loss ends with one output node of one argument, (loss, metrics)")
@@ -251,12 +251,12 @@ def _output(raw: Mapping[str, Any], seen: set[str]) -> tuple[Ref, dict[str, Any]
     if not isinstance(result, list | tuple) or len(result) != 2:
         raise _user("a custom loss's output is (loss, metrics)")
     loss, metrics = result
-    if not isinstance(loss, Ref) or not isinstance(metrics, dict):
+    if not isinstance(loss, NodeRef) or not isinstance(metrics, dict):
         raise _user("a custom loss's output is (a node, an object of metrics)")
     for key, value in metrics.items():
         if not _METRIC.fullmatch(key):
             raise _user(f"the metric name {key!r} does not match {_METRIC.pattern}")
-        if not isinstance(value, Ref | int | float):
+        if not isinstance(value, NodeRef | int | float):
             raise _user(f"the metric {key!r} must be a node or a number, got {value!r}")
     return loss, metrics
 
@@ -285,7 +285,7 @@ def _argument(value: Any, node: str, seen: set[str], depth: int = 0) -> Any:
 def _tagged(tag: str, content: Any, node: str, seen: set[str], depth: int) -> Any:
     match tag, content:
         case "ref", str() if content in seen:
-            return Ref(content)
+            return NodeRef(content)
         case "tuple", list() | tuple():
             return tuple(_argument(item, node, seen, depth + 1) for item in _some(content, node))
         case "dict", Mapping():

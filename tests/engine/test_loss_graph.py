@@ -14,7 +14,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from tinkex.engine.protocol import CustomLoss, EngineError
-from tinkex.engine.torch.graph import MAX_NODES, Graph, read_graph
+from tinkex.engine.torch.loss_graph import MAX_NODES, LossGraph, read_loss_graph
 
 Result = tuple[torch.Tensor, dict[str, Any]]
 
@@ -135,7 +135,7 @@ CASES: list[tuple[Callable[..., Result], tuple[int, ...], dict[str, np.ndarray]]
 ]
 
 
-def checked(graph: Graph, shape: tuple[int, ...], inputs: dict[str, np.ndarray]) -> None:
+def checked(graph: LossGraph, shape: tuple[int, ...], inputs: dict[str, np.ndarray]) -> None:
     graph.check(shape, {key: (value.shape, value.dtype) for key, value in inputs.items()})
 
 
@@ -143,7 +143,7 @@ def checked(graph: Graph, shape: tuple[int, ...], inputs: dict[str, np.ndarray])
 def test_a_traced_loss_gives_what_the_function_gives(loss, shape, inputs) -> None:
     custom = trace(loss)
     assert custom.inputs == ("logprobs", *inputs)
-    graph = read_graph(custom)
+    graph = read_loss_graph(custom)
     checked(graph, shape, inputs)
     values = -torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 3
     ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
@@ -184,7 +184,7 @@ SUM = method("sum", {"ref": "n"}, name="total")
 
 def refused(custom: CustomLoss, shape: tuple[int, ...] = (4,)) -> str:
     with pytest.raises(EngineError) as caught:
-        checked(read_graph(custom), shape, {})
+        checked(read_loss_graph(custom), shape, {})
     assert caught.value.category == "user"
     return caught.value.message
 
@@ -312,7 +312,7 @@ def test_python_arithmetic_stays_small(node: dict[str, Any]) -> None:
 def test_wrong_shapes_are_refused_before_a_pass() -> None:
     custom = build(function("torch.add", LP, {"ref": "weights"}), SUM, inputs=("logprobs", "weights"))
     with pytest.raises(EngineError, match=r"torch\.add"):
-        checked(read_graph(custom), (4,), {"weights": np.zeros(5, np.float32)})
+        checked(read_loss_graph(custom), (4,), {"weights": np.zeros(5, np.float32)})
 
 
 @pytest.mark.parametrize(
