@@ -353,7 +353,7 @@ def parse() -> argparse.Namespace:
 
 def chosen_threads() -> int:
     sys.path.insert(0, str(HERE.parent / "src"))
-    from tinkex.engine.torch.threads import threads_beside, usable_cores
+    from tinkex.engine.torch.cpu_threads import threads_beside, usable_cores
 
     return threads_beside(os.getloadavg()[0], usable_cores())
 

@@ -31,18 +31,17 @@ from tinkex.engine.protocol import (  # noqa: E402
     CreateAdapter,
     EngineConfig,
     ExportAdapter,
-    ForwardBackward,
     OptimStep,
     Pass,
     SampledTokens,
     SampleWork,
     run_passes,
 )
-from tinkex.engine.torch.architecture import model_config  # noqa: E402
 from tinkex.engine.torch.backend import choose_backend  # noqa: E402
 from tinkex.engine.torch.engine import TorchEngine  # noqa: E402
 from tinkex.engine.torch.load import empty_decoder  # noqa: E402
-from tinkex.engine.torch.model import Decoder  # noqa: E402
+from tinkex.engine.torch.models.architecture import model_config  # noqa: E402
+from tinkex.engine.torch.models.decoder import Decoder  # noqa: E402
 from tinkex.engine.torch.trainer import TorchTrainer  # noqa: E402
 from tinkex.types.data import Datum, ModelInput  # noqa: E402
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse  # noqa: E402
@@ -113,7 +112,7 @@ def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings
     decoder = bench.decoder.with_backend(choose_backend("cuda", torch.bfloat16, deterministic=deterministic))
     trainer = TorchTrainer(decoder, bench.shape, max_pass_tokens=16_384, **settings)
     for i in range(runs):
-        trainer.run(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
+        trainer.execute(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i)))
     return trainer
 
 
@@ -124,13 +123,13 @@ def train(bench: Bench, runs: int, recompute: bool, deterministic: bool = False)
     def one(turn: int) -> float:
         work = passes(bench, LENGTHS, runs, turn)
         begin = now()
-        for outcome in trainer.run(ForwardBackward(work)):
+        for outcome in trainer.run_passes(work):
             assert not hasattr(outcome, "category"), outcome
         if runs == 1:
-            trainer.run(OptimStep("run0", ADAM))
+            trainer.execute(OptimStep("run0", ADAM))
         seconds = now() - begin
         for each in work if runs > 1 else ():
-            trainer.run(OptimStep(each.run, ADAM))
+            trainer.execute(OptimStep(each.run, ADAM))
         return sum(LENGTHS) / seconds
 
     return median(one, bench.rounds)
@@ -141,8 +140,8 @@ def memory(bench: Bench) -> float:
     trainer = new_trainer(bench, 1, recompute=True)
     for turn in range(2):
         torch.cuda.reset_peak_memory_stats()
-        trainer.run(ForwardBackward(passes(bench, [1024] * 16, 1, turn)))
-        trainer.run(OptimStep("run0", ADAM))
+        trainer.run_passes(passes(bench, [1024] * 16, 1, turn))
+        trainer.execute(OptimStep("run0", ADAM))
     return torch.cuda.max_memory_allocated() / 2**30
 
 

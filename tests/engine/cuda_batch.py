@@ -12,10 +12,10 @@ from tinkex.engine.cuda.decode_graphs import DecodeGraphs, DecodePipeline
 from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Published
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
@@ -26,25 +26,29 @@ def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
     return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype, clears=clears)
 
 
-def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> Batch:
+def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> ContinuousBatch:
     cache = new_cache(decoder, pages)
-    given = Limits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
+    given = StepLimits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
     graphs = DecodeGraphs(decoder, cache, given.sequences, given.context)
-    return Batch(
+    return ContinuousBatch(
         decoder, cache, given, DecodePipeline(graphs), prefill=CapturedPrefill(decoder, cache, given, graphs)
     )
 
 
-def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> Published:
+def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> PublishedAdapter:
     lora = LoraConfig(rank=rank, seed=seed, **flags)
     adapter = Adapter.fresh(lora, decoder.sites(), decoder.unembed_weight.device)
     noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(seed))
     adapter.flat.copy_((0.05 * noise).bfloat16())
-    return Published(f"p{seed}", adapter, f"root{seed}".encode())
+    return PublishedAdapter(f"p{seed}", adapter, f"root{seed}".encode())
 
 
 def submit(
-    batch: Batch, ids: np.ndarray, adapter: Published | None = None, work: dict | None = None, **params: Any
+    batch: ContinuousBatch,
+    ids: np.ndarray,
+    adapter: PublishedAdapter | None = None,
+    work: dict | None = None,
+    **params: Any,
 ):
     asked = SamplingParams(**{"max_tokens": 24, "stop": [], "seed": 1, **params})
     future: Future[SampleResponse] = Future()

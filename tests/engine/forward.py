@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.attention import PackedAttend
-from tinkex.engine.torch.model import Decoder, LoraHook
+from tinkex.engine.torch.hooks import LoraHook
+from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.models.decoder import Decoder
 
 LENGTHS = (5, 1, 40, 40, 17, 90)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tinkex.engine.torch.sampler import Batch
+from tinkex.engine.torch.continuous_batch import ContinuousBatch
 
 
-def finish(batch: Batch) -> None:
+def finish(batch: ContinuousBatch) -> None:
     """Step to the end, looking for leaks after each."""
     for _ in range(5000):
         if not batch.busy:

@@ -13,7 +13,7 @@ from tinkex.engine.cuda.adapter_slots import AdapterSlots, matches_trainer
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.types.params import LoraConfig
 
 pytestmark = [*MARKS, pytest.mark.slow]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.attention import PackedAttend, attend, attend_plain
+from tinkex.engine.torch.models.attention import PackedAttend, attend, attend_plain
 
 
 def qkv(b: int, s: int, l: int, h: int = 4, g: int = 2, c: int = 16) -> list[Tensor]:

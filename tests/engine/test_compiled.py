@@ -15,11 +15,11 @@ from tinkex.engine.native.build import build, library
 from tinkex.engine.native.step import CompiledStep, Row, compiled_step
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Piece
+from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import PlainLora
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sample import Choice, draw, scaled_logprobs
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 from tinkex.types.params import LoraConfig
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_each_row_has_its_own_adapter(tmp_path: Path, family: str) -> None:
         [Row(t, 0, p, a) for t, p, a in zip(tokens, pages, mixed, strict=True)]
     )
     lora = PlainLora(mixed, [1] * 5)
-    attend = PagedAttend(cache_for(decoder), [Piece(p, 0, 1) for p in pages], decoder.config.windows, CPU)
+    attend = PagedAttend(cache_for(decoder), [TokenSpan(p, 0, 1) for p in pages], decoder.config.windows, CPU)
     with torch.no_grad():
         hidden = decoder(torch.tensor(tokens), torch.zeros(5, dtype=torch.int64), attend, lora)
         want = decoder.logits(hidden, lora)

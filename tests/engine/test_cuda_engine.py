@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.commands import do
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass
 from tinkex.engine.torch.backend import TorchBackend
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
+from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Published
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
@@ -60,17 +61,17 @@ def prompt(seed: int, length: int) -> np.ndarray:
 
 
 def trained_logprobs(
-    exact: Decoder, ids: np.ndarray, out: list[int], adapter: Published | None
+    exact: Decoder, ids: np.ndarray, out: list[int], adapter: PublishedAdapter | None
 ) -> np.ndarray:
     """What fp32 on the CPU gives for the same tokens, by the plain path."""
     trainer = TorchTrainer(exact, "tiny")
     lora = adapter.adapter.lora if adapter else LoraConfig(rank=4)
-    trainer.run(CreateAdapter("run", lora))
+    do(trainer, CreateAdapter("run", lora))
     if adapter:
         trainer.adapter("run").flat.copy_(adapter.adapter.flat)
     whole = np.append(ids, out).astype(np.int64)
     datum = Datum(ModelInput.from_ints(whole[:-1].astype(np.int32)), {"target_tokens": whole[1:]})
-    (output,) = trainer.run(ForwardBackward((Pass("run", [datum], "cross_entropy", backward=False),)))
+    (output,) = do(trainer, ForwardBackward((Pass("run", [datum], "cross_entropy", backward=False),)))
     assert isinstance(output, ForwardBackwardOutput)
     return output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(ids) - 1 :]
 
@@ -121,7 +122,7 @@ def test_the_pipeline_draws_what_the_plain_step_draws(decoder: Decoder):
     finish(batch)
     ahead = [future.result(timeout=0).sequences[0].tokens for future in futures]
     plain = decoder.with_backend(TorchBackend())
-    batch = Batch(plain, new_cache(plain), Limits(decoder.config.max_context, 64))
+    batch = ContinuousBatch(plain, new_cache(plain), StepLimits(decoder.config.max_context, 64))
     futures = [submit(batch, ids, seed=seed)[0] for ids, seed in asked]
     finish(batch)
     plain = [future.result(timeout=0).sequences[0].tokens for future in futures]
@@ -218,7 +219,7 @@ def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int])
     """Chunks of ragged sequences: as they are, then captured, then replayed, then with others' adapters."""
     captured, eager = new_cache(decoder), new_cache(decoder)
     context, windows = decoder.config.max_context, decoder.config.windows
-    limits = Limits(context, 16, prefill_alone=1024)
+    limits = StepLimits(context, 16, prefill_alone=1024)
     prefill = CapturedPrefill(
         decoder, captured, limits, DecodeGraphs(decoder, captured, limits.sequences, context)
     )
@@ -226,7 +227,7 @@ def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int])
     owners = [*owners, None, published(decoder, 4, 3, train_mlp=False).adapter]
     pages = [captured.take(15) or [] for _ in lengths]
     for turn in range(4):
-        pieces = [Piece(held, turn * new, new) for held, new in zip(pages, lengths, strict=True)]
+        pieces = [TokenSpan(held, turn * new, new) for held, new in zip(pages, lengths, strict=True)]
         adapters = [owners[(i + (turn == 3)) % 4] for i in range(len(lengths))]
         tokens, lora = prompt(turn, sum(lengths)), decoder.backend.lora(adapters, lengths)
         got = prefill(tokens, pieces, lora)
@@ -253,7 +254,7 @@ def test_prompts_read_by_captured_steps_score_as_in_fp32(decoder: Decoder, exact
     wide, narrow = published(decoder, 32, 1), published(decoder, 4, 2, train_attn=False)
     scored: dict[str, Any] = {"prompt_logprobs": True}
     for turn in range(3):
-        asked: list[tuple[int, int, Published | None, dict[str, Any], dict[str, Any]]] = [
+        asked: list[tuple[int, int, PublishedAdapter | None, dict[str, Any], dict[str, Any]]] = [
             (1, 150, None, {}, {}),
             (2, 40, wide, {"num_samples": 3}, {}),
             (3, 33, narrow, scored, {}),
@@ -322,18 +323,18 @@ def one_pass(decoder: Decoder, wide: bool, recompute: bool) -> tuple[list[np.nda
     """Logprobs and every adapter's whole gradient, of two runs of different ranks and flags in one pass."""
     trainer = TorchTrainer(decoder, "tiny", recompute=recompute)
     for run, lora in RUNS.items():
-        trainer.run(CreateAdapter(run, lora))
+        do(trainer, CreateAdapter(run, lora))
         flat = trainer.adapter(run).flat
         noise = torch.randn(flat.shape, generator=torch.Generator().manual_seed(lora.seed or 0))
         flat.copy_((0.1 * noise).bfloat16())
     work = tuple(Pass(run, datums(i, [60, 3, 90, 17], wide), "cross_entropy") for i, run in enumerate(RUNS))
     logprobs = []
-    for output in trainer.run(ForwardBackward(work)):
+    for output in do(trainer, ForwardBackward(work)):
         assert isinstance(output, ForwardBackwardOutput), output
         logprobs += [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
     grads = {run: trainer.adapter(run).grad for run in RUNS}
     kept = {run: grad.double().cpu() for run, grad in grads.items() if grad is not None}
-    trainer.run(OptimStep("a", AdamParams(learning_rate=1e-3)))
+    do(trainer, OptimStep("a", AdamParams(learning_rate=1e-3)))
     return logprobs, kept
 
 

@@ -16,9 +16,9 @@ from tinkex.engine.cuda import decode_graphs as decode
 from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.backend import TorchBackend
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.sampler import Batch, Limits
 from tinkex.types.params import SamplingParams
 
 pytestmark = [*MARKS, pytest.mark.slow]
@@ -64,7 +64,7 @@ def rows_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         c, graphs = decoder.config, Graphs(there)
         cache = KVCache(c.layers, c.kv_heads, c.head_dim, 200, torch.device("cpu"), torch.float32)
         pipeline: Any = decode.DecodePipeline(graphs)  # type: ignore[arg-type]
-        batch = Batch(decoder, cache, Limits(context=64, sequences=CAPACITY), pipeline)
+        batch = ContinuousBatch(decoder, cache, StepLimits(context=64, sequences=CAPACITY), pipeline)
         for i in range(CAPACITY):
             params = SamplingParams(max_tokens=40 if i < 4 else 4, stop=[], seed=i)
             work = SampleWork(np.arange(4, 8 + i % 3, dtype=np.int32), params)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.commands import do
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.cuda.cuda_backend import CudaBackend
@@ -33,12 +34,13 @@ from tinkex.engine.protocol import (
     SampleWork,
 )
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece, page_bytes
+from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, page_bytes
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder, Projection
-from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Published
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.projection import Projection
+from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
@@ -160,7 +162,7 @@ def paged(decoder: Decoder, parts: Sequence[Part], cuts: Sequence[int]) -> Tenso
     logits = []
     for start, stop in zip([0, *cuts], [*cuts, longest], strict=True):
         going = [(pages, part) for pages, part in zip(shuffled, parts, strict=True) if len(part[0]) > start]
-        pieces = [Piece(pages, start, min(stop, len(ids)) - start) for pages, (ids, _) in going]
+        pieces = [TokenSpan(pages, start, min(stop, len(ids)) - start) for pages, (ids, _) in going]
         attend = decoder.backend.paged_attend(cache, pieces, c.windows)
         now = [(ids[start:stop], a) for _, (ids, a) in going]
         logits.append(step(decoder, now, [start] * len(now), attend))
@@ -214,7 +216,7 @@ def new_engine(decoder: Decoder, pages: int = 4000) -> TorchEngine:
     room = pages * page_bytes(c.layers, c.kv_heads, c.head_dim, torch.bfloat16)
     engine = TorchEngine(EngineConfig("tiny", device="cuda", kv_bytes=room, deterministic=True), decoder)
     for name, lora in LORAS.items():
-        engine.trainer.run(CreateAdapter(name, lora))
+        do(engine.trainer, CreateAdapter(name, lora))
         fill(engine._trainer.adapter(name))
         asyncio.run(engine.sampler.publish(name, engine.trainer.submit(ExportAdapter(name)).result()))
     return engine
@@ -335,7 +337,7 @@ Scored = list[tuple[str, np.ndarray]]  # runs and their sequences
 def trained(trainer: TorchTrainer, scored: Scored, *, backward: bool) -> list[np.ndarray]:
     """The logprobs of each sequence's tokens but the first."""
     for name in {run for run, _ in scored}:
-        trainer.run(CreateAdapter(name, LORAS[name]))
+        do(trainer, CreateAdapter(name, LORAS[name]))
         fill(trainer.adapter(name))
     passes = []
     for run, ids in scored:
@@ -343,7 +345,7 @@ def trained(trainer: TorchTrainer, scored: Scored, *, backward: bool) -> list[np
         passes.append(
             Pass(run, [Datum(ModelInput.from_ints(ids[:-1]), targets)], "cross_entropy", backward=backward)
         )
-    outputs = trainer.run(ForwardBackward(tuple(passes)))
+    outputs = do(trainer, ForwardBackward(tuple(passes)))
     for output in outputs:
         assert isinstance(output, ForwardBackwardOutput), output
     return [output.loss_fn_outputs[0]["logprobs"].to_numpy() for output in outputs]  # type: ignore[union-attr]
@@ -411,9 +413,9 @@ def test_a_sampler_and_a_trainer_agree_but_for_rounding(decoder: Decoder):
     """The same without captured steps, so that the interpreter can show it."""
     c, weight = decoder.config, decoder.unembed_weight
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, 60, weight.device, weight.dtype)
-    batch = Batch(decoder, cache, Limits(c.max_context, 8))
+    batch = ContinuousBatch(decoder, cache, StepLimits(c.max_context, 8))
     name, ids = "b", some_ids(1, 9)
-    published = Published(name, adapter(decoder, name), b"root")
+    published = PublishedAdapter(name, adapter(decoder, name), b"root")
     works = [
         SampleWork(ids, SamplingParams(max_tokens=3, stop=[], seed=i, **how), prompt_logprobs=True, **more)
         for i, (how, more) in enumerate([({}, {}), ({"top_k": 4}, {}), ({}, {"topk_sample_logprobs": 2})])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.commands import do
 from tests.engine.tiny import tiny_model
 from tinkex.config import child_environment
 from tinkex.engine.native.build import library
@@ -28,12 +29,12 @@ from tinkex.engine.protocol import (
     SampleWork,
     build_engine,
 )
-from tinkex.engine.torch import engine_thread, threads
+from tinkex.engine.torch import cpu_threads, engine_thread
+from tinkex.engine.torch.cpu_threads import ComputeThreads, threads_beside
 from tinkex.engine.torch.engine import TorchEngine, check_deterministic, choose_device
 from tinkex.engine.torch.engine_thread import EngineThread
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.threads import ComputeThreads, threads_beside
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import LoraConfig, SamplingParams
 
@@ -82,11 +83,11 @@ def data(count: int, length: int = 50) -> list[Datum]:
 @pytest.mark.anyio
 async def test_many_commands_do_not_starve_sampling(engine: TorchEngine):
     """Nor it them: forty that were there first and fifty steps take turns."""
-    engine.trainer.run(CreateAdapter("run", LoraConfig(rank=2)))
+    do(engine.trainer, CreateAdapter("run", LoraConfig(rank=2)))
     one, release = ForwardBackward((Pass("run", data(1), "cross_entropy"),)), threading.Event()
     engine._thread.submit(release.wait)
     with ThreadPoolExecutor(40) as pool:
-        commands = [pool.submit(engine.trainer.run, one) for _ in range(40)]
+        commands = [pool.submit(do, engine.trainer, one) for _ in range(40)]
         while len(engine._thread._commands) < 40:
             await asyncio.sleep(0.001)
         sampling = asyncio.create_task(engine.sampler.sample(work(max_tokens=50)))
@@ -120,19 +121,24 @@ async def test_cancelling_frees_pages_also_of_those_that_wait(engine: TorchEngin
 
 
 @pytest.mark.anyio
-async def test_a_request_cancelled_before_its_turn_never_starts(engine: TorchEngine):
-    seen: list[int] = []
+async def test_a_request_cancelled_before_its_turn_never_starts(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[SampleWork] = []
+    submit = engine._batch.submit
+    monkeypatch.setattr(engine._batch, "submit", lambda *given: (started.append(given[0]), submit(*given))[1])
     begun, release = threading.Event(), threading.Event()
     engine._thread.submit(lambda: (begun.set(), release.wait()))
     await asyncio.to_thread(begun.wait)
-    task = asyncio.create_task(engine.sampler.sample(work(on_tokens=lambda *_: seen.append(1))))
+    task = asyncio.create_task(engine.sampler.sample(work()))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     release.set()
-    await engine.sampler.sample(work(1))
-    assert not seen
+    other = work(1)
+    await engine.sampler.sample(other)
+    assert started == [other]
 
 
 @pytest.mark.anyio
@@ -379,7 +385,7 @@ def test_threads_leave_to_others_the_cores_they_use(load: float, cores: int, cou
 
 TEAMS = """
 import os, time, torch
-from tinkex.engine.torch.threads import apart
+from tinkex.engine.torch.cpu_threads import apart
 torch.set_num_threads(2)
 x = torch.randn(1200, 1200)
 threads = lambda: len(os.listdir("/proc/self/task"))
@@ -410,14 +416,15 @@ def test_small_work_is_not_shared(monkeypatch: pytest.MonkeyPatch, work: int, in
     count = [2]
     monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: count.__setitem__(0, n))
-    with threads.shared(work, 100):
+    with cpu_threads.shared(work, 100):
         assert count == [inside]
     assert count == [2]
 
 
 def test_an_engine_that_cannot_be_loaded_says_why(tmp_path: Path):
-    with pytest.raises((ValueError, OSError), match="nothing-here"):
+    with pytest.raises(EngineError, match="nothing-here") as caught:
         build_engine(EngineConfig(str(tmp_path / "nothing-here"), device="cpu"))
+    assert caught.value.category == "user"
 
 
 def test_threads_follow_what_others_use(monkeypatch: pytest.MonkeyPatch):
@@ -425,9 +432,9 @@ def test_threads_follow_what_others_use(monkeypatch: pytest.MonkeyPatch):
     clock = iter([(0.0, 0.0, 0.0), (10.0, 20.0, 19.0), (20.0, 40.0, 29.0), (30.0, 50.0, 38.0)])
     set_to: list[int] = []
     monkeypatch.setattr(ComputeThreads, "_used", lambda self: next(clock))
-    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
-    monkeypatch.setattr(threads.time, "monotonic", lambda: 1e9)
-    monkeypatch.setattr(threads.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: 1e9)
+    monkeypatch.setattr(cpu_threads.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     chosen = ComputeThreads(None)
     for _ in range(3):
@@ -443,9 +450,9 @@ def test_a_load_that_has_ended_costs_a_thread_only_for_a_moment(monkeypatch: pyt
     """The load average remembers a minute: half a second later, what others really use decides."""
     clock = [0.0, 0.0]  # now, and the CPU seconds of others
     monkeypatch.setattr(ComputeThreads, "_used", lambda self: (clock[0], clock[0] + clock[1], clock[0]))
-    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
-    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(threads.os, "getloadavg", lambda: (1.3, 0.0, 0.0))
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(cpu_threads.os, "getloadavg", lambda: (1.3, 0.0, 0.0))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     chosen = ComputeThreads(None)
     counts = []

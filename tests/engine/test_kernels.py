@@ -22,11 +22,11 @@ from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.rng import stream_keys
-from tinkex.engine.torch import plain, sample
+from tinkex.engine.torch import next_tokens, plain
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.architecture import Rope
 from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.lora import PlainLora
+from tinkex.engine.torch.models.rotary import Rope
 from tinkex.types.params import LoraConfig
 
 pytestmark = [*MARKS, pytest.mark.slow]
@@ -472,9 +472,9 @@ def test_draws_are_the_hosts():
     tokens = torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)
     chosen = torch.full((rows,), torch.nan, device=DEVICE)
     draw.draw(logits, temperature, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen)
-    logprobs_BV = sample.scaled_logprobs(logits, temperature)
+    logprobs_BV = next_tokens.scaled_logprobs(logits, temperature)
     off_switch = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
-    want = sample.draw(logprobs_BV, sample.Choice(temperature, *off_switch, keys), vocab)
+    want = next_tokens.draw(logprobs_BV, next_tokens.Choice(temperature, *off_switch, keys), vocab)
     greedy = (temperature == 0).nonzero()[:, 0]
     best = logprobs_BV[:, :vocab].max(-1).values
     torch.testing.assert_close(logprobs_BV[greedy, tokens[greedy]], best[greedy])  # bf16 logits have ties

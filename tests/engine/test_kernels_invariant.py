@@ -21,12 +21,12 @@ from tinkex.engine.cuda.attention_hooks import PackedForward
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.rng import stream_keys
-from tinkex.engine.torch import sample
+from tinkex.engine.torch import next_tokens
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import TorchBackend
-from tinkex.engine.torch.drawing import TorchRows
 from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.lora import PlainLora
+from tinkex.engine.torch.next_tokens import TorchRows
 from tinkex.types.params import LoraConfig
 
 pytestmark = [*MARKS, pytest.mark.slow]
@@ -135,7 +135,7 @@ def test_one_normaliser_for_all():
     vocab, rows = 5000, 6
     logits = 3 * random(rows, vocab)
     temperature = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 0.0], device=DEVICE)
-    want = sample.scaled_logprobs(logits.double().float(), temperature)
+    want = next_tokens.scaled_logprobs(logits.double().float(), temperature)
     keys = torch.from_numpy(stream_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows), np.arange(rows)))
     tokens = torch.empty(rows, dtype=torch.int64, device=DEVICE)
     drawn = torch.empty(rows, device=DEVICE)

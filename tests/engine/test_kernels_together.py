@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.commands import do
 from tests.engine.tiny import tiny_model
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
@@ -54,12 +55,12 @@ def logprobs_and_gradients(
     decoder = decoder.with_backend(backend) if backend else decoder
     trainer = TorchTrainer(decoder, "tiny")
     for run, lora in RUNS.items():
-        trainer.run(CreateAdapter(run, lora))
+        do(trainer, CreateAdapter(run, lora))
         flat = trainer.adapter(run).flat
         flat.copy_(0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(lora.seed or 0)))
     work = tuple(Pass(run, datums(i, LENGTHS[run]), "cross_entropy") for i, run in enumerate(RUNS))
     logprobs = []
-    for output in trainer.run(ForwardBackward(work)):
+    for output in do(trainer, ForwardBackward(work)):
         assert isinstance(output, ForwardBackwardOutput), output
         logprobs += [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
     grads = {run: trainer.adapter(run).grad for run in RUNS}

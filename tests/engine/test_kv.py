@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Pages, Piece, chain, group_pieces
+from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Pages, TokenSpan, chain, group_pieces
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def test_a_digest_stands_for_the_adapter_and_all_tokens_so_far():
 
 @given(st.lists(st.tuples(st.integers(0, 600), st.sampled_from([1, 1, 1, 7])), min_size=1, max_size=40))
 def test_groups_cover_every_piece_once_with_bounded_padding(shapes: list[tuple[int, int]]):
-    pieces = [Piece([], start, new) for start, new in shapes]
+    pieces = [TokenSpan([], start, new) for start, new in shapes]
     groups = group_pieces(pieces)
     assert sorted(i for group in groups for i in group) == list(range(len(pieces)))
     for group in groups:
@@ -143,7 +143,7 @@ def test_paged_attention_equals_attention_written_out(window: int | None):
     done = [0] * len(lengths)
     for step in range(5):
         active = [i for i, sizes in enumerate(chunks) if step < len(sizes)]
-        pieces = [Piece(tables[i], done[i], chunks[i][step]) for i in active]
+        pieces = [TokenSpan(tables[i], done[i], chunks[i][step]) for i in active]
         new = np.concatenate([full[i][done[i] : done[i] + chunks[i][step]] for i in active])
         q, k, v = (torch.from_numpy(part) for part in np.split(new, [heads, heads + kv_heads], axis=1))
         attend = PagedAttend(cache, pieces, [None, window], CPU)

@@ -10,7 +10,7 @@ from tests.engine.oracle import randomise
 from tinkex.engine.torch.hooks import Part
 from tinkex.engine.torch.logprobs import Targets, target_logprobs
 from tinkex.engine.torch.lora import Adapter, LoraBatch, PlainLora
-from tinkex.engine.torch.model import UNEMBED
+from tinkex.engine.torch.models.decoder import UNEMBED
 from tinkex.types.params import LoraConfig
 
 D, V, T = 16, 50, 23

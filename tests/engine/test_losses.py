@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tinkex.engine.protocol import EngineError, Pass
-from tinkex.engine.torch.batch import flat_inputs
-from tinkex.engine.torch.examples import Limits, read_pass
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
+from tinkex.engine.torch.micro_batch import Limits, flat_inputs, read_pass
 from tinkex.types.data import Datum, DmelChunk, ImageChunk, ModelInput
 from tinkex.types.tensor import TensorData
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch import ops
-from tinkex.engine.torch.moe import expert_linear, expert_linear_loop
+from tinkex.engine.torch.models.moe import expert_linear, expert_linear_loop
 
 Outputs = Tensor | tuple[Tensor, ...]
 

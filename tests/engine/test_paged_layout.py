@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.engine.cuda.paged_layout import layout_of
-from tinkex.engine.torch.kv import PAGE, Piece
+from tinkex.engine.torch.kv import PAGE, TokenSpan
 
 SHAPES = st.lists(
     st.tuples(st.integers(0, 70), st.integers(1, 50), st.integers(0, 2)), min_size=1, max_size=12
 )
 
 
-def pieces_of(shapes: list[tuple[int, int, int]]) -> list[Piece]:
+def pieces_of(shapes: list[tuple[int, int, int]]) -> list[TokenSpan]:
     """Pieces from `start` of `new` tokens, with so many more pages than they need, all of them shuffled."""
     needed = [-(-(start + new) // PAGE) + more for start, new, more in shapes]
     pages = iter(np.random.default_rng(sum(needed)).permutation(sum(needed)).tolist())
     return [
-        Piece([next(pages) for _ in range(count)], start, new)
+        TokenSpan([next(pages) for _ in range(count)], start, new)
         for (start, new, _), count in zip(shapes, needed, strict=True)
     ]
 

@@ -22,11 +22,12 @@ from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
+from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder, Site
-from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Published, Request
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.sequences import PublishedAdapter, RunningRequest
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
@@ -46,7 +47,7 @@ from tinkex.engine.cuda.prefill_graphs import (
     size,
     write_orders,
 )
-from tinkex.engine.torch.kv import Piece
+from tinkex.engine.torch.kv import TokenSpan
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,7 +109,7 @@ def test_steps_that_keep_the_device_busy_are_left_alone():
 
 
 def test_what_lies_beyond_a_step_does_nothing():
-    pieces = [Piece([5, 2], 0, 20), Piece([7, 1, 0], 33, 1)]
+    pieces = [TokenSpan([5, 2], 0, 20), TokenSpan([7, 1, 0], 33, 1)]
     key = PrefillGraphKey(64, 16, 6, 1, cells=4, cell_rows=32, rank=8)
     layout, tokens = layout_of(pieces, 16), np.arange(100, 121, dtype=np.int32)
     cells = np.array([[0, 0], [0, 0], [21, 0], [0, 1], [21, 0], [1, 0]], np.int32)
@@ -188,20 +189,22 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(path)
 
 
-def new_batch(decoder: Decoder, captured: bool, pages: int = 60, **given: int) -> tuple[Batch, Any, Any]:
+def new_batch(
+    decoder: Decoder, captured: bool, pages: int = 60, **given: int
+) -> tuple[ContinuousBatch, Any, Any]:
     c = decoder.config
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
-    limits = Limits(**{"context": c.max_context, "sequences": 6, "prefill_alone": 128, **given})
+    limits = StepLimits(**{"context": c.max_context, "sequences": 6, "prefill_alone": 128, **given})
     graphs = Captured(decoder)
     steps = CapturedPrefill(decoder, cache, limits, graphs) if captured else None
-    return Batch(decoder, cache, limits, prefill=steps), steps, graphs
+    return ContinuousBatch(decoder, cache, limits, prefill=steps), steps, graphs
 
 
-def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> Published:
+def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> PublishedAdapter:
     adapter = Adapter.fresh(LoraConfig(rank=rank, seed=seed, **flags), decoder.sites())
     noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(seed))
     adapter.flat.copy_(0.05 * noise)
-    return Published(f"p{seed}", adapter, f"root{seed}".encode())
+    return PublishedAdapter(f"p{seed}", adapter, f"root{seed}".encode())
 
 
 def prompt(seed: int, length: int) -> np.ndarray:
@@ -209,8 +212,12 @@ def prompt(seed: int, length: int) -> np.ndarray:
 
 
 def submit(
-    batch: Batch, ids: np.ndarray, adapter: Published | None = None, work: dict | None = None, **params: Any
-) -> tuple[Future[SampleResponse], Request]:
+    batch: ContinuousBatch,
+    ids: np.ndarray,
+    adapter: PublishedAdapter | None = None,
+    work: dict | None = None,
+    **params: Any,
+) -> tuple[Future[SampleResponse], RunningRequest]:
     asked = SamplingParams(**{"max_tokens": 4, "stop": [], "seed": len(ids), **params})
     request, future = SampleWork(ids, asked, **(work or {})), Future()
     return future, batch.submit(request, batch.check_work(request), adapter, future)
@@ -305,7 +312,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(tiny_model(tmp_path_factory.mktemp("model"), "llama3", intermediate_size=100))
 
 
-def first_tokens(batch: Batch, length: int, adapter: Published | None = None) -> list[int]:
+def first_tokens(batch: ContinuousBatch, length: int, adapter: PublishedAdapter | None = None) -> list[int]:
     future, _ = submit(batch, prompt(length, length), adapter, max_tokens=1)
     finish(batch)
     return future.result(timeout=0).sequences[0].tokens

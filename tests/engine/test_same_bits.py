@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.engine.by_kernels import DEVICE, random
+from tests.engine.commands import do
 from tests.engine.cuda_batch import new_batch, published, submit
 from tests.engine.stepping import finish
 from tinkex.engine.cuda import elementwise
@@ -27,10 +28,10 @@ from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.decode_graphs import CapturedLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
-from tinkex.engine.torch.architecture import model_config
-from tinkex.engine.torch.hooks import Frozen, Pending, Site
+from tinkex.engine.torch.hooks import Frozen, PartialProjection, Site
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
+from tinkex.engine.torch.models.architecture import model_config
 from tinkex.engine.torch.ops import split_rotate, swiglu
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
@@ -72,7 +73,7 @@ class Case:
         tiles = self.tiles(len(self.x), 64)
         return grouped.product_with(self.x, self.weight, self.table, tiles, self.site)[0]
 
-    def projected(self, rows: int) -> Tensor | Pending:
+    def projected(self, rows: int) -> Tensor | PartialProjection:
         """The first rows, by the sampler."""
         tiles = self.tiles(rows, 64 if rows <= 64 else lora.tile_rows(rows))
         hook = CapturedLora({self.at: self.site}, self.table, tiles, torch.cuda.Stream())
@@ -165,14 +166,14 @@ def test_logprobs_of_a_sampler_are_those_of_the_trainer(requests: int) -> None:
     finish(batch)
     sampled = [future.result(timeout=0).sequences[0] for future in futures]
     trainer = TorchTrainer(decoder, "wide")
-    trainer.run(CreateAdapter("run", adapter.adapter.lora))
+    do(trainer, CreateAdapter("run", adapter.adapter.lora))
     trainer.adapter("run").flat.copy_(adapter.adapter.flat)
     whole = [np.append(ids, one.tokens_np) for ids, one in zip(prompts, sampled, strict=True)]
     datums = [
         Datum(ModelInput.from_ints(ids[:-1].astype(np.int32)), {"target_tokens": ids[1:].astype(np.int64)})
         for ids in whole
     ]
-    (output,) = trainer.run(ForwardBackward((Pass("run", datums, "cross_entropy", backward=False),)))
+    (output,) = do(trainer, ForwardBackward((Pass("run", datums, "cross_entropy", backward=False),)))
     assert isinstance(output, ForwardBackwardOutput)
     for one, trained in zip(sampled, output.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one.logprobs_np, trained["logprobs"].to_numpy()[39:], atol=1e-5)

@@ -15,17 +15,17 @@ from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.rng import stream_keys
-from tinkex.engine.torch.kv import KVCache, PagedAttend, Piece
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
+from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sample import Choice, draw, scaled_logprobs
-from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Request, Sequence
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
+from tinkex.engine.torch.sequences import RunningRequest, RunningSequence
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 
 CPU = torch.device("cpu")
-Landed = list[tuple[Sequence, int, float]]
+Landed = list[tuple[RunningSequence, int, float]]
 
 
 class SlowPipeline:
@@ -37,10 +37,10 @@ class SlowPipeline:
         self.launched = 0
         self.error: Exception | None = None
 
-    def serves(self, request: Request) -> bool:
+    def serves(self, request: RunningRequest) -> bool:
         return request.draws_plainly
 
-    def step(self, sequences: Several[Sequence]) -> Landed:
+    def step(self, sequences: Several[RunningSequence]) -> Landed:
         if self.error:
             raise self.error
         before, known = self._flight, {s: token for s, token, _ in self._flight}
@@ -55,11 +55,11 @@ class SlowPipeline:
         self._flight = []
 
     @torch.inference_mode()
-    def _next(self, sequence: Sequence, token: int) -> tuple[int, float]:
+    def _next(self, sequence: RunningSequence, token: int) -> tuple[int, float]:
         self.launched += 1
-        at, config = sequence.computed + sequence.flying, self._decoder.config
-        sequence.flying += 1
-        attend = PagedAttend(self._cache, [Piece(sequence.pages, at, 1)], config.windows, CPU)
+        at, config = sequence.computed + sequence.in_flight, self._decoder.config
+        sequence.in_flight += 1
+        attend = PagedAttend(self._cache, [TokenSpan(sequence.pages, at, 1)], config.windows, CPU)
         logits = self._decoder.logits(self._decoder(torch.tensor([token]), torch.tensor([at]), attend))
         temperature = torch.tensor([sequence.request.work.params.temperature])
         logprobs = scaled_logprobs(logits, temperature)
@@ -72,7 +72,7 @@ class SlowPipeline:
 
     def _land(self, flight: Landed) -> Landed:
         for sequence, _, _ in flight:
-            sequence.flying -= 1
+            sequence.in_flight -= 1
         return flight
 
 
@@ -82,16 +82,18 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(path)
 
 
-def new_batch(decoder: Decoder, ahead: bool, pages: int = 100, **limits: int) -> tuple[Batch, Any]:
+def new_batch(decoder: Decoder, ahead: bool, pages: int = 100, **limits: int) -> tuple[ContinuousBatch, Any]:
     c = decoder.config
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
     pipeline: Any = SlowPipeline(decoder, cache) if ahead else None
-    return Batch(decoder, cache, Limits(**{"context": 200, "sequences": 6, **limits}), pipeline), pipeline
+    return ContinuousBatch(
+        decoder, cache, StepLimits(**{"context": 200, "sequences": 6, **limits}), pipeline
+    ), pipeline
 
 
 def submit(
-    batch: Batch, seed: int, length: int, work: dict | None = None, **params: Any
-) -> tuple[Future[SampleResponse], Request]:
+    batch: ContinuousBatch, seed: int, length: int, work: dict | None = None, **params: Any
+) -> tuple[Future[SampleResponse], RunningRequest]:
     ids = np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
     asked = SamplingParams(**{"max_tokens": 30, "stop": [], "seed": seed, **params})
     request, future = SampleWork(ids, asked, **(work or {})), Future()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.commands import do
 from tests.engine.oracle import PeftOracle, make_datum, randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.engine.protocol import (
@@ -52,7 +53,7 @@ def make_trainer(path: Path, **options) -> TorchTrainer:
 
 
 def create(trainer: TorchTrainer, run: str, lora: LoraConfig, *, random_b: bool = True) -> None:
-    trainer.run(CreateAdapter(run, lora))
+    do(trainer, CreateAdapter(run, lora))
     if random_b:
         randomise(trainer.adapter(run).flat, seed=lora.seed or 0)
 
@@ -63,7 +64,7 @@ def data(seed: int, *lengths: int, loss_fn: str = "cross_entropy") -> list[Datum
 
 
 def forward_backward(trainer: TorchTrainer, *passes: Pass) -> list[ForwardBackwardOutput]:
-    outputs = trainer.run(ForwardBackward(passes))
+    outputs = do(trainer, ForwardBackward(passes))
     assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
     return outputs  # type: ignore[return-value]
 
@@ -123,7 +124,7 @@ def test_three_steps_equal_peft_and_torch_optim(models, family: str, rank: int, 
                 theirs = oracle.gradients()[f"{name}.lora_{side}"]
                 scale = float(theirs.abs().max()) + 1e-6
                 torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-5, rtol=0)
-        metrics = trainer.run(OptimStep("run", ADAM))
+        metrics = do(trainer, OptimStep("run", ADAM))
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in oracle.parameters.values() if p.grad is not None]
         )
@@ -224,7 +225,7 @@ def test_a_run_gets_the_same_alone_and_beside_seven_tenants(models, family: str,
         scale = float(theirs.abs().max())
         torch.testing.assert_close(mine / scale, theirs / scale, atol=1e-5, rtol=0)
         for trainer in (together, alone):
-            trainer.run(OptimStep(f"run{i}", ADAM))
+            do(trainer, OptimStep(f"run{i}", ADAM))
         ours, expected_flat = together.adapter(f"run{i}").flat, alone.adapter(f"run{i}").flat
         torch.testing.assert_close(ours, expected_flat, atol=1e-5, rtol=0)
 
@@ -241,7 +242,7 @@ def test_two_passes_then_a_step_equal_one_pass_on_the_union(models) -> None:
     scale = float(theirs.abs().max())
     torch.testing.assert_close(mine / scale, theirs / scale, atol=1e-5, rtol=0)
     for trainer in (split, union):
-        trainer.run(OptimStep("run", ADAM))
+        do(trainer, OptimStep("run", ADAM))
     torch.testing.assert_close(split.adapter("run").flat, union.adapter("run").flat, atol=1e-5, rtol=0)
 
 
@@ -284,9 +285,9 @@ def test_a_forward_leaves_no_gradient(models) -> None:
         trainer, Pass("run", batch, "cross_entropy", backward=False), Pass("run", batch, "cross_entropy")
     )
     assert forward.metrics == pytest.approx(backward.metrics, rel=1e-5)
-    trainer.run(ClearGradients("run"))
+    do(trainer, ClearGradients("run"))
     forward_backward(trainer, Pass("run", batch, "cross_entropy", backward=False))
-    assert trainer.run(OptimStep("run", ADAM))["skipped"] == 1.0
+    assert do(trainer, OptimStep("run", ADAM))["skipped"] == 1.0
 
 
 def test_a_pass_with_zero_weights_counts_as_accumulated(models) -> None:
@@ -295,7 +296,7 @@ def test_a_pass_with_zero_weights_counts_as_accumulated(models) -> None:
     ids = [1, 2, 3]
     zero = Datum(ModelInput.from_ints(ids), {"target_tokens": ids, "weights": [0.0] * 3})
     forward_backward(trainer, Pass("run", [zero], "cross_entropy"))
-    metrics = trainer.run(OptimStep("run", ADAM))
+    metrics = do(trainer, OptimStep("run", ADAM))
     assert (metrics["skipped"], metrics["grad_norm"], metrics["optimizer_step"]) == (0.0, 0.0, 1.0)
 
 
@@ -353,7 +354,7 @@ def failure_beside_a_good_pass(path: Path, batch: list[Datum], loss: CustomLoss)
         Pass("custom", batch, "custom", custom_loss=loss),
         Pass("plain", data(4, 9), "cross_entropy"),
     )
-    failure, output = trainer.run(ForwardBackward((custom, plain)))
+    failure, output = do(trainer, ForwardBackward((custom, plain)))
     assert isinstance(failure, Failure)
     assert failure.category == "user"
     assert isinstance(output, ForwardBackwardOutput)
@@ -388,7 +389,8 @@ def test_a_wrong_pass_fails_alone_and_adds_nothing(models) -> None:
     forward_backward(trainer, Pass("bad", data(0, 8), "cross_entropy"))
     before = gradient(trainer, "bad")
     image = Datum(ModelInput([ImageChunk(b"x", "png", expected_tokens=2)]), {"target_tokens": [1, 2]})
-    outcomes = trainer.run(
+    outcomes = do(
+        trainer,
         ForwardBackward(
             (
                 Pass("bad", [*data(0, 8), image], "cross_entropy"),
@@ -396,7 +398,7 @@ def test_a_wrong_pass_fails_alone_and_adds_nothing(models) -> None:
                 Pass("bad", data(0, 8), "nonsense"),
                 Pass("nobody", data(0, 8), "cross_entropy"),
             )
-        )
+        ),
     )
     assert [type(outcome) for outcome in outcomes] == [Failure, ForwardBackwardOutput, Failure, Failure]
     first, _, third, fourth = outcomes
@@ -420,10 +422,10 @@ def test_a_gradient_that_is_not_finite_fails_that_step_alone(models) -> None:
     huge = Datum(ModelInput.from_ints(ids), {"target_tokens": ids, "weights": [3e38] * 3})
     forward_backward(trainer, Pass("run", [huge], "cross_entropy"))
     with pytest.raises(EngineError, match="not finite"):
-        trainer.run(OptimStep("run", ADAM))
+        do(trainer, OptimStep("run", ADAM))
     assert torch.equal(trainer.adapter("run").flat, before)
     forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
-    assert trainer.run(OptimStep("run", ADAM))["optimizer_step"] == 1.0
+    assert do(trainer, OptimStep("run", ADAM))["optimizer_step"] == 1.0
     assert not torch.equal(trainer.adapter("run").flat, before)
 
 
@@ -462,12 +464,12 @@ def test_an_adapter_comes_back_from_eviction_as_it_was(models, tmp_path: Path) -
     for step in range(4):
         for trainer in (kept, evicted):
             forward_backward(trainer, Pass("run", data(step, 14, 9), "cross_entropy"))
-            trainer.run(OptimStep("run", ADAM))
+            do(trainer, OptimStep("run", ADAM))
         path = tmp_path / str(step)
-        assert evicted.run(SaveAdapter("run", path, optimizer=True)) > 0
-        evicted.run(DropAdapter("run"))
+        assert do(evicted, SaveAdapter("run", path, optimizer=True)) > 0
+        do(evicted, DropAdapter("run"))
         assert evicted.adapters == 0
-        assert evicted.run(LoadAdapter("run", path, optimizer=True)) == LoraConfig(4, seed=1)
+        assert do(evicted, LoadAdapter("run", path, optimizer=True)) == LoraConfig(4, seed=1)
     assert torch.equal(kept.adapter("run").flat, evicted.adapter("run").flat)
     for mine, theirs in zip(kept.adapter("run").moments(), evicted.adapter("run").moments(), strict=True):
         assert torch.equal(mine, theirs)
@@ -490,7 +492,7 @@ def test_what_adapters_hold_may_be_asked_while_more_come(models) -> None:
     try:
         asking.start()
         for i in range(500):
-            trainer.run(CreateAdapter(f"run {i}", LoraConfig(1, seed=0)))
+            do(trainer, CreateAdapter(f"run {i}", LoraConfig(1, seed=0)))
     finally:
         done.set()
         asking.join()
@@ -500,27 +502,27 @@ def test_what_adapters_hold_may_be_asked_while_more_come(models) -> None:
 
 def test_commands_about_adapters(models, tmp_path: Path) -> None:
     trainer = make_trainer(models["llama3"])
-    trainer.run(CreateAdapter("run", LoraConfig(4, seed=1)))
+    do(trainer, CreateAdapter("run", LoraConfig(4, seed=1)))
     size = trainer.adapter("run").flat.nbytes
     assert trainer.adapter_bytes == size
     forward_backward(trainer, Pass("run", data(0, 8), "cross_entropy"))
-    trainer.run(OptimStep("run", ADAM))
+    do(trainer, OptimStep("run", ADAM))
     assert trainer.adapter_bytes == 4 * size
     with pytest.raises(EngineError, match="already"):
-        trainer.run(CreateAdapter("run", LoraConfig(4)))
+        do(trainer, CreateAdapter("run", LoraConfig(4)))
     with pytest.raises(EngineError, match="GiB") as caught:
-        trainer.run(CreateAdapter("big", LoraConfig(10**9)))
+        do(trainer, CreateAdapter("big", LoraConfig(10**9)))
     assert caught.value.category == "user"
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(EngineError, match="SaveAdapter failed") as caught:
-        trainer.run(SaveAdapter("run", blocked / "adapter"))
+        do(trainer, SaveAdapter("run", blocked / "adapter"))
     assert caught.value.category == "server"
-    trainer.run(DropAdapter("run"))
-    trainer.run(DropAdapter("run"))
+    do(trainer, DropAdapter("run"))
+    do(trainer, DropAdapter("run"))
     for command in (OptimStep("run", ADAM), ClearGradients("run"), SaveAdapter("run", Path("nowhere"))):
         with pytest.raises(EngineError, match="'run'"):
-            trainer.run(command)
+            do(trainer, command)
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -566,7 +568,7 @@ def test_a_datum_that_does_not_fit_fails_its_pass_alone(models: dict[str, Path])
         create(trainer, run, LoraConfig(rank=4, seed=3))
     limit_memory(trainer, 25)
     passes = (Pass("a", data(1, 40), "cross_entropy"), Pass("b", data(2, 16), "cross_entropy"))
-    failed, fine = trainer.run(ForwardBackward(passes))
+    failed, fine = do(trainer, ForwardBackward(passes))
     assert isinstance(failed, Failure)
     assert "out of memory" in failed.message
     assert isinstance(fine, ForwardBackwardOutput)

@@ -19,7 +19,7 @@ from tinkex.engine.cuda.attention_hooks import MIN_SPLIT_KEYS
 from tinkex.engine.cuda.sizes import power_of_2
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.upload import fill
 
 

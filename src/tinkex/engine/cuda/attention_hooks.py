@@ -19,7 +19,7 @@ from torch.autograd import Function
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.paged_layout import layout_of
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece
+from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.upload import all_to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several
@@ -45,7 +45,7 @@ class KernelAttend:
 
 def attend_pieces(
     cache: KVCache,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TokenSpan],
     windows: Sequence[int | None],
     invariant: bool = False,
     min_split_keys: int = 0,
@@ -59,13 +59,13 @@ def attend_pieces(
     return KernelAttend(cache, windows, queries._replace(min_split_keys=min_split_keys), slots_T)
 
 
-def tile_tokens(pieces: Sequence[Piece], invariant: bool = False) -> int:
+def tile_tokens(pieces: Sequence[TokenSpan], invariant: bool = False) -> int:
     """Queries of a tile of a step."""
     return TOKENS if invariant or any(piece.new > 1 for piece in pieces) else 1
 
 
 def lay_out(
-    pieces: Sequence[Piece], tokens: int, splits: int, device: torch.device
+    pieces: Sequence[TokenSpan], tokens: int, splits: int, device: torch.device
 ) -> tuple[paged.Queries, Tensor]:
     """The pieces' new tokens in tiles, and the slots of their keys."""
     layout = layout_of(pieces, tokens)
@@ -83,7 +83,7 @@ class PackedForward:
         widths = [-(-length // PAGE) for length in lengths]
         firsts = np.cumsum([0, *widths]).tolist()
         pieces = [
-            Piece(range(first, first + width), 0, length)
+            TokenSpan(range(first, first + width), 0, length)
             for first, width, length in zip(firsts, widths, lengths, strict=False)
         ]
         self._slots = firsts[-1] * PAGE

@@ -24,11 +24,11 @@ from tinkex.engine.cuda.grouped_lora import CudaLora
 from tinkex.engine.cuda.invariant_product import InvariantLinear, product
 from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.kv import KVCache, Piece
+from tinkex.engine.torch.continuous_batch import StepLimits
+from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
-from tinkex.engine.torch.model import UNEMBED, Decoder
-from tinkex.engine.torch.sample import Choice, scaled, scaled_logprobs
-from tinkex.engine.torch.sampler import Limits
+from tinkex.engine.torch.models.decoder import UNEMBED, Decoder
+from tinkex.engine.torch.next_tokens import Choice, scaled, scaled_logprobs
 from tinkex.engine.torch.upload import to_device
 
 
@@ -57,7 +57,11 @@ class CudaBackend:
         return RaggedAttend(lengths, windows, self._device, self.invariant)
 
     def paged_attend(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], min_split_keys: int = 0
+        self,
+        cache: KVCache,
+        pieces: Sequence[TokenSpan],
+        windows: Sequence[int | None],
+        min_split_keys: int = 0,
     ) -> KernelAttend:
         return attend_pieces(cache, pieces, windows, self.invariant, min_split_keys)
 
@@ -113,7 +117,7 @@ class CudaBackend:
         return scaled(logits_NV, temperature_N) - kernel.normaliser(logits_NV, temperature_N)[:, None]
 
     def captured_steps(
-        self, decoder: Decoder, cache: KVCache, limits: Limits
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits
     ) -> tuple[DecodePipeline, CapturedPrefill] | tuple[None, None]:
         """None for models with experts, whose steps are not captured."""
         if decoder.config.experts is not None:

@@ -30,11 +30,10 @@ from tinkex.engine.cuda.adapter_slots import AdapterSlots
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.deferred_expand import DeferredExpand, holds
 from tinkex.engine.rng import stream_keys
-from tinkex.engine.torch.drawing import lora_of
-from tinkex.engine.torch.hooks import Frozen, LoraHook, Pending, Projecting, Site
+from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Projecting, Site
 from tinkex.engine.torch.kv import PAGE, KVCache
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sequences import Request, Sequence
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.sequences import RunningRequest, RunningSequence, lora_of
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
@@ -84,7 +83,7 @@ class CapturedLora(Projecting):
     ) -> None:
         self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
 
-    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | Pending:
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
         adapters, rows = lora.SiteAdapters(self._table, self._tiles, self._sites[site]), x.shape[0]
         free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
@@ -220,12 +219,12 @@ class DecodeGraphs:
 class StepInFlight:
     """A launched step: its rows' sequences, and where the results will be."""
 
-    rows: list[tuple[int, Sequence]]
+    rows: list[tuple[int, RunningSequence]]
     results: Results
     done: torch.cuda.Event
 
 
-Landed = list[tuple[Sequence, int, float]]  # a sequence, its new token and its logprob
+Landed = list[tuple[RunningSequence, int, float]]  # a sequence, its new token and its logprob
 
 
 class DecodePipeline:
@@ -233,7 +232,7 @@ class DecodePipeline:
 
     def __init__(self, graphs: DecodeGraphs) -> None:
         self._graphs = graphs
-        self._row: dict[Sequence, int] = {}
+        self._row: dict[RunningSequence, int] = {}
         self._flight: StepInFlight | None = None
         self._launched = 0
         capacity = graphs.capacity
@@ -249,12 +248,12 @@ class DecodePipeline:
             0,
         )  # what graph serves the rows, and for how many steps too large
 
-    def serves(self, request: Request) -> bool:
+    def serves(self, request: RunningRequest) -> bool:
         """Whether captured steps can serve `request`."""
         published = request.published
         return request.draws_plainly and (published is None or grouped.usable([published.adapter]))
 
-    def step(self, sequences: Several[Sequence]) -> Landed:
+    def step(self, sequences: Several[RunningSequence]) -> Landed:
         """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
         before = self._flight
         sources = {sequence: row for row, sequence in before.rows} if before else {}
@@ -279,7 +278,7 @@ class DecodePipeline:
         self._spare = self._spare + 1 if 4 * rows <= 3 * self._key.rows else 0
         return self._spare > _PATIENCE or (self._spare > 0 and self._graphs.has(rows))
 
-    def _assign_rows(self, sequences: Several[Sequence]) -> None:
+    def _assign_rows(self, sequences: Several[RunningSequence]) -> None:
         """Give every sequence a row, grouped by adapter, and upload what stays constant from step to step."""
         placed = sorted(sequences, key=lambda s: s.request.root)
         self._row = {sequence: row for row, sequence in enumerate(placed)}
@@ -294,7 +293,7 @@ class DecodePipeline:
         self._index[:rows] = [s.index for s in placed]
         self._key = self._key_for(placed)
 
-    def _key_for(self, placed: Several[Sequence]) -> DecodeGraphKey:
+    def _key_for(self, placed: Several[RunningSequence]) -> DecodeGraphKey:
         """The graph that serves these sequences; puts their adapters into the slots."""
         rows, lora = bucket(len(placed)), lora_of(self._graphs.backend, placed, [1] * len(placed))
         if lora is None:
@@ -305,11 +304,13 @@ class DecodePipeline:
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def _launch(self, sequences: Several[Sequence], sources: dict[Sequence, int]) -> StepInFlight:
+    def _launch(
+        self, sequences: Several[RunningSequence], sources: dict[RunningSequence, int]
+    ) -> StepInFlight:
         turn, graphs, n = self._launched % _RING, self._graphs, self._key.rows
         self._launched += 1
         rows = np.array([self._row[s] for s in sequences])
-        positions = np.array([s.computed + s.flying for s in sequences])
+        positions = np.array([s.computed + s.in_flight for s in sequences])
         orders = self._orders[turn].numpy()
         orders[:, :n] = -1
         orders[0, rows] = [sources.get(s, -1) for s in sequences]
@@ -326,7 +327,7 @@ class DecodePipeline:
         done = torch.cuda.Event()
         done.record()
         for sequence in sequences:
-            sequence.flying += 1
+            sequence.in_flight += 1
         placed = list(zip(rows.tolist(), sequences, strict=True))
         return StepInFlight(placed, results, done)
 
@@ -335,5 +336,5 @@ def _land(flight: StepInFlight) -> Landed:
     flight.done.synchronize()
     tokens, logprobs = flight.results.tokens.tolist(), flight.results.logprobs.tolist()
     for _, sequence in flight.rows:
-        sequence.flying -= 1
+        sequence.in_flight -= 1
     return [(sequence, tokens[row], logprobs[row]) for row, sequence in flight.rows]

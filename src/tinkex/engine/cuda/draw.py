@@ -19,7 +19,7 @@ from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
-from tinkex.engine.torch.sample import BLOCK, COLDEST
+from tinkex.engine.torch.next_tokens import BLOCK, COLDEST
 
 _AT_ONCE = 16  # blocks of one program
 _PICKING = 16  # warps of `_pick`: logarithms in fp64 are slow, and a thread computes its own one by one

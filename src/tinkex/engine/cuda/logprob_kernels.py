@@ -18,7 +18,7 @@ from torch import Tensor
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv
-from tinkex.engine.torch.sample import COLDEST
+from tinkex.engine.torch.next_tokens import COLDEST
 
 _COLUMNS = 4096  # of a row in one iteration, in four parts
 

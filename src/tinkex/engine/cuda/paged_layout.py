@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinkex.engine.torch.kv import PAGE, Piece
+from tinkex.engine.torch.kv import PAGE, TokenSpan
 
 
 class PagedLayout(NamedTuple):
@@ -30,7 +30,7 @@ class PagedLayout(NamedTuple):
     tile: int  # tokens of a whole tile
 
 
-def layout_of(pieces: Sequence[Piece], tile: int) -> PagedLayout:
+def layout_of(pieces: Sequence[TokenSpan], tile: int) -> PagedLayout:
     """The layout of `pieces` in tiles of up to `tile` tokens of one piece."""
     new, start, held = np.array([(p.new, p.start, len(p.pages)) for p in pieces]).T
     pages = np.fromiter(chain.from_iterable(p.pages for p in pieces), np.int32, held.sum())

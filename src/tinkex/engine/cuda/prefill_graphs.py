@@ -27,11 +27,11 @@ from tinkex.engine.cuda.adapter_slots import AdapterSlots, SlotTiles
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.paged_layout import PagedLayout, layout_of
 from tinkex.engine.cuda.sizes import power_of_2
+from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.hooks import LoraHook
-from tinkex.engine.torch.kv import PAGE, KVCache, Piece
+from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sampler import Limits
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.upload import fill
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Captures(Protocol):
 class CapturedPrefill:
     """Captured steps of up to `rows` tokens."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, limits: Limits, captures: Captures) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, limits: StepLimits, captures: Captures) -> None:
         self._decoder, self._cache, self._captures = decoder, cache, captures
         self._sequences = limits.sequences
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
@@ -147,7 +147,9 @@ class CapturedPrefill:
         self.replayed = 0  # steps that a graph has served
 
     @torch.inference_mode()
-    def __call__(self, tokens: np.ndarray, pieces: Sequence[Piece], lora: LoraBatch | None) -> Tensor | None:
+    def __call__(
+        self, tokens: np.ndarray, pieces: Sequence[TokenSpan], lora: LoraBatch | None
+    ) -> Tensor | None:
         """The final hidden states [T, D] of the pieces' tokens, valid until the next call.
 
         None if no graph can serve them: too many tokens, or adapters that the kernels cannot read.

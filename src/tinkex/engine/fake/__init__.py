@@ -7,8 +7,8 @@ What it says is nonsense, and it has only the losses that need no graph.
 
 from __future__ import annotations
 
+from tinkex.engine.fake.bigram import BASE, CONTEXT, EOS, VOCAB
 from tinkex.engine.fake.losses import FORMULAS
-from tinkex.engine.fake.model import BASE, CONTEXT, EOS, VOCAB
 from tinkex.engine.fake.sampler import FakeSampler
 from tinkex.engine.fake.trainer import FakeTrainer
 from tinkex.engine.protocol import EngineConfig, Heartbeat, ModelInfo

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tinkex import store
-from tinkex.engine.fake.model import ALPHA, FakeAdapter
+from tinkex.engine.fake.bigram import ALPHA, FakeAdapter
 from tinkex.engine.protocol import Location, SaveAdapter
 from tinkex.engine.request import user_error
 from tinkex.types.params import LoraConfig

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tinkex.engine.fake.bigram import BASE, EOS, VOCAB, FakeAdapter, Head, log_softmax
 from tinkex.engine.fake.files import FakeExport, load
-from tinkex.engine.fake.model import BASE, EOS, VOCAB, FakeAdapter, Head, log_softmax
 from tinkex.engine.fake.trainer import FakeTrainer
 from tinkex.engine.protocol import ExportedAdapter, Location, SampledTokens, SampleWork
 from tinkex.engine.request import (

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinkex.engine import protocol as p
+from tinkex.engine.fake.bigram import UNEMBED, VOCAB, D, FakeAdapter, features, log_softmax
 from tinkex.engine.fake.files import FakeExport, load, save
 from tinkex.engine.fake.losses import FORMULAS
-from tinkex.engine.fake.model import UNEMBED, VOCAB, D, FakeAdapter, features, log_softmax
-from tinkex.engine.passes import PassTickets
+from tinkex.engine.pass_tickets import PassTickets
 from tinkex.engine.request import user_error
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, EncodedTextChunk

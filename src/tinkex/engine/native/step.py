@@ -22,7 +22,9 @@ from tinkex.engine.native import structs
 from tinkex.engine.native.build import library
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache
-from tinkex.engine.torch.model import Decoder, Layer, Mlp, Projection
+from tinkex.engine.torch.models.decoder import Decoder, DecoderLayer
+from tinkex.engine.torch.models.mlp import Mlp
+from tinkex.engine.torch.models.projection import Projection
 
 _SHARED_WORK = 1 << 20  # multiplications of an average product from which on waking threads pays
 
@@ -75,7 +77,7 @@ class CompiledStep:
     def _describe(self, decoder: Decoder) -> structs.ModelStruct:
         config = decoder.config
         for target, layer, window in zip(self._layers, decoder.layers, config.windows, strict=True):
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, DecoderLayer)
             self._describe_layer(target, layer)
             target.window = window or 0
         head = self._linear(decoder.unembed_weight, None, [config.padded_vocab])
@@ -93,7 +95,7 @@ class CompiledStep:
             head,
         )
 
-    def _describe_layer(self, target: structs.LayerStruct, layer: Layer) -> None:
+    def _describe_layer(self, target: structs.LayerStruct, layer: DecoderLayer) -> None:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, Mlp)
         target.attention_norm, target.mlp_norm = map(self._address, (layer.attention_norm, layer.mlp_norm))

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch import plain
-from tinkex.engine.torch.attention import PackedAttend
 from tinkex.engine.torch.hooks import Attend
-from tinkex.engine.torch.kv import KVCache, PagedAttend, Piece
+from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 from tinkex.engine.torch.ops import linear
-from tinkex.engine.torch.sample import Choice, draw, scaled_logprobs
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.adapters import Adapter
-    from tinkex.engine.torch.model import Decoder
-    from tinkex.engine.torch.sampler import Limits
+    from tinkex.engine.torch.continuous_batch import StepLimits
+    from tinkex.engine.torch.models.decoder import Decoder
 
 
 class Elementwise(Protocol):
@@ -65,7 +65,11 @@ class Backend(Protocol):
         ...
 
     def paged_attend(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], min_split_keys: int = 0
+        self,
+        cache: KVCache,
+        pieces: Sequence[TokenSpan],
+        windows: Sequence[int | None],
+        min_split_keys: int = 0,
     ) -> Attend:
         """Attention of a step's tokens over the paged cache; `min_split_keys` is captured prefill's."""
         ...
@@ -81,7 +85,7 @@ class Backend(Protocol):
         """log_softmax(logits / temperature) in fp32; a temperature of 0 counts as 1."""
         ...
 
-    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: Limits) -> tuple[Any, Any]:
+    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[Any, Any]:
         """The sampler's decode pipeline and captured prefill; (None, None) if there are none."""
         ...
 
@@ -105,7 +109,11 @@ class TorchBackend:
         return PackedAttend(lengths, windows)
 
     def paged_attend(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], min_split_keys: int = 0
+        self,
+        cache: KVCache,
+        pieces: Sequence[TokenSpan],
+        windows: Sequence[int | None],
+        min_split_keys: int = 0,
     ) -> Attend:
         return PagedAttend(cache, pieces, windows, cache.device)
 
@@ -119,7 +127,7 @@ class TorchBackend:
     def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
         return scaled_logprobs(logits_NV, temperature_N)
 
-    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: Limits) -> tuple[None, None]:
+    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[None, None]:
         return None, None
 
 

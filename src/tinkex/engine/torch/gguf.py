@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tinkex.engine.torch.architecture import ModelConfig, llama3_frequencies, model_config
+from tinkex.engine.torch.models.architecture import ModelConfig, model_config
+from tinkex.engine.torch.models.rotary import llama3_frequencies
 from tinkex.errors import InvalidInputError
 
 # general.architecture: our model_type and its class in transformers. Mistral files call themselves "llama".

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 Sites = dict[Site, tuple[int, tuple[Part, ...]]]  # in-features and parts
 
 
-class Pending(Protocol):
+class PartialProjection(Protocol):
     """A projection that was not added up yet: whatever reads it does so, as `ops` has it."""
 
     def swiglu(self) -> Tensor: ...
@@ -85,7 +85,7 @@ class Frozen(NamedTuple):
 class Projecting:
     """A `LoraHook` that computes a frozen product and its adapters together."""
 
-    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | Pending:
+    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
         """frozen(x) plus the adapters' contribution. May be pending where no gradients are needed."""
         raise NotImplementedError
 

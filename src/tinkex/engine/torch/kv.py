@@ -178,7 +178,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 # -- attention -----------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """The `new` tokens of one sequence, from position `start` on; `pages` holds all that it has."""
 
     pages: Sequence[int]
@@ -189,7 +189,7 @@ class Piece(NamedTuple):
 class _Group:
     """Pieces of `new` tokens each that attend together, padded to the longest."""
 
-    def __init__(self, pieces: Sequence[Piece], firsts: Sequence[int], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[TokenSpan], firsts: Sequence[int], device: torch.device) -> None:
         self.new, self.first = pieces[0].new, firsts[0]
         self.rows_B = torch.tensor(firsts, device=device)
         widths = [-(-(p.start + p.new) // PAGE) for p in pieces]
@@ -225,7 +225,7 @@ class PagedAttend:
     """
 
     def __init__(
-        self, cache: KVCache, pieces: Sequence[Piece], windows: Sequence[int | None], device: torch.device
+        self, cache: KVCache, pieces: Sequence[TokenSpan], windows: Sequence[int | None], device: torch.device
     ) -> None:
         self._cache, self._windows = cache, windows
         firsts = np.cumsum([0, *(p.new for p in pieces)]).tolist()
@@ -270,13 +270,13 @@ class PagedAttend:
         return o[0].transpose(0, 1)
 
 
-def slots_of(piece: Piece) -> np.ndarray:
+def slots_of(piece: TokenSpan) -> np.ndarray:
     """Where in a layer's pages the new tokens go."""
     at = np.arange(piece.start, piece.start + piece.new)
     return np.asarray(piece.pages, np.int64)[at // PAGE] * PAGE + at % PAGE
 
 
-def group_pieces(pieces: Sequence[Piece]) -> list[list[int]]:
+def group_pieces(pieces: Sequence[TokenSpan]) -> list[list[int]]:
     """Which pieces attend together: each longer one alone, single tokens by similar length.
 
     A group costs a few calls per layer; padding costs memory traffic. Sorted by length, a group is closed

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tinkex.engine.torch.architecture import ModelConfig, model_config
 from tinkex.engine.torch.backend import choose_backend
-from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.models.architecture import ModelConfig, model_config
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.errors import InvalidInputError
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
-from tinkex.engine.torch.model import UNEMBED
+from tinkex.engine.torch.models.decoder import UNEMBED
 from tinkex.engine.torch.ops import linear
 
 # Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU

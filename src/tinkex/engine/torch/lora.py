@@ -22,7 +22,7 @@ from tinkex.engine.torch.hooks import Frozen, Projecting, Site
 from tinkex.engine.torch.ops import frozen_product
 
 
-class Job(NamedTuple):
+class AdapterRows(NamedTuple):
     """Rows start:stop of a projection go through one adapter's expert."""
 
     start: int
@@ -80,18 +80,18 @@ class LoraBatch(Projecting):
         *,
         rows: Tensor | None = None,
         experts: Tensor | None = None,
-    ) -> list[Job]:
+    ) -> list[AdapterRows]:
         """What to do at `site`, for the tokens start:stop, or for `rows` (ascending within each expert)."""
         if rows is not None:
             return self._row_jobs(site, rows, experts)
         stop = self.tokens if stop is None else stop
         return [
-            Job(max(first, start) - start, min(last, stop) - start, adapter, 0)
+            AdapterRows(max(first, start) - start, min(last, stop) - start, adapter, 0)
             for adapter, first, last in self.segments
             if adapter is not None and site in adapter.shapes and first < stop and last > start
         ]
 
-    def _row_jobs(self, site: Site, rows: Tensor, experts: Tensor | None) -> list[Job]:
+    def _row_jobs(self, site: Site, rows: Tensor, experts: Tensor | None) -> list[AdapterRows]:
         if not any(adapter is not None and site in adapter.shapes for adapter, _, _ in self.segments):
             return []
         ends = torch.tensor([last for _, _, last in self.segments], device=rows.device)
@@ -104,11 +104,11 @@ class LoraBatch(Projecting):
             expert, index = divmod(key, len(self.segments))
             adapter = self.segments[index][0]
             if adapter is not None and site in adapter.shapes:
-                jobs.append(Job(start, stop, adapter, expert))
+                jobs.append(AdapterRows(start, stop, adapter, expert))
         return jobs
 
 
-def add(site: Site, jobs: Sequence[Job], x: Tensor, y: Tensor) -> list[Tensor]:
+def add(site: Site, jobs: Sequence[AdapterRows], x: Tensor, y: Tensor) -> list[Tensor]:
     """y += scale·x·Aᵀ·Bᵀ in place, job by job; returns what the backward needs."""
     kept = shrink(site, jobs, x)
     for job, y_job, u in zip(jobs, _rows(y, jobs), kept, strict=True):
@@ -118,7 +118,7 @@ def add(site: Site, jobs: Sequence[Job], x: Tensor, y: Tensor) -> list[Tensor]:
     return kept
 
 
-def shrink(site: Site, jobs: Sequence[Job], x: Tensor) -> list[Tensor]:
+def shrink(site: Site, jobs: Sequence[AdapterRows], x: Tensor) -> list[Tensor]:
     """Each job's x·Aᵀ, of all parts side by side: [rows, P·R]."""
     return [
         x_job @ job.adapter.matrices(x.dtype)[site][job.expert].a_t
@@ -127,7 +127,12 @@ def shrink(site: Site, jobs: Sequence[Job], x: Tensor) -> list[Tensor]:
 
 
 def add_backward(
-    site: Site, jobs: Sequence[Job], grad_y: Tensor, x: Tensor, kept: Sequence[Tensor], grad_x: Tensor | None
+    site: Site,
+    jobs: Sequence[AdapterRows],
+    grad_y: Tensor,
+    x: Tensor,
+    kept: Sequence[Tensor],
+    grad_x: Tensor | None,
 ) -> None:
     """Add to each job's adapter's gradients, and to `grad_x` in place where one is wanted."""
     grad_x_rows = _rows(grad_x, jobs) if grad_x is not None else [None] * len(jobs)
@@ -145,7 +150,7 @@ def add_backward(
             grad_x_job.addmm_(grad_u, matrices.a, alpha=scale)
 
 
-def _rows(x: Tensor, jobs: Sequence[Job]) -> list[Tensor]:
+def _rows(x: Tensor, jobs: Sequence[AdapterRows]) -> list[Tensor]:
     """The rows of every job, as views made in one go."""
     sizes, done = [], 0
     for job in jobs:
@@ -174,7 +179,9 @@ class _Apply(torch.autograd.Function):
     """`add`, in place on y, with a backward that writes straight into the adapters' gradient buffers."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, site: Site, jobs: list[Job]) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, site: Site, jobs: list[AdapterRows]
+    ) -> Tensor:
         kept = add(site, jobs, x, y)
         ctx.save_for_backward(x, *kept)
         ctx.site, ctx.jobs = site, jobs
@@ -194,7 +201,9 @@ class _Project(torch.autograd.Function):
     """A frozen product and `add` to it; the backward makes one gradient to x instead of two to be summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, frozen: Frozen, site: Site, jobs: list[Job]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, frozen: Frozen, site: Site, jobs: list[AdapterRows]
+    ) -> Tensor:
         y = frozen_product(x, frozen.weight, frozen.bias, frozen.packed)
         ctx.save_for_backward(x, *add(site, jobs, x, y))
         ctx.weight, ctx.site, ctx.jobs = frozen.weight, site, jobs

@@ -95,6 +95,22 @@ class LossGraph:
 
         self._run(given, bound)
 
+    def gradient(
+        self, logprobs: Tensor, inputs: Mapping[str, np.ndarray]
+    ) -> tuple[float, Tensor, dict[str, float]]:
+        """The loss of one datum, its gradient by `logprobs`, and its metrics."""
+        leaf = logprobs.detach().requires_grad_()
+        with torch.enable_grad():
+            loss, metrics = self.run(leaf, inputs)
+            grad = None
+            if loss.requires_grad:
+                try:
+                    (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+                except RuntimeError as error:  # not every operation has a derivative
+                    raise _user(f"the custom loss has no gradient: {str(error).splitlines()[0]}") from None
+        grad = torch.zeros_like(logprobs) if grad is None else grad.to(logprobs.dtype)
+        return float(loss.detach()), grad, metrics
+
     def run(self, logprobs: Tensor, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, dict[str, float]]:
         """The loss of one datum (a scalar that carries gradients to `logprobs`) and its metrics."""
         given = [logprobs]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tinkex.engine.torch.architecture import ModelConfig
+from tinkex.engine.torch.models.architecture import ModelConfig
 
 # Tokens of a micro-batch: enough for efficient products; sampling gets its turn in between.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}

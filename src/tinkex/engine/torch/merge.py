@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex.engine.protocol import EngineError
-from tinkex.engine.torch.checkpoint import WEIGHTS, new_directory, read_peft_config
+from tinkex.engine.torch.adapter_files import WEIGHTS, new_directory, read_peft_config
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch import plain
-from tinkex.engine.torch.hooks import Pending
+from tinkex.engine.torch.hooks import PartialProjection
 from tinkex.engine.torch.plain import Norms
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def rms_norm(stream: Stream, weight: Tensor, eps: float, impl: Elementwise = pla
 
 
 def add_rms_norm(
-    stream: Stream, delta: Tensor | Pending, weight: Tensor, eps: float, impl: Elementwise = plain
+    stream: Stream, delta: Tensor | PartialProjection, weight: Tensor, eps: float, impl: Elementwise = plain
 ) -> tuple[Stream, Tensor]:
     """The stream with `delta` added to it, and its RMSNorm."""
     delta = delta if isinstance(delta, Tensor) else delta.addend()
@@ -83,7 +83,7 @@ def add(stream: Stream, delta: Tensor, impl: Elementwise = plain) -> Stream:
 
 
 def split_rotate(
-    qkv: Tensor | Pending,
+    qkv: Tensor | PartialProjection,
     cos: Tensor,
     sin: Tensor,
     heads: tuple[int, int],
@@ -98,7 +98,7 @@ def split_rotate(
     return _SplitRotate.apply(qkv, cos, sin, heads, q_norm, k_norm, eps, impl)
 
 
-def swiglu(gate_up: Tensor | Pending, impl: Elementwise = plain) -> Tensor:
+def swiglu(gate_up: Tensor | PartialProjection, impl: Elementwise = plain) -> Tensor:
     """silu(gate) * up of a fused [T, 2F]."""
     if not isinstance(gate_up, Tensor):
         return gate_up.swiglu()

@@ -1,6 +1,6 @@
-"""What the sampler keeps of a request: its samples, their tokens and pages, and the adapter they use.
+"""The records of continuous batching: requests, their sequences, and published adapters.
 
-Plain records, and how one becomes an answer. Knows nothing of steps or of the cache's tensors.
+Knows nothing of steps or of the cache's tensors.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinkex.engine.protocol import SampleWork
-from tinkex.engine.request import PromptScores, Stops
+from tinkex.engine.protocol import SampledTokens, SampleWork
+from tinkex.engine.request import PromptScores, Sample, Stops
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.engine_thread import settle
-from tinkex.types.outputs import SampledSequence, SampleResponse, StopReason, TopkLogprobs
+from tinkex.types.outputs import SampleResponse
 
 _BASE = b"base"
-# Called on the engine's thread: the sample's index, its new tokens (int32) and their logprobs (float32).
-Listener = Callable[[int, np.ndarray, np.ndarray], None]
+Listener = Callable[[SampledTokens], None]  # called on the engine's thread with each token drawn
 
 
 @dataclass(eq=False)
-class Published:
-    """An immutable adapter that requests can name. `root` tells its cache entries from every other's."""
+class PublishedAdapter:
+    """An immutable adapter that requests can name. `root` sets its prefix-cache entries apart."""
 
     name: str
     adapter: Adapter
     root: bytes
     users: int = 0
-    retired: list[Future[None]] = field(default_factory=list)  # who waits for its last user to be done
+    retired: list[Future[None]] = field(default_factory=list)  # resolved when its last user is done
 
     def settle(self) -> None:
-        """Tell those who retired it, once nobody uses it."""
+        """Resolve the calls of `retire` if no request uses it any more."""
         if self.users == 0:
             for future in self.retired:
                 settle(future, None)
@@ -41,21 +40,21 @@ class Published:
 
 
 @dataclass(eq=False)
-class Request:
-    """One `SampleWork` on its way."""
+class RunningRequest:
+    """One `SampleWork` under way."""
 
     work: SampleWork
     future: Future[SampleResponse]
-    published: Published | None
+    published: PublishedAdapter | None
     max_tokens: int
     seed: int
     stops: Stops
     scores: PromptScores
     listener: Listener | None = None
-    sequences: list[Sequence] = field(default_factory=list)
-    unborn: list[Sequence] = field(default_factory=list)  # samples that wait for the first one's prompt
-    cache_hits: int = 0
-    ahead: bool = False  # whether the device may decode it ahead of the host
+    sequences: list[RunningSequence] = field(default_factory=list)
+    unforked: list[RunningSequence] = field(default_factory=list)  # start when the first's prompt is computed
+    cache_hits: int = 0  # prompt tokens found in the prefix cache
+    ahead: bool = False  # the device may decode it one step ahead of the host
 
     @property
     def root(self) -> bytes:
@@ -67,43 +66,43 @@ class Request:
 
     @property
     def draws_plainly(self) -> bool:
-        """Neither a cut of what may be drawn nor a list of what could have been."""
+        """Neither top-k, nor top-p, nor a list of likely tokens."""
         params = self.work.params
         return params.top_k <= 0 and params.top_p >= 1.0 and not self.work.topk_sample_logprobs
 
+    def response(self) -> SampleResponse:
+        sequences = [sequence.finished(self.stops) for sequence in self.sequences]
+        return self.scores.response(sequences, self.cache_hits)
 
-@dataclass(eq=False)
-class Sequence:
-    """One sample of a request: its tokens so far, and the pages that hold the first `computed` of them."""
 
-    request: Request
-    index: int
-    out: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    tail: bytes = b""
+@dataclass(eq=False, kw_only=True)
+class RunningSequence(Sample):
+    """One sample of a request, and the pages that hold the keys and values of its first `computed` tokens."""
+
+    request: RunningRequest
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    flying: int = 0  # steps of it that were launched and have not come back
+    in_flight: int = 0  # decode steps that were launched and have not come back
     links: list[bytes] = field(default_factory=list)  # digests of its full pages
-    reason: StopReason | None = None
 
     @property
     def length(self) -> int:
-        return len(self.request.work.prompt) + len(self.out)
+        """Of prompt and sampled tokens together."""
+        return len(self.request.work.prompt) + len(self.tokens)
+
+    @property
+    def lacking(self) -> int:
+        """Tokens whose keys and values are not computed yet."""
+        return self.length - self.computed
 
     @property
     def last(self) -> int:
-        return self.out[-1] if self.out else int(self.request.work.prompt[-1])
+        return self.tokens[-1] if self.tokens else int(self.request.work.prompt[-1])
 
-    def tokens(self, start: int, stop: int) -> np.ndarray:
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """Token ids of positions start:stop, over prompt and samples."""
         prompt = self.request.work.prompt
         if start >= len(prompt):
-            return np.asarray(self.out[start - len(prompt) : stop - len(prompt)], np.int32)
-        rest = self.out[: max(0, stop - len(prompt))]
+            return np.asarray(self.tokens[start - len(prompt) : stop - len(prompt)], np.int32)
+        rest = self.tokens[: max(0, stop - len(prompt))]
         return np.concatenate([prompt[start:stop], np.asarray(rest, np.int32)])
-
-
-def response(request: Request) -> SampleResponse:
-    sequences = [sequence.finished(request.stops) for sequence in request.sequences]
-    return request.scores.response(sequences, request.cache_hits)

@@ -1,8 +1,8 @@
-"""Causal grouped-query attention over dense blocks and over a packed batch, with optional sliding windows.
+"""Grouped-query attention: the block of a decoder layer, and attention over packed sequences.
 
-`attend` is the fast path (torch's fused kernel, little work on what a query cannot see) and `attend_plain`
-the plain one; a test holds them equal, forward and backward. Queries are the last S of L positions, so the
-same function serves training (S = L), prefill after a cached prefix and decoding (S = 1).
+The block projects and rotates; what its queries attend to comes in through the `Attend` hook, packed for
+training and paged for sampling. `attend` goes through torch's fused kernel and skips most of what a query
+cannot see; `attend_plain` writes the formula out and is its oracle. Queries are the last S of L positions.
 Does not know caches, pages or adapters.
 
 Shapes: B sequences, S queries of each, L keys of each, T tokens, H query heads, G kv heads, C head dim.
@@ -15,7 +15,48 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site, Sites
+from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.projection import Projection, frozen_parameter
+from tinkex.engine.torch.ops import split_rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotated, optionally normalised, queries and keys."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        c, self.layer, self.eps = config, layer, config.norm_eps
+        self.heads = (c.heads, c.kv_heads)
+        self.name = f"model.layers.{layer}.self_attn"
+        sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
+        parts = tuple(Part(f"{self.name}.{name}", n * c.head_dim, "attn") for name, n in sizes.items())
+        self.qkv = Projection(Site(layer, "qkv"), c.width, parts, c.qkv_bias)
+        out = Part(f"{self.name}.o_proj", c.width, "attn")
+        self.o = Projection(Site(layer, "o"), c.heads * c.head_dim, (out,), c.o_bias)
+        self.q_norm = frozen_parameter(c.head_dim) if c.qk_norm else None
+        self.k_norm = frozen_parameter(c.head_dim) if c.qk_norm else None
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
+        qkv, impl = self.qkv(x, context), context.backend.elementwise
+        q_THC, k_TGC, v_TGC = split_rotate(qkv, *context.angles, self.heads, self._norms(), self.eps, impl)
+        o_THC = context.attend(self.layer, q_THC, k_TGC, v_TGC)
+        return self.o(o_THC.reshape(o_THC.shape[0], -1), context)
+
+    def _norms(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        named = self.qkv.weights() | self.o.weights()
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                named[f"{self.name}.{name}.weight"] = norm.detach()
+        return named
+
+    def sites(self) -> Sites:
+        return {p.site: (p.in_features, p.parts) for p in (self.qkv, self.o)}
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:

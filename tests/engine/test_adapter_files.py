@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.commands import do
 from tests.engine.oracle import ATTN, MLP, PeftOracle, make_datum, randomise
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import (
@@ -25,11 +26,11 @@ from tinkex.engine.protocol import (
     Pass,
     SaveAdapter,
 )
-from tinkex.engine.torch import checkpoint
-from tinkex.engine.torch.attention import PackedAttend
+from tinkex.engine.torch import adapter_files
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
+from tinkex.engine.torch.models.attention import PackedAttend
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.params import AdamParams, LoraConfig
 
@@ -42,7 +43,7 @@ ADAM = AdamParams(learning_rate=3e-3, weight_decay=0.01)
 def make_trainer(path: Path, lora: LoraConfig | None = None, run: str = "run") -> TorchTrainer:
     """A trainer with one run whose adapter does something."""
     trainer = TorchTrainer(load_decoder(path), str(path))
-    trainer.run(CreateAdapter(run, lora or LoraConfig(4, seed=1)))
+    do(trainer, CreateAdapter(run, lora or LoraConfig(4, seed=1)))
     randomise(trainer.adapter(run).flat, seed=1)
     return trainer
 
@@ -51,8 +52,8 @@ def train(trainer: TorchTrainer, steps: range, run: str = "run") -> None:
     for step in steps:
         rng = np.random.default_rng(step)
         batch = [make_datum(rng, 12, 320), make_datum(rng, 20, 320)]
-        trainer.run(ForwardBackward((Pass(run, batch, "cross_entropy"),)))
-        trainer.run(OptimStep(run, ADAM))
+        do(trainer, ForwardBackward((Pass(run, batch, "cross_entropy"),)))
+        do(trainer, OptimStep(run, ADAM))
 
 
 def our_logits(trainer: TorchTrainer, adapter: Adapter | None) -> torch.Tensor:
@@ -65,7 +66,7 @@ def our_logits(trainer: TorchTrainer, adapter: Adapter | None) -> torch.Tensor:
 
 def refused(trainer: TorchTrainer, directory: Path, run: str = "new", *, optimizer: bool = False) -> str:
     with pytest.raises(EngineError) as caught:
-        trainer.run(LoadAdapter(run, directory, optimizer))
+        do(trainer, LoadAdapter(run, directory, optimizer))
     assert caught.value.category == "user"
     return caught.value.message
 
@@ -79,7 +80,7 @@ def saved(tmp_path: Path) -> tuple[TorchTrainer, Path]:
     """A trained run, saved with its optimizer's state."""
     trainer = make_trainer(tiny_model(tmp_path, "llama3"))
     train(trainer, range(2))
-    trainer.run(SaveAdapter("run", tmp_path / "adapter", optimizer=True))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter", optimizer=True))
     return trainer, tmp_path / "adapter"
 
 
@@ -99,7 +100,7 @@ def saved(tmp_path: Path) -> tuple[TorchTrainer, Path]:
 def test_peft_loads_what_we_write(tmp_path: Path, family: str, flags: dict[str, bool]) -> None:
     path = tiny_model(tmp_path, family)
     trainer = make_trainer(path, LoraConfig(4, seed=1, **flags))
-    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     model = peft.PeftModel.from_pretrained(reference_model(path), str(tmp_path / "adapter"))
     with torch.no_grad():
         theirs = model(torch.tensor([IDS]), use_cache=False).logits[0]
@@ -136,14 +137,14 @@ def test_flags_leave_no_other_keys(tmp_path: Path) -> None:
     trainer = make_trainer(
         tiny_model(tmp_path, "qwen3"), LoraConfig(2, seed=1, train_mlp=False, train_unembed=False)
     )
-    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(".self_attn." in name for name in names)
 
 
 def test_experts_are_written_as_three_dimensional_tensors(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model(tmp_path, "qwen3_moe"))
-    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     experts = "base_model.model.model.layers.1.mlp.experts"
     shapes = {
@@ -151,7 +152,7 @@ def test_experts_are_written_as_three_dimensional_tensors(tmp_path: Path) -> Non
         for key in ("w1.lora_A", "w2.lora_B", "w3.lora_A")
     }
     assert shapes == {"w1.lora_A": (6, 4, 64), "w2.lora_B": (6, 64, 4), "w3.lora_A": (6, 4, 64)}
-    trainer.run(LoadAdapter("copy", tmp_path / "adapter"))
+    do(trainer, LoadAdapter("copy", tmp_path / "adapter"))
     assert torch.equal(trainer.adapter("copy").flat, trainer.adapter("run").flat)
 
 
@@ -163,7 +164,7 @@ def test_a_directory_of_peft_itself_is_loaded(tmp_path: Path) -> None:
             randomise(parameter, seed)
     oracle.model.save_pretrained(tmp_path / "theirs")
     trainer = make_trainer(path)
-    assert trainer.run(LoadAdapter("new", tmp_path / "theirs")) == LoraConfig(3, train_unembed=False)
+    assert do(trainer, LoadAdapter("new", tmp_path / "theirs")) == LoraConfig(3, train_unembed=False)
     with torch.no_grad():
         theirs = oracle.model(torch.tensor([IDS]), use_cache=False).logits[0]
     torch.testing.assert_close(our_logits(trainer, trainer.adapter("new")), theirs, atol=1e-4, rtol=1e-4)
@@ -174,13 +175,13 @@ def test_a_directory_of_peft_with_an_adapted_head_is_loaded(tmp_path: Path, fami
     """PEFT writes the head's own weights beside its adapter."""
     path = tiny_model(tmp_path, family)
     trainer = make_trainer(path)
-    trainer.run(SaveAdapter("run", tmp_path / "ours"))
+    do(trainer, SaveAdapter("run", tmp_path / "ours"))
     peft.PeftModel.from_pretrained(reference_model(path), tmp_path / "ours").save_pretrained(
         tmp_path / "theirs"
     )
     weights = tmp_path / "theirs" / "adapter_model.safetensors"
     assert "base_model.model.lm_head.base_layer.weight" in load_file(weights)
-    trainer.run(LoadAdapter("new", tmp_path / "theirs"))
+    do(trainer, LoadAdapter("new", tmp_path / "theirs"))
     assert torch.equal(trainer.adapter("new").flat, trainer.adapter("run").flat)
     other = {name: t + 1 if "base_layer" in name else t for name, t in load_file(weights).items()}
     save_file(other, weights)
@@ -216,8 +217,8 @@ def test_adapters_of_peft_that_compute_otherwise_are_neither_loaded_nor_merged(
 
 def test_resuming_with_the_optimizer_is_exact(saved: tuple[TorchTrainer, Path]) -> None:
     trainer, directory = saved
-    trainer.run(LoadAdapter("resumed", directory, optimizer=True))
-    trainer.run(LoadAdapter("weights only", directory))
+    do(trainer, LoadAdapter("resumed", directory, optimizer=True))
+    do(trainer, LoadAdapter("weights only", directory))
     assert trainer.adapter("resumed").step == 2
     assert trainer.adapter("weights only").step == 0
     for run in ("run", "resumed", "weights only"):
@@ -230,18 +231,19 @@ def test_loading_replaces_the_adapter_and_clears_gradients(saved: tuple[TorchTra
     trainer, directory = saved
     before = trainer.adapter("run").flat.clone()
     train(trainer, range(2, 3))
-    trainer.run(
-        ForwardBackward((Pass("run", [make_datum(np.random.default_rng(0), 9, 320)], "cross_entropy"),))
+    do(
+        trainer,
+        ForwardBackward((Pass("run", [make_datum(np.random.default_rng(0), 9, 320)], "cross_entropy"),)),
     )
-    trainer.run(LoadAdapter("run", directory, optimizer=True))
+    do(trainer, LoadAdapter("run", directory, optimizer=True))
     assert torch.equal(trainer.adapter("run").flat, before)
-    assert trainer.run(OptimStep("run", ADAM))["skipped"] == 1.0
+    assert do(trainer, OptimStep("run", ADAM))["skipped"] == 1.0
 
 
 def test_a_run_that_never_stepped_can_be_resumed(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model(tmp_path, "llama3"))
-    trainer.run(SaveAdapter("run", tmp_path / "adapter", optimizer=True))
-    trainer.run(LoadAdapter("resumed", tmp_path / "adapter", optimizer=True))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter", optimizer=True))
+    do(trainer, LoadAdapter("resumed", tmp_path / "adapter", optimizer=True))
     for run in ("run", "resumed"):
         train(trainer, range(2), run)
     assert torch.equal(trainer.adapter("resumed").flat, trainer.adapter("run").flat)
@@ -255,7 +257,7 @@ def test_what_does_not_fit_the_run(saved: tuple[TorchTrainer, Path]) -> None:
         "train_attn": LoraConfig(4, train_attn=False),
         "train_unembed": LoraConfig(4, train_unembed=False),
     }.items():
-        trainer.run(CreateAdapter(name, lora))
+        do(trainer, CreateAdapter(name, lora))
         before = trainer.adapter(name).flat.clone()
         message = refused(trainer, directory, name)
         assert name in message
@@ -277,7 +279,7 @@ def test_another_base_model(saved: tuple[TorchTrainer, Path], tmp_path: Path) ->
 def test_a_base_model_is_known_in_any_dtype(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "smollm2")
     of = [
-        checkpoint.BaseModel.of(load_decoder(path, dtype=dtype), "m")
+        adapter_files.BaseIdentity.of(load_decoder(path, dtype=dtype), "m")
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert of[0] == of[1]
@@ -288,8 +290,8 @@ def test_files_that_are_missing(saved: tuple[TorchTrainer, Path]) -> None:
     assert "no adapter_model.safetensors" in refused(trainer, directory.parent / "nowhere")
     (directory / "optimizer.safetensors").unlink()
     assert "without the optimizer" in refused(trainer, directory, optimizer=True)
-    trainer.run(LoadAdapter("new", directory))
-    trainer.run(SaveAdapter("run", directory, optimizer=True, overwrite=True))
+    do(trainer, LoadAdapter("new", directory))
+    do(trainer, SaveAdapter("run", directory, optimizer=True, overwrite=True))
     (directory / "tinkex.json").unlink()
     assert "tinkex.json does not say" in refused(trainer, directory, optimizer=True)
     (directory / "adapter_config.json").unlink()
@@ -335,9 +337,9 @@ def test_an_existing_directory_is_kept_unless_asked(saved: tuple[TorchTrainer, P
     before = (directory / "adapter_model.safetensors").read_bytes()
     train(trainer, range(2, 3))
     with pytest.raises(EngineError, match="already exists"):
-        trainer.run(SaveAdapter("run", directory))
+        do(trainer, SaveAdapter("run", directory))
     assert (directory / "adapter_model.safetensors").read_bytes() == before
-    trainer.run(SaveAdapter("run", directory, overwrite=True))
+    do(trainer, SaveAdapter("run", directory, overwrite=True))
     assert (directory / "adapter_model.safetensors").read_bytes() != before
     assert not (directory / "optimizer.safetensors").exists()
 
@@ -349,7 +351,7 @@ def test_a_save_waits_for_the_disk_unless_told_not_to(
     trainer, directory = saved
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    trainer.run(SaveAdapter("run", directory.with_name("another"), optimizer=True, sync=sync))
+    do(trainer, SaveAdapter("run", directory.with_name("another"), optimizer=True, sync=sync))
     assert bool(synced) is sync
     names = [
         sorted(path.name for path in place.iterdir()) for place in (directory, directory.with_name("another"))
@@ -361,7 +363,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "adapter"
 
     def fail() -> None:
-        with checkpoint.new_directory(target) as temporary:
+        with adapter_files.new_directory(target) as temporary:
             (temporary / "half").write_text("written")
             raise OSError("disk full")
 
@@ -387,7 +389,7 @@ def test_transformers_reads_a_merged_directory(tmp_path: Path, family: str, flag
     path = tiny_model(tmp_path, family)
     (path / "tokenizer.json").write_text("{}")
     trainer = make_trainer(path, LoraConfig(4, seed=1, **flags))
-    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
     ours = our_logits(trainer, trainer.adapter("run"))
     (theirs,) = reference_logits(tmp_path / "merged", [IDS])
@@ -405,7 +407,7 @@ def test_a_merge_unties_a_head_of_which_the_file_holds_a_copy(tmp_path: Path) ->
     copy = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     save_file(weights | copy, path / "model.safetensors", {"format": "pt"})
     trainer = make_trainer(path)
-    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
     ours = our_logits(trainer, trainer.adapter("run"))
     (theirs,) = reference_logits(tmp_path / "merged", [IDS])
@@ -419,7 +421,7 @@ def test_a_merge_keeps_the_dtype_of_the_base(tmp_path: Path) -> None:
     weights = path / "model.safetensors"
     save_file({k: v.bfloat16() for k, v in load_file(weights).items()}, weights, {"format": "pt"})
     trainer = make_trainer(path)
-    trainer.run(SaveAdapter("run", tmp_path / "adapter"))
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tests.engine.forward import hidden, sequences
 from tests.engine.tiny import FAMILIES, reference_logits, reference_model, tiny_model
+from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder, Part, Site
+from tinkex.engine.torch.models.decoder import Decoder
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex.engine.rng import exponentials, stream_key, stream_keys
-from tinkex.engine.torch.sample import BLOCK, Choice, draw, keep_likeliest, likeliest, race, scaled_logprobs
+from tinkex.engine.torch.next_tokens import (
+    BLOCK,
+    Choice,
+    draw,
+    keep_likeliest,
+    likeliest,
+    race,
+    scaled_logprobs,
+)
 from tinkex.types.outputs import TOPK_PADDING
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from tinkex.engine.torch.architecture import ModelConfig
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
+from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.ops import swiglu
 
 

@@ -28,7 +28,7 @@ from tinkex import store
 from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import ALPHA, Adapter, lay_out
 from tinkex.engine.torch.hooks import Sites
-from tinkex.engine.torch.model import Decoder
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.types.params import LoraConfig
 
 WEIGHTS, CONFIG, FACTS, OPTIMIZER = (
@@ -42,14 +42,14 @@ _HOSTED_UNEMBED = "model.unembed_tokens"  # what hosted Tinker calls lm_head
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class BaseIdentity:
     """Which base model an adapter belongs to: a name for people, and a fingerprint of its weights."""
 
     name: str
     fingerprint: str
 
     @classmethod
-    def of(cls, decoder: Decoder, name: str) -> BaseModel:
+    def of(cls, decoder: Decoder, name: str) -> BaseIdentity:
         """The fingerprint is of the shape and the first numbers of every weight, as bfloat16 holds them."""
         sums = []
         for key, weight in sorted(decoder.weights().items()):
@@ -64,7 +64,7 @@ class BaseModel:
 def save_adapter(
     adapter: Adapter,
     directory: Path,
-    base: BaseModel,
+    base: BaseIdentity,
     *,
     optimizer: bool = False,
     overwrite: bool = False,
@@ -92,7 +92,7 @@ def _arrays(adapter: Adapter, flat: Tensor) -> dict[str, Any]:
     }
 
 
-def _peft_config(adapter: Adapter, base: BaseModel) -> dict[str, Any]:
+def _peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -137,7 +137,7 @@ def load_adapter(
     directory: Path,
     sites: Sites,
     experts: int,
-    base: BaseModel,
+    base: BaseIdentity,
     head: Tensor,
     *,
     optimizer: bool = False,

@@ -14,17 +14,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.commands import do
 from tests.engine.stepping import finish
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.native.build import library
 from tinkex.engine.native.step import compiled_step
-from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    EngineError,
+    ForwardBackward,
+    Pass,
+    SampledTokens,
+    SampleWork,
+)
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model import Decoder
-from tinkex.engine.torch.sampler import Batch, Limits
-from tinkex.engine.torch.sequences import Published
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.sequences import Listener, PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput, SampledSequence, SampleResponse
@@ -61,12 +69,12 @@ def decoder(model: Path) -> Decoder:
     return load_decoder(model)
 
 
-def new_batch(decoder: Any, pages: int = 100, compiled: bool = False, **limits: int) -> Batch:
+def new_batch(decoder: Any, pages: int = 100, compiled: bool = False, **limits: int) -> ContinuousBatch:
     c = decoder.config
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, torch.device("cpu"), torch.float32)
     step = compiled_step(decoder, room=float("inf")) if compiled else None
-    return Batch(
-        decoder, cache, Limits(**{"context": c.max_context, "sequences": 64, **limits}), compiled=step
+    return ContinuousBatch(
+        decoder, cache, StepLimits(**{"context": c.max_context, "sequences": 64, **limits}), compiled=step
     )
 
 
@@ -81,21 +89,22 @@ def prompt(seed: int, length: int) -> np.ndarray:
 
 
 def submit(
-    batch: Batch,
+    batch: ContinuousBatch,
     ids: np.ndarray,
     *,
-    published: Published | None = None,
+    published: PublishedAdapter | None = None,
     work: dict | None = None,
+    listener: Listener | None = None,
     **params: Any,
 ) -> Future[SampleResponse]:
     asked = SamplingParams(**{"max_tokens": 8, "stop": [], "seed": 1, **params})
     future: Future[SampleResponse] = Future()
     request = SampleWork(ids, asked, **(work or {}))
-    batch.submit(request, batch.check_work(request), published, future)
+    batch.submit(request, batch.check_work(request), published, future, listener=listener)
     return future
 
 
-def run(batch: Batch, ids: np.ndarray, **more: Any) -> SampleResponse:
+def run(batch: ContinuousBatch, ids: np.ndarray, **more: Any) -> SampleResponse:
     future = submit(batch, ids, **more)
     finish(batch)
     return future.result(timeout=0)
@@ -139,11 +148,11 @@ def test_smollm2_greedy_equals_transformers_and_logprobs_the_trainers(smollm2_gg
     ids = np.array([504, 3575, 282, 4649, 314], np.int32)  # "The capital of France is"
     sequence = only(run(new_batch(decoder), ids, max_tokens=12, temperature=0.0))
     trainer = TorchTrainer(decoder, "smollm2")
-    trainer.run(CreateAdapter("run", LoraConfig(rank=4)))
+    do(trainer, CreateAdapter("run", LoraConfig(rank=4)))
     sampled = only(run(new_batch(decoder), ids, max_tokens=12))
     text = np.concatenate([ids, np.array(sampled.tokens, np.int32)])
     datum = Datum(ModelInput.from_ints(text[:-1]), {"target_tokens": text[1:].astype(np.int64)})
-    (out,) = trainer.run(ForwardBackward((Pass("run", [datum], "cross_entropy", backward=False),)))
+    (out,) = do(trainer, ForwardBackward((Pass("run", [datum], "cross_entropy", backward=False),)))
     assert isinstance(out, ForwardBackwardOutput)
     trained = out.loss_fn_outputs[0]["logprobs"].to_numpy()[len(ids) - 1 :]
     np.testing.assert_allclose(sampled.logprobs_np, trained, atol=1e-4)
@@ -240,8 +249,9 @@ def test_a_preempted_request_streams_each_token_once(decoder: Decoder):
     seen: list[list[int]] = [[], [], []]
     futures = []
     for i in range(3):
-        work = {"on_tokens": lambda _, new, __, i=i: seen[i].extend(new.tolist()), "prompt_logprobs": True}
-        futures.append(submit(batch, prompt(i, 20), max_tokens=40, seed=i, work=work))
+        listener = lambda piece, i=i: seen[i].extend(piece.tokens.tolist())  # noqa: E731
+        work = {"prompt_logprobs": True}
+        futures.append(submit(batch, prompt(i, 20), max_tokens=40, seed=i, work=work, listener=listener))
     finish(batch)
     assert batch.preemptions > 0
     assert seen == [only(f.result()).tokens for f in futures]
@@ -271,11 +281,11 @@ def test_mixed_adapters_equal_each_alone(decoder: Decoder, compiled: bool):
     assert all(p.users == 0 for p in adapters)
 
 
-def adapter(decoder: Decoder, rank: int, seed: int) -> Published:
+def adapter(decoder: Decoder, rank: int, seed: int) -> PublishedAdapter:
     """A published adapter with something in its B."""
     fresh = Adapter.fresh(LoraConfig(rank=rank, seed=seed), decoder.sites())
     fresh.flat += 0.02 * torch.randn(fresh.flat.shape, generator=torch.Generator().manual_seed(seed))
-    return Published(f"a{seed}", fresh, f"adapter {seed}".encode())
+    return PublishedAdapter(f"a{seed}", fresh, f"adapter {seed}".encode())
 
 
 # -- sharing prompts ---------------------------------------------------------------------------------------
@@ -366,7 +376,7 @@ def test_cached_pages_make_room_for_those_who_need_it(decoder: Decoder):
 def test_decoding_goes_on_while_a_long_prompt_is_read(decoder: Decoder):
     batch = new_batch(decoder, prefill_beside=16)
     streamed: list[int] = []
-    quick = submit(batch, prompt(0, 4), max_tokens=60, work={"on_tokens": lambda *_: streamed.append(1)})
+    quick = submit(batch, prompt(0, 4), max_tokens=60, listener=lambda _: streamed.append(1))
     batch.step()
     long = submit(batch, prompt(1, 200), max_tokens=2)
     for steps in range(1, 13):
@@ -421,12 +431,12 @@ def test_a_step_that_fails_fails_those_it_touched_and_no_others(decoder: Decoder
 
 
 def test_a_listener_that_raises_fails_its_request_alone(decoder: Decoder):
-    def listener(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        if index == 1:
+    def listener(piece: SampledTokens) -> None:
+        if piece.index == 1:
             raise ValueError("no more")
 
     batch = new_batch(decoder)
-    noisy = submit(batch, prompt(0, 20), work={"num_samples": 3, "on_tokens": listener})
+    noisy = submit(batch, prompt(0, 20), work={"num_samples": 3}, listener=listener)
     quiet = submit(batch, prompt(1, 20))
     finish(batch)
     with pytest.raises(EngineError, match="no more"):
@@ -440,13 +450,13 @@ def test_samples_of_a_failed_request_that_the_step_still_had_in_its_plan_harm_no
 ):
     heard: list[int] = []
 
-    def listener(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        heard.append(index)
+    def listener(piece: SampledTokens) -> None:
+        heard.append(piece.index)
         if heard.count(0) == 2:
             raise ValueError("no more")
 
     batch = new_batch(decoder, compiled=compiled, logits=2 * 320)  # drawn two by two
-    noisy = submit(batch, prompt(0, 20), work={"num_samples": 3, "on_tokens": listener})
+    noisy = submit(batch, prompt(0, 20), work={"num_samples": 3}, listener=listener)
     quiet = submit(batch, prompt(1, 20))
     finish(batch)
     with pytest.raises(EngineError, match="no more"):
@@ -458,14 +468,14 @@ def test_samples_of_a_failed_request_that_the_step_still_had_in_its_plan_harm_no
 def test_a_failed_request_one_of_whose_samples_was_being_computed_anew_harms_nobody(
     decoder: Decoder, compiled: bool
 ):
-    def listener(index: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def listener(piece: SampledTokens) -> None:
         second = [s for s in batch.running if s.request.future is noisy and s.index == 1]
-        if index == 0 and second and batch.preemptions:  # the second had to go, and is back
+        if piece.index == 0 and second and batch.preemptions:  # the second had to go, and is back
             raise ValueError("no more")
 
     batch = new_batch(decoder, pages=8, compiled=compiled, prefill_beside=48)
     submit(batch, prompt(2, 60), max_tokens=20)  # its end makes room for the sample that had to go
-    noisy = submit(batch, prompt(0, 20), max_tokens=60, work={"num_samples": 2, "on_tokens": listener})
+    noisy = submit(batch, prompt(0, 20), max_tokens=60, work={"num_samples": 2}, listener=listener)
     quiet = submit(batch, prompt(1, 20))
     finish(batch)
     with pytest.raises(EngineError, match="no more"):

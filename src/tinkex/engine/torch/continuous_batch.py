@@ -1,0 +1,474 @@
+"""Continuous batching: every step advances all running sequences by the tokens that the cache lacks of them.
+
+A sequence that lacks one token is decoding; one that lacks more is in prefill, or is recomputed after
+preemption. One forward pass of the decoder does both, for any mix of adapters. Promises: a request's pages
+are free as soon as it ends, however it ends; a failed step fails the requests in it and no others; running
+out of pages delays requests and never fails them. Runs on one thread; knows nothing of event loops, training
+or files.
+
+Shapes: T tokens of a step, D width, N rows whose logits are needed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine.native.step import CompiledStep, Row
+from tinkex.engine.protocol import EngineError, SampleWork
+from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
+from tinkex.engine.torch.engine_thread import settle
+from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
+from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.next_tokens import TorchRows, draw_next
+from tinkex.engine.torch.sequences import Listener, PublishedAdapter, RunningRequest, RunningSequence
+from tinkex.engine.torch.upload import to_device
+from tinkex.types.outputs import SampleResponse
+
+if TYPE_CHECKING:
+    from tinkex.engine.cuda.decode_graphs import DecodePipeline, Landed
+    from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
+
+T = TypeVar("T")
+Plan = list[tuple[RunningSequence, int]]  # sequences, and the tokens each advances by
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The budgets of one step."""
+
+    context: int  # tokens of a sequence
+    sequences: int  # running at once
+    prefill_alone: int = 1024  # prefill tokens in a step without decoding sequences
+    prefill_beside: int = 128  # prefill tokens beside decoding sequences, whose latency this bounds
+    logits: int = 1 << 24  # elements of logits in memory at once
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest step."""
+        return max(self.prefill_alone, self.sequences + PAGE)
+
+
+class ContinuousBatch:
+    """The requests in flight and the steps that advance them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        limits: StepLimits,
+        pipeline: DecodePipeline | None = None,
+        compiled: CompiledStep | None = None,
+        prefill: CapturedPrefill | None = None,
+        probe: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`probe`, called when a step has failed, raises if the device is lost."""
+        self.decoder, self.cache, self.limits = decoder, cache, limits
+        self._pipeline, self._compiled, self._prefill, self._probe = pipeline, compiled, prefill, probe
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []
+        self.preemptions = 0
+        self._requests: set[RunningRequest] = set()
+        self._device = decoder.unembed_weight.device
+        if compiled is not None:
+            compiled.attach(cache)
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def check_work(self, work: SampleWork) -> int:
+        """How many tokens each sample may have; raises EngineError if the request can never be served."""
+        max_tokens = check_work(work, self.decoder.config.vocab_size, self.limits.context)
+        held = self.cache.pages.count * PAGE
+        if work.params.max_tokens is None:
+            max_tokens = max(1, min(max_tokens, held + 1 - len(work.prompt)))
+        if len(work.prompt) + max_tokens - 1 > held:
+            raise user_error(
+                f"the KV cache holds {held} tokens and this request may need "
+                f"{len(work.prompt)} + {max_tokens - 1}; ask for less or give the engine more memory"
+            )
+        return max_tokens
+
+    def submit(
+        self,
+        work: SampleWork,
+        max_tokens: int,
+        published: PublishedAdapter | None,
+        future: Future[SampleResponse],
+        token_bytes: Sequence[bytes] = (),
+        listener: Listener | None = None,
+    ) -> RunningRequest:
+        """Queue a request that `check_work` let pass. `listener` is called with each token drawn."""
+        seed = seed_of(work)
+        stops = Stops(work, self.decoder.config.eos_ids, token_bytes)
+        scores = PromptScores(work, seed)
+        request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, listener)
+        request.sequences = [RunningSequence(i, request=request) for i in range(work.num_samples)]
+        request.unforked = request.sequences[1:]
+        request.ahead = self._pipeline is not None and self._pipeline.serves(request)
+        if published:
+            published.users += 1
+        self._requests.add(request)
+        self.waiting.append(request.sequences[0])
+        return request
+
+    def cancel(self, request: RunningRequest) -> None:
+        """Drop a request; its pages are free when this returns. One that has ended is left alone."""
+        if request in self._requests:
+            self._end(request)
+
+    def fail_all(self, error: EngineError) -> None:
+        for request in list(self._requests):
+            self._fail(request, error)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check(self) -> None:
+        """Assert that running sequences own all pages in use."""
+        assert not any(s.pages for r in self._requests for s in r.sequences if s not in self.running)
+        self.cache.pages.check(s.pages for s in self.running)
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Advance every running sequence by one token, or by a chunk of its prompt."""
+        if self._pipeline is not None and self._step_ahead(self._pipeline):
+            return
+        self._admit()
+        plan = self._plan()
+        if not plan:
+            return
+        # Decoding sequences go through the compiled step where there is one, the others through torch.
+        decoding: Plan = []
+        rest: Plan = []
+        for sequence, count in plan:
+            compiled = self._compiled is not None and sequence.lacking == 1 and bool(sequence.tokens)
+            (decoding if compiled else rest).append((sequence, count))
+        for part, advance in ((decoding, self._advance_compiled), (rest, self._advance)):
+            part = [(s, count) for s, count in part if s.pages]  # a request may have failed already
+            try:
+                if part:
+                    advance(part)
+            except Exception as error:
+                self._fail_step((sequence for sequence, _ in part), error)
+        self._finish()
+
+    def _advance(self, plan: Plan) -> None:
+        h_TD = self._forward(plan)
+        self._score(plan, h_TD)
+        self._draw(plan, h_TD)
+
+    @torch.inference_mode()
+    def _advance_compiled(self, plan: Plan) -> None:
+        """Decode sequences that lack the token drawn last: no prompt to score, nothing to fork."""
+        assert self._compiled is not None
+        for part in self._bounded([sequence for sequence, _ in plan]):
+            part = [s for s in part if s.pages]  # without those whose request failed meanwhile
+            if not part:
+                continue
+            logits_NV = self._compiled([Row(s.last, s.computed, s.pages, s.request.adapter) for s in part])
+            for sequence in part:
+                sequence.computed += 1
+                self._remember(sequence, 1)
+            self._draw_rows(part, logits_NV)
+
+    def _bounded(self, rows: list[T]) -> Iterator[list[T]]:
+        """`rows` in parts whose logits fit the budget."""
+        return (rows[i : i + self._at_once] for i in range(0, len(rows), self._at_once))
+
+    @property
+    def _at_once(self) -> int:
+        """Rows of logits that fit the budget."""
+        return max(1, self.limits.logits // self.decoder.config.padded_vocab)
+
+    def _fail_step(self, sequences: Iterable[RunningSequence], error: Exception) -> None:
+        failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
+        for request in {sequence.request for sequence in sequences} & self._requests:
+            self._fail(request, failure)
+        self._probe()
+
+    def _step_ahead(self, pipeline: DecodePipeline) -> bool:
+        """Launch the next decode step before the last one's tokens are read; True if that was all to do.
+
+        Anything but decoding (admission, prefill, preemption) first waits for the steps in flight.
+        """
+        try:
+            if self.waiting and len(self.running) < self.limits.sequences:
+                self._land(pipeline.land())
+                self._admit()
+            if not all(s.lacking == 1 and s.request.ahead for s in self.running):
+                self._land(pipeline.land())
+                return False
+            going = [s for s in self.running if len(s.tokens) + s.in_flight < s.request.max_tokens]
+            if going and not all(self._has_page_ahead(s) for s in going):
+                self._land(pipeline.land())
+                return False
+            self._land(pipeline.step(going) if going else pipeline.land())
+        except Exception as error:
+            pipeline.drop()
+            self._fail_step(self.running, error)
+        return True
+
+    def _has_page_ahead(self, sequence: RunningSequence) -> bool:
+        """Allocate the page that the next launched token needs; False if none is free."""
+        if len(sequence.pages) * PAGE <= sequence.computed + sequence.in_flight:
+            sequence.pages += self.cache.take(1) or []
+        return len(sequence.pages) * PAGE > sequence.computed + sequence.in_flight
+
+    def _land(self, landed: Landed) -> None:
+        """Append the tokens that came back; those of sequences that ended meanwhile are dropped."""
+        for sequence, token, logprob in landed:
+            if sequence.pages and not sequence.reason:
+                sequence.computed += 1
+                self._remember(sequence, 1)
+                self._append(sequence, token, logprob)
+        self._finish()
+
+    def _admit(self) -> None:
+        """Start waiting sequences, first come first served, while slots and pages last."""
+        pages = self.cache.pages
+        backlog = sum(s.lacking - 1 for s in self.running)  # prefill tokens that already wait
+        while self.waiting and len(self.running) < self.limits.sequences:
+            sequence = self.waiting[0]
+            if backlog >= self.limits.prefill_alone:
+                return  # no budget for it now, and later more of its prompt may be cached
+            reusable = (self._first_needed(sequence) - 1) // PAGE
+            found = pages.find(self._links(sequence, sequence.length)[:reusable])
+            fresh = -(-sequence.length // PAGE) - len(found)
+            spare = -(-len(self.running) // PAGE)  # pages that running sequences need soon
+            if pages.available < fresh + spare:
+                pages.release(found)
+                return
+            self.waiting.popleft()
+            sequence.pages = found + (self.cache.take(fresh) or [])
+            sequence.computed = len(found) * PAGE
+            if sequence.index == 0 and not sequence.tokens:
+                sequence.request.cache_hits = sequence.computed
+            self.running.append(sequence)
+            backlog += sequence.lacking - 1
+
+    def _first_needed(self, sequence: RunningSequence) -> int:
+        """The first position whose logits are still needed: cached pages before it are reused."""
+        wanted = sequence.request.scores.next
+        scoring = sequence.index == 0 and wanted < len(sequence.request.work.prompt)
+        return wanted if scoring else sequence.length
+
+    def _plan(self) -> Plan:
+        """Tokens for each sequence: one if it decodes, its prompt as far as the budget goes otherwise."""
+        for sequence in list(self.running):
+            if sequence.pages:  # it may just have been preempted
+                self._grow(sequence)
+        decoding = sum(s.lacking == 1 for s in self.running)
+        budget = self.limits.prefill_alone
+        if decoding:
+            # In all no more tokens than in a step without decoding: CUDA graphs of that size are captured.
+            budget = min(self.limits.prefill_beside, max(PAGE, budget - decoding))
+        plan = []
+        for sequence in self.running:
+            count = sequence.lacking
+            if count > 1:
+                count = min(count, budget)
+                budget -= count
+            if count:
+                plan.append((sequence, count))
+        return sorted(plan, key=lambda item: item[0].request.root)  # sequences of one adapter side by side
+
+    def _grow(self, sequence: RunningSequence) -> None:
+        """Allocate the page that a sequence's next token needs; preempt the youngest if none is free."""
+        while len(sequence.pages) * PAGE < sequence.length:
+            page = self.cache.take(1)
+            if page:
+                sequence.pages += page
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return
+
+    def _preempt(self, sequence: RunningSequence) -> None:
+        """Free a running sequence's pages and put it first in the queue; it is recomputed later."""
+        self.preemptions += 1
+        self._stop_running(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _lora(self, sequences: Iterable[RunningSequence], counts: Sequence[int]) -> LoraBatch | None:
+        """The adapters of some sequences' tokens; None if all use the base model."""
+        adapters = [s.request.adapter for s in sequences]
+        return self.decoder.backend.lora(adapters, counts) if any(adapters) else None
+
+    @torch.inference_mode()
+    def _forward(self, plan: Plan) -> Tensor:
+        """The final hidden states of the planned tokens."""
+        pieces = [TokenSpan(s.pages, s.computed, count) for s, count in plan]
+        tokens = np.concatenate([s.ids(s.computed, s.computed + count) for s, count in plan])
+        backend = self.decoder.backend
+        lora = self._lora([sequence for sequence, _ in plan], [count for _, count in plan])
+        h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
+        if h_TD is None:
+            positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
+            windows = self.decoder.config.windows
+            min_split_keys = 0 if self._prefill is None else self._prefill.min_split_keys
+            h_TD = self.decoder(
+                to_device(tokens.astype(np.int64), self._device),
+                to_device(positions, self._device),
+                backend.paged_attend(self.cache, pieces, windows, min_split_keys),
+                lora,
+            )
+        for sequence, count in plan:
+            sequence.computed += count
+            self._remember(sequence, count)
+        return h_TD
+
+    def _remember(self, sequence: RunningSequence, count: int) -> None:
+        """Enter the pages that just became full into the prefix cache."""
+        first, full = (sequence.computed - count) // PAGE, sequence.computed // PAGE
+        if first < full:
+            links = self._links(sequence, full * PAGE)
+            for page in range(first, full):
+                self.cache.pages.remember(sequence.pages[page], links[page])
+
+    def _links(self, sequence: RunningSequence, stop: int) -> list[bytes]:
+        """The digests of a sequence's full pages up to position `stop`."""
+        fresh = sequence.ids(len(sequence.links) * PAGE, stop)
+        return chain(sequence.request.root, fresh, sequence.links)
+
+    # -- logits ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _score(self, plan: Plan, h_TD: Tensor) -> None:
+        """Score prompts for the requests that asked for it, a bounded number of rows at a time."""
+        end = 0
+        for sequence, count in plan:
+            start, end = end, end + count
+            scores, prompt = sequence.request.scores, len(sequence.request.work.prompt)
+            if sequence.index != 0:
+                continue
+            offset = sequence.computed - count  # row `start` has this position and scores the next one
+            stop = min(prompt, sequence.computed + 1)
+            while scores.next < stop:
+                rows = min(self._at_once, stop - scores.next)
+                first = start + scores.next - 1 - offset
+                h_ND = h_TD[first : first + rows]
+                backend, vocab = self.decoder.backend, self.decoder.config.vocab_size
+                logits_NV = self.decoder.logits(h_ND, self._lora([sequence], [rows]))
+                scores.add(TorchRows(logits_NV, vocab, backend), rows)
+
+    @torch.inference_mode()
+    def _draw(self, plan: Plan, h_TD: Tensor) -> None:
+        """Draw the next token of every sequence that lacks none, newly forked samples included."""
+        ready: list[tuple[RunningSequence, int]] = []
+        row = -1
+        for sequence, count in plan:
+            row += count
+            if sequence.computed == sequence.length:
+                ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
+        for part in self._bounded(ready):
+            rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
+            lora = self._lora([part[i][0] for i in first], [1] * len(rows))
+            logits_NV = self.decoder.logits(h_TD[to_device(rows, self._device)], lora)
+            if len(rows) < len(part):
+                logits_NV = logits_NV[to_device(inverse, self._device)]
+            self._draw_rows([s for s, _ in part], logits_NV)
+
+    def _draw_rows(self, sequences: list[RunningSequence], logits_NV: Tensor) -> None:
+        vocab, backend = self.decoder.config.vocab_size, self.decoder.backend
+        drawn = draw_next(sequences, logits_NV, vocab, backend, self._compiled)
+        for sequence, token, logprob, top in drawn:
+            if top is not None:
+                sequence.top.append(top)
+            self._append(sequence, token, logprob)
+
+    def _fork(self, first: RunningSequence) -> Iterator[RunningSequence]:
+        """Start the other samples of a prompt that was just computed.
+
+        Those for which there is no place or page now wait like any sequence, and will find its pages cached.
+        """
+        unforked, first.request.unforked = first.request.unforked, []
+        for i, sequence in enumerate(unforked):
+            if not self._share_prompt(first, sequence):
+                self.waiting.extendleft(reversed(unforked[i:]))
+                return
+            self.running.append(sequence)
+            yield sequence
+
+    def _share_prompt(self, first: RunningSequence, sequence: RunningSequence) -> bool:
+        """Share the prompt's full pages; copy the last one if more is to be written into it."""
+        pages, full = self.cache.pages, first.computed // PAGE
+        partial = len(first.pages) - full
+        if len(self.running) >= self.limits.sequences or pages.available < partial:
+            return False
+        copies = self.cache.take(partial) or []
+        for source, target in zip(first.pages[full:], copies, strict=True):
+            self.cache.copy_page(source, target)
+        pages.share(first.pages[:full])
+        sequence.pages, sequence.computed = first.pages[:full] + copies, first.computed
+        sequence.links = first.links[:full]
+        return True
+
+    # -- ending ----------------------------------------------------------------------------------------
+
+    def _append(self, sequence: RunningSequence, token: int, logprob: float) -> None:
+        """Append a drawn token, and pass it to the request's listener."""
+        request = sequence.request
+        if request not in self._requests:  # another of its samples failed it in this step
+            return
+        if not math.isfinite(logprob):
+            return self._fail(request, _diverged(request))
+        sequence.append(token, logprob, request.stops, request.max_tokens)
+        if request.listener:
+            try:
+                request.listener(sequence.piece())
+            except Exception as error:
+                self._fail(request, EngineError(f"streaming failed: {type(error).__name__}: {error}"))
+
+    def _finish(self) -> None:
+        """Free the sequences that ended, and resolve the requests whose last one did."""
+        ended = [s for s in self.running if s.reason]
+        for sequence in ended:
+            self._stop_running(sequence)
+        for request in dict.fromkeys(s.request for s in ended):
+            if request in self._requests and all(s.reason for s in request.sequences):
+                answer = request.response()
+                self._end(request)
+                settle(request.future, answer)
+
+    def _fail(self, request: RunningRequest, error: EngineError) -> None:
+        self._end(request)
+        settle(request.future, copy.copy(error))  # each its own traceback
+
+    def _end(self, request: RunningRequest) -> None:
+        """Remove a request and free its pages."""
+        self._requests.discard(request)
+        for sequence in request.sequences:
+            if sequence.pages:
+                self._stop_running(sequence)
+        self.waiting = deque(s for s in self.waiting if s.request is not request)
+        if request.published:
+            request.published.users -= 1
+            request.published.settle()
+
+    def _stop_running(self, sequence: RunningSequence) -> None:
+        self.running.remove(sequence)
+        self.cache.pages.release(sequence.pages)
+        sequence.pages, sequence.computed = [], 0
+
+
+def _diverged(request: RunningRequest) -> EngineError:
+    if request.published is None:
+        return EngineError("the model's logits are not finite")
+    return EngineError(
+        f"the logits with adapter {request.published.name!r} are not finite: its weights have diverged, "
+        "likely by too large a learning rate",
+        "user",
+    )

@@ -1,0 +1,34 @@
+"""The dense SwiGLU MLP of a decoder layer.
+
+Shapes: T tokens, D width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site, Sites
+from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.projection import Projection
+from tinkex.engine.torch.ops import swiglu
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        name, width, bias = f"model.layers.{layer}.mlp", config.mlp_width, config.mlp_bias
+        parts = tuple(Part(f"{name}.{part}", width, "mlp") for part in ("gate_proj", "up_proj"))
+        self.gate_up = Projection(Site(layer, "gate_up"), config.width, parts, bias)
+        down = Part(f"{name}.down_proj", config.width, "mlp")
+        self.down = Projection(Site(layer, "down"), width, (down,), bias)
+
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
+        return self.down(swiglu(self.gate_up(x_TD, context), context.backend.elementwise), context)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.gate_up.weights() | self.down.weights()
+
+    def sites(self) -> Sites:
+        return {p.site: (p.in_features, p.parts) for p in (self.gate_up, self.down)}

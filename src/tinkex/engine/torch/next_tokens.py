@@ -1,0 +1,222 @@
+"""From logits to next tokens and to the logprobs that a request asked for.
+
+Promises: a row's draw depends on its own logits and its own random stream alone; reported logprobs are
+log_softmax(logits / T) over all logits, before any top-k or top-p cut, at T = 1 when greedy; ids at or beyond
+`vocab` (padding) take part in the normaliser and are never drawn or listed. Knows nothing of steps, pages or
+how logits are computed.
+
+Shapes: N rows, one for each sequence, V padded vocabulary, B blocks, S block size, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.rng import exponentials, stream_key
+from tinkex.engine.torch.upload import to_device
+from tinkex.types.outputs import TOPK_PADDING
+
+if TYPE_CHECKING:
+    from tinkex.engine.native.step import CompiledStep
+    from tinkex.engine.torch.backend import Backend
+    from tinkex.engine.torch.sequences import RunningSequence
+
+BLOCK = 256  # ids that are drawn among at once
+COLDEST = 1e-5  # lower temperatures would overflow float32, and draw the likeliest token all the same
+Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How each of N rows is drawn from."""
+
+    temperature: Tensor  # float32 [N]; 0 is greedy
+    top_k: Tensor  # int64 [N]; 0 or less: off
+    top_p: Tensor  # float32 [N]
+    keys: np.ndarray  # uint64 [N]: one random stream per row (engine/rng.py)
+
+
+# -- rows of logits ------------------------------------------------------------------------------------
+
+
+def scaled_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """log_softmax(logits / T) in float32, with T = 1 for greedy rows."""
+    return F.log_softmax(scaled(logits_NV, temperature_N), dim=-1)
+
+
+def scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """logits / T in float32, with T = 1 for greedy rows."""
+    return logits_NV.float() / torch.where(temperature_N == 0, 1.0, temperature_N.clamp_min(COLDEST))[:, None]
+
+
+def draw(logprobs_NV: Tensor, choice: Choice, vocab: int) -> Tensor:
+    """One token id per row, int64 [N], from the `scaled_logprobs` of the rows."""
+    greedy_N = choice.temperature == 0
+    if bool(greedy_N.all()):
+        return logprobs_NV[:, :vocab].argmax(-1)
+    # Relative to the likeliest id that may be drawn: beside padding, all others may underflow float32.
+    p_NV = (logprobs_NV - logprobs_NV[:, :vocab].amax(-1, keepdim=True)).exp()
+    p_NV[:, vocab:] = 0.0
+    cut = (choice.top_k > 0) | (choice.top_p < 1.0)
+    if bool(cut.any()):
+        rows = cut.nonzero()[:, 0]
+        p_NV[rows] = keep_likeliest(p_NV[rows], choice.top_k[rows], choice.top_p[rows])
+    tokens_N = race(p_NV, choice.keys)
+    if bool(greedy_N.any()):
+        tokens_N[greedy_N] = logprobs_NV[greedy_N, :vocab].argmax(-1)
+    return tokens_N
+
+
+def keep_likeliest(p_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """`p_NV` with 0 for all but the top_k likeliest, and of those all but the smallest set holding top_p."""
+    sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
+    ranks_V = torch.arange(p_NV.shape[1], device=p_NV.device)
+    k_N1 = torch.where(top_k_N > 0, top_k_N, p_NV.shape[1])[:, None]
+    sorted_NV = sorted_NV.double().masked_fill(ranks_V >= k_N1, 0.0)
+    likelier_NV = sorted_NV.cumsum(-1) - sorted_NV  # the mass of all likelier ids
+    out = (likelier_NV >= top_p_N.double()[:, None] * sorted_NV.sum(-1, keepdim=True)) & (ranks_V > 0)
+    kept_NV = sorted_NV.masked_fill(out & (top_p_N < 1.0)[:, None], 0.0).to(p_NV.dtype)
+    return torch.zeros_like(p_NV).scatter_(-1, order_NV, kept_NV)
+
+
+def race(p_NV: Tensor, keys: np.ndarray) -> Tensor:
+    """Draw from unnormalised probabilities by exponential races: first a block of ids, then an id in it.
+
+    The winner is argmax(p / e) with e exponential. Rounding noise in p (another batch size, another kernel)
+    changes the winner only about as often as the mass that it moves. Two rounds need a few hundred random
+    numbers a row instead of V.
+    """
+    N, V = p_NV.shape
+    p_NBS = F.pad(p_NV, (0, -V % BLOCK)).view(N, -1, BLOCK)
+    B = p_NBS.shape[1]
+    noise = torch.from_numpy(exponentials(keys, B + BLOCK)).to(p_NV.device)
+    block_N = (p_NBS.sum(-1) / noise[:, :B]).argmax(-1)
+    inside_NS = p_NBS[torch.arange(N, device=p_NV.device), block_N]
+    return block_N * BLOCK + (inside_NS / noise[:, B:]).argmax(-1)
+
+
+def likeliest(logprobs_NV: Tensor, k: int, vocab: int) -> Top:
+    """The k likeliest ids of each row and their logprobs, likeliest first; padded where vocab < k."""
+    found = min(k, vocab)
+    values, ids = logprobs_NV[:, :vocab].topk(found, dim=-1)
+    token_ids = np.zeros((len(logprobs_NV), k), np.int32)
+    logprobs = np.full((len(logprobs_NV), k), TOPK_PADDING, np.float32)
+    token_ids[:, :found] = ids.cpu().numpy()
+    logprobs[:, :found] = values.cpu().numpy()
+    return token_ids, logprobs
+
+
+# -- sequences -----------------------------------------------------------------------------------------
+
+
+def draw_next(
+    sequences: Sequence[RunningSequence],
+    logits_NV: Tensor,
+    vocab: int,
+    backend: Backend,
+    compiled: CompiledStep | None = None,
+) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
+    """Each sequence's next token, its logprob, and the likeliest tokens if the request lists them.
+
+    A batch-invariant backend draws rows with top-k, top-p or lists one by one: torch's sums and the winners
+    of ties depend on the number of rows.
+    """
+    plain = [i for i, s in enumerate(sequences) if s.request.draws_plainly]
+    if len(plain) < len(sequences) and not backend.invariant:
+        plain = []
+    others = sorted(set(range(len(sequences))).difference(plain))
+    if plain:
+        some, logits = _rows(sequences, logits_NV, plain)
+        tokens, logprobs = _draw_plain(some, logits, vocab, backend, compiled)
+        yield from zip(some, tokens, logprobs, [None] * len(some), strict=True)
+    if others:
+        some, logits = _rows(sequences, logits_NV, others)
+        choice = _choice(some, logits.device)
+        logprobs_NV = backend.logprobs(logits, choice.temperature)
+        if not backend.invariant:
+            yield from _draw_listed(some, logprobs_NV, choice, vocab)
+            return
+        for sequence, row_1V in zip(some, logprobs_NV.split(1), strict=True):
+            yield from _draw_listed([sequence], row_1V, _choice([sequence], logits.device), vocab)
+
+
+def _rows(
+    sequences: Sequence[RunningSequence], logits_NV: Tensor, rows: list[int]
+) -> tuple[list[RunningSequence], Tensor]:
+    return [sequences[i] for i in rows], logits_NV if len(rows) == len(sequences) else logits_NV[rows]
+
+
+def _draw_plain(
+    sequences: Sequence[RunningSequence],
+    logits_NV: Tensor,
+    vocab: int,
+    backend: Backend,
+    compiled: CompiledStep | None,
+) -> tuple[list[int], list[float]]:
+    """Tokens and logprobs of sequences without top-k, top-p and lists."""
+    if compiled is None:
+        return backend.draw(logits_NV, _choice(sequences, logits_NV.device), vocab)
+    temperature = np.array([s.request.work.params.temperature for s in sequences], np.float32)
+    return compiled.draw(logits_NV, temperature, _keys(sequences))
+
+
+def _draw_listed(
+    sequences: Sequence[RunningSequence], logprobs_NV: Tensor, choice: Choice, vocab: int
+) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
+    tokens_N = draw(logprobs_NV, choice, vocab)
+    chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
+    most = max(s.request.work.topk_sample_logprobs for s in sequences)
+    ids, logprobs = likeliest(logprobs_NV, most, vocab) if most else (None, None)
+    for i, (sequence, token) in enumerate(zip(sequences, tokens_N.tolist(), strict=True)):
+        k = sequence.request.work.topk_sample_logprobs
+        top = (ids[i, :k], logprobs[i, :k]) if k and ids is not None and logprobs is not None else None
+        yield sequence, token, chosen[i], top
+
+
+def _keys(sequences: Sequence[RunningSequence]) -> np.ndarray:
+    return np.array([stream_key(s.request.seed, s.index, s.length) for s in sequences], np.uint64)
+
+
+def _choice(sequences: Sequence[RunningSequence], device: torch.device) -> Choice:
+    params = [s.request.work.params for s in sequences]
+    return Choice(
+        to_device(np.array([p.temperature for p in params], np.float32), device),
+        to_device(np.array([p.top_k for p in params]), device),
+        to_device(np.array([p.top_p for p in params], np.float32), device),
+        _keys(sequences),
+    )
+
+
+class TorchRows:
+    """`tinkex.engine.request.Rows` over logits."""
+
+    def __init__(self, logits_NV: Tensor, vocab: int, backend: Backend) -> None:
+        self._vocab = vocab
+        if backend.invariant:
+            ones_N = torch.ones(len(logits_NV), device=logits_NV.device)
+            self._logprobs_NV = backend.logprobs(logits_NV, ones_N)
+            self._parts = self._logprobs_NV.split(1)
+        else:
+            self._logprobs_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
+            self._parts = (self._logprobs_NV,)
+
+    def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        device = self._logprobs_NV.device
+        at = torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
+        return self._logprobs_NV[at].cpu().numpy()
+
+    def top(self, k: int) -> Top:
+        ids, logprobs = zip(*(likeliest(part, k, self._vocab) for part in self._parts), strict=True)
+        return np.concatenate(ids), np.concatenate(logprobs)
+
+    def draw(self, keys: np.ndarray) -> np.ndarray:
+        split = zip(self._parts, np.split(keys, len(self._parts)), strict=True)
+        drawn = [race(part.exp()[:, : self._vocab], some) for part, some in split]
+        return torch.cat(drawn).cpu().numpy()
