@@ -108,7 +108,7 @@ async def test_cancelling_frees_pages_also_of_those_that_wait(engine: TorchEngin
     """Forty pages: not all of these fit, so some run, some wait and some were preempted."""
     tasks = [asyncio.create_task(engine.sampler.sample(work(i, 60, 120))) for i in range(12)]
     wanted = {"sequences_running", "sequences_waiting", *(["preemptions"] if busy else [])}
-    while not all(engine.stats()[name] for name in wanted):
+    while not all(engine.heartbeat().stats[name] for name in wanted):
         await asyncio.sleep(0.001)
     for task in tasks:
         task.cancel()
@@ -116,7 +116,7 @@ async def test_cancelling_frees_pages_also_of_those_that_wait(engine: TorchEngin
         isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*tasks, return_exceptions=True)
     )
     await engine.sampler.retire("nobody")  # posted too: what was posted before it is done
-    stats = engine.stats()
+    stats = engine._stats()
     assert stats["kv_pages_used"] == stats["sequences_running"] == stats["sequences_waiting"] == 0
 
 
@@ -304,7 +304,7 @@ def test_a_decoding_step_that_loses_the_device_stops_the_engine(
     with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
         sample()
     engine._thread.submit(lambda: None).result(timeout=10)  # the step is over, and the device was looked at
-    assert engine.working
+    assert engine.heartbeat().alive
 
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -313,7 +313,7 @@ def test_a_decoding_step_that_loses_the_device_stops_the_engine(
     with pytest.raises(EngineError, match="a decoding step failed: ZeroDivisionError"):
         sample()
     engine._thread._thread.join(timeout=10)
-    assert not engine.working
+    assert not engine.heartbeat().alive
     with pytest.raises(EngineError, match="unspecified launch failure"):
         sample()
 
@@ -338,17 +338,16 @@ def test_what_was_posted_before_the_end_are_still_run():
 
 
 def test_memory_is_planned_from_what_is_free_or_as_told(model: str, engine: TorchEngine):
-    assert engine.memory["kv"] == 40 * PAGE_BYTES
-    assert engine.stats()["kv_pages_total"] == 40
+    memory = engine.heartbeat().memory
+    assert memory["kv"] == 40 * PAGE_BYTES
+    assert engine.heartbeat().stats["kv_pages_total"] == 40
     once = 4 * engine.info.parameters  # and once more for compiled steps, the embedding aside
-    assert (
-        engine.memory["weights"] == once if library() is None else once < engine.memory["weights"] < 2 * once
-    )
+    assert memory["weights"] == once if library() is None else once < memory["weights"] < 2 * once
     planned = build_engine(EngineConfig(model, device="cpu", max_batch=3, adapter_bytes=12345, threads=1))
-    assert isinstance(planned, TorchEngine)
-    assert planned.memory["adapters"] == 12345
-    assert planned.memory["kv"] == 3 * 256 // PAGE * PAGE_BYTES  # three full contexts: no more is ever used
-    assert planned.memory["kv"] + planned.memory["activations"] < planned.memory["free"]
+    memory = planned.heartbeat().memory
+    assert memory["adapters"] == 12345
+    assert memory["kv"] == 3 * 256 // PAGE * PAGE_BYTES  # three full contexts: no more is ever used
+    assert memory["kv"] + memory["activations"] < memory["free"]
     planned.close()
 
 

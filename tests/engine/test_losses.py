@@ -11,11 +11,11 @@ import torch
 
 from tinkex.engine.protocol import EngineError, Pass
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
-from tinkex.engine.torch.micro_batch import Limits, flat_inputs, read_pass
+from tinkex.engine.torch.micro_batch import flat_inputs, read_pass
 from tinkex.types.data import Datum, DmelChunk, ImageChunk, ModelInput
 from tinkex.types.tensor import TensorData
 
-LIMITS = Limits(vocab_size=100, max_context=64)
+VOCAB, CONTEXT = 100, 64
 CPU = torch.device("cpu")
 Formula = Callable[[np.ndarray, dict[str, np.ndarray], dict[str, float]], float]
 
@@ -92,7 +92,7 @@ def datum(inputs: dict[str, Any]) -> Datum:
 
 def compute(name: str, data: list[Datum], lp: list[np.ndarray], config: dict[str, float]):
     """Our loss, per datum, our gradient, and our metrics."""
-    work = read_pass(Pass("run", data, name, config), LIMITS)
+    work = read_pass(Pass("run", data, name, config), VOCAB, CONTEXT)
     assert work.loss is not None
     inputs = flat_inputs(work.examples, CPU)
     flat = torch.from_numpy(np.concatenate([x.reshape(-1) for x in lp]).astype(np.float32))
@@ -298,7 +298,7 @@ def test_metric_names_are_a_name_and_a_reduction() -> None:
 
 def refused(data: list[Datum], name: str = "cross_entropy", config: dict[str, Any] | None = None) -> str:
     with pytest.raises(EngineError) as caught:
-        read_pass(Pass("run", data, name, config or {}), LIMITS)
+        read_pass(Pass("run", data, name, config or {}), VOCAB, CONTEXT)
     assert caught.value.category == "user"
     return caught.value.message
 

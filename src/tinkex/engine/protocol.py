@@ -25,9 +25,6 @@ R = TypeVar("R", covariant=True)
 # Where adapter files are: a directory. The engine itself reads and writes it (`tinkex.store`).
 Location = str
 
-# Superseded by `PassProgress`.
-Progress = Callable[[float], None]
-
 
 class EngineError(Exception):
     """A command or a request that failed. `category` says whose fault it is: "user" or "server"."""
@@ -212,10 +209,6 @@ class Trainer(Protocol):
         """Queue a command, never blocking; cancelling a future that has not started removes its command."""
         ...
 
-    def run(self, command: Command[Any], progress: Progress | None = None) -> Any:
-        """Superseded by `submit`: blocks, and continues a batch of passes until it is done."""
-        ...
-
 
 def run_passes(
     trainer: Trainer, passes: Sequence[Pass], progress: Callable[[PassProgress], None] = lambda _: None
@@ -228,31 +221,7 @@ def run_passes(
     return outcome
 
 
-def run_to_the_end(trainer: Trainer, command: Command[Any], progress: Progress | None) -> Any:
-    """Superseded: `Trainer.run` on top of `submit`."""
-    outcome = trainer.submit(command).result()
-    while isinstance(outcome, PassProgress):
-        if progress:
-            progress(outcome.done / outcome.total)
-        outcome = trainer.submit(ContinuePasses(outcome.ticket)).result()
-    if progress:
-        progress(1.0)
-    return outcome
-
-
 # -- sampling ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StopBytes:
-    """Superseded by `SampleWork.stop_bytes` as plain byte strings."""
-
-    sequences: tuple[bytes, ...]
-    token_bytes: Sequence[bytes]  # indexed by token id
-
-
-# Superseded by `Sampler.stream`.
-OnTokens = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 @dataclass(frozen=True)
@@ -267,14 +236,13 @@ class SampleWork:
     params: SamplingParams
     adapter: str | None = None  # a published adapter's name; None: the base model
     num_samples: int = 1
-    stop_bytes: tuple[bytes, ...] | StopBytes = ()
+    stop_bytes: tuple[bytes, ...] = ()
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
-    on_tokens: OnTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -369,15 +337,6 @@ class Engine(Protocol):
 
     def heartbeat(self) -> Heartbeat:
         """The last report; never blocks, whatever the engine is doing."""
-        ...
-
-    @property
-    def working(self) -> bool:
-        """Superseded by `heartbeat().alive`."""
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """Superseded by `heartbeat().stats`."""
         ...
 
     def close(self) -> None:

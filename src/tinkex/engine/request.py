@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork, StopBytes
+from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork
 from tinkex.engine.rng import stream_keys
 from tinkex.types.outputs import (
     TOPK_PADDING,
@@ -54,7 +54,7 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
         _check_lists(work, length)
     if work.prompt_logprobs_last_n is not None and work.prompt_logprobs_last_n < 1:
         raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
-    if b"" in stop_sequences(work):
+    if b"" in work.stop_bytes:
         raise user_error("a stop sequence is empty; use stop=[] to never stop early")
     if work.target_prompt_logprobs is not None:
         _check_targets(work.target_prompt_logprobs, length, vocab)
@@ -104,15 +104,6 @@ def seed_of(work: SampleWork) -> int:
 # -- stopping ------------------------------------------------------------------------------------------
 
 
-def stop_sequences(work: SampleWork) -> tuple[bytes, ...]:
-    given = work.stop_bytes
-    return given.sequences if isinstance(given, StopBytes) else given or ()
-
-
-def needs_token_bytes(work: SampleWork) -> bool:
-    return bool(work.stop_bytes) and not isinstance(work.stop_bytes, StopBytes)
-
-
 class Stops:
     """When a sequence ends early: at token ids, or where the bytes of its tokens contain a stop sequence.
 
@@ -121,8 +112,7 @@ class Stops:
 
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...], token_bytes: Sequence[bytes] = ()) -> None:
         given = work.params.stop
-        self._sequences = stop_sequences(work)
-        self._table = work.stop_bytes.token_bytes if isinstance(work.stop_bytes, StopBytes) else token_bytes
+        self._sequences, self._table = work.stop_bytes, token_bytes
         self._given = frozenset(s for s in given or () if isinstance(s, int))
         never = not self._sequences and given is not None and len(given) == 0
         self._ids = self._given if never else self._given.union(eos_ids)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Drawing tokens on the device: `sample.scaled_logprobs` and `sample.draw` without top-k or top-p.
+"""Drawing tokens on the device: `next_tokens.scaled_logprobs` and `draw` without top-k or top-p.
 
 Two launches: one pass over the logits for the log-sum-exp and the maximum of every block of ids, then one
 program per row that picks a block, an id in it, and computes its logprob. Random numbers are those of

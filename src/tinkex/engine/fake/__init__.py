@@ -31,13 +31,9 @@ class FakeEngine:
 
     def heartbeat(self) -> Heartbeat:
         alive = not self.trainer.closed
-        return Heartbeat(alive, "" if alive else "the engine was closed", self.stats(), {})
+        return Heartbeat(alive, "" if alive else "the engine was closed", self._stats(), {})
 
-    @property
-    def working(self) -> bool:
-        return not self.trainer.closed
-
-    def stats(self) -> dict[str, float]:
+    def _stats(self) -> dict[str, float]:
         running = list(self.sampler.running())
         used = sum(-(-len(s.tokens) // _PAGE) or 1 for s in running)
         total = self.info.max_context * 16 // _PAGE

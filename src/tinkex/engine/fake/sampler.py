@@ -19,7 +19,6 @@ from tinkex.engine.request import (
     Sample,
     Stops,
     check_work,
-    needs_token_bytes,
     seed_of,
     user_error,
 )
@@ -83,9 +82,6 @@ class _FakeRequest:
             key = stream_key(self._seed, sample.index, self._position)
             token, logprob = _draw(self._work, sample, last, self._head, key)
             sample.append(token, logprob, self._stops, self._most)
-            if self._work.on_tokens:
-                piece = sample.piece()
-                self._work.on_tokens(piece.index, piece.tokens, piece.logprobs)
         self._position += 1
         return drawing
 
@@ -104,7 +100,7 @@ class FakeSampler:
         self._retiring: list[_PublishedHead] = []
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        table = await self._table.get() if needs_token_bytes(work) else ()
+        table = await self._table.get() if work.stop_bytes else ()
         with self._admitted(work, table) as request:
             request.advance()
             while request.going:
@@ -113,7 +109,7 @@ class FakeSampler:
             return request.response()
 
     async def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
-        table = await self._table.get() if needs_token_bytes(work) else ()
+        table = await self._table.get() if work.stop_bytes else ()
         with self._admitted(work, table) as request:
             while request.going:
                 for sample in request.advance():

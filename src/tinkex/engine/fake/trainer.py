@@ -69,9 +69,6 @@ class FakeTrainer:
             self.check_open()
             return self._thread.submit(self._execute, command)
 
-    def run(self, command: p.Command[Any], progress: p.Progress | None = None) -> Any:
-        return p.run_to_the_end(self, command, progress)
-
     def check_open(self) -> None:
         if self.closed:
             raise p.EngineLost("the engine was closed")

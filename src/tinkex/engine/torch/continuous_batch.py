@@ -28,10 +28,9 @@ from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
-from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import TorchRows, draw_next
-from tinkex.engine.torch.sequences import Listener, PublishedAdapter, RunningRequest, RunningSequence
+from tinkex.engine.torch.sequences import Listener, PublishedAdapter, RunningRequest, RunningSequence, lora_of
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
@@ -302,18 +301,13 @@ class ContinuousBatch:
         self._stop_running(sequence)
         self.waiting.appendleft(sequence)
 
-    def _lora(self, sequences: Iterable[RunningSequence], counts: Sequence[int]) -> LoraBatch | None:
-        """The adapters of some sequences' tokens; None if all use the base model."""
-        adapters = [s.request.adapter for s in sequences]
-        return self.decoder.backend.lora(adapters, counts) if any(adapters) else None
-
     @torch.inference_mode()
     def _forward(self, plan: Plan) -> Tensor:
         """The final hidden states of the planned tokens."""
         pieces = [TokenSpan(s.pages, s.computed, count) for s, count in plan]
         tokens = np.concatenate([s.ids(s.computed, s.computed + count) for s, count in plan])
         backend = self.decoder.backend
-        lora = self._lora([sequence for sequence, _ in plan], [count for _, count in plan])
+        lora = lora_of(self.decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])
         h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
@@ -361,7 +355,7 @@ class ContinuousBatch:
                 first = start + scores.next - 1 - offset
                 h_ND = h_TD[first : first + rows]
                 backend, vocab = self.decoder.backend, self.decoder.config.vocab_size
-                logits_NV = self.decoder.logits(h_ND, self._lora([sequence], [rows]))
+                logits_NV = self.decoder.logits(h_ND, lora_of(self.decoder.backend, [sequence], [rows]))
                 scores.add(TorchRows(logits_NV, vocab, backend), rows)
 
     @torch.inference_mode()
@@ -375,7 +369,7 @@ class ContinuousBatch:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
         for part in self._bounded(ready):
             rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
-            lora = self._lora([part[i][0] for i in first], [1] * len(rows))
+            lora = lora_of(self.decoder.backend, [part[i][0] for i in first], [1] * len(rows))
             logits_NV = self.decoder.logits(h_TD[to_device(rows, self._device)], lora)
             if len(rows) < len(part):
                 logits_NV = logits_NV[to_device(inverse, self._device)]

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
 from tinkex.engine.native.step import compiled_step
 from tinkex.engine.protocol import (
     Command,
-    CustomLoss,
     EngineConfig,
     Heartbeat,
     ModelInfo,
-    Progress,
     R,
-    run_to_the_end,
 )
 from tinkex.engine.request import user_error
 from tinkex.engine.token_bytes import TokenTable
@@ -31,7 +27,6 @@ from tinkex.engine.torch.cpu_threads import SHARED, ComputeThreads, apart, usabl
 from tinkex.engine.torch.engine_thread import EngineThread
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.loss_graph import read_loss_graph
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sampler import TorchSampler
 from tinkex.engine.torch.sequences import PublishedAdapter
@@ -68,10 +63,10 @@ class TorchEngine:
         if compiled is None:
             decoder.pack(room)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
-        self.memory = plan_memory(config, decoder, context)
-        self.memory["weights"] += compiled.nbytes if compiled else 0
+        self._memory = plan_memory(config, decoder, context)
+        self._memory["weights"] += compiled.nbytes if compiled else 0
         shape = decoder.config
-        pages = self.memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
+        pages = self._memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
         cache = KVCache(
             shape.layers,
             shape.kv_heads,
@@ -95,7 +90,7 @@ class TorchEngine:
             share_from=0 if config.deterministic else SHARED,
         )
         self._published: dict[str, PublishedAdapter] = {}
-        self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self.stats)
+        self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self._stats)
         self.trainer = QueuedTrainer(self._thread, self._trainer)
         self.sampler = TorchSampler(
             self._thread, self._trainer, self._batch, self._published, TokenTable(config)
@@ -111,19 +106,11 @@ class TorchEngine:
             fingerprint=self._trainer.base.fingerprint,
         )
 
-    def check_loss(self, loss: CustomLoss) -> None:
-        """Refuse an uploaded loss with anything in it that is not on the allow-list."""
-        read_loss_graph(loss)
-
     def heartbeat(self) -> Heartbeat:
         trouble = self._thread.trouble
-        return Heartbeat(not trouble, trouble, self._thread.stats, self.memory)
+        return Heartbeat(not trouble, trouble, self._thread.stats, self._memory)
 
-    @property
-    def working(self) -> bool:
-        return not self._thread.trouble
-
-    def stats(self) -> dict[str, float]:
+    def _stats(self) -> dict[str, float]:
         pages = self._batch.cache.pages
         return {
             "adapters_live": self._trainer.adapters,
@@ -222,6 +209,3 @@ class QueuedTrainer:
 
     def submit(self, command: Command[R]) -> Future[R]:
         return self._thread.submit(lambda: self._trainer.execute(command))
-
-    def run(self, command: Command[Any], progress: Progress | None = None) -> Any:
-        return run_to_the_end(self, command, progress)

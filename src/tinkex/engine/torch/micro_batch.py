@@ -23,7 +23,6 @@ from tinkex.engine.request import user_error
 from tinkex.engine.torch.logprobs import Targets
 from tinkex.engine.torch.loss_graph import LossGraph, read_loss_graph
 from tinkex.engine.torch.losses import LOSSES, Loss
-from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.upload import to_device
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, EncodedTextChunk
@@ -60,7 +59,7 @@ class CheckedPass:
         return self.loss is not None and self.loss.local
 
 
-def read_pass(work: Pass, model: ModelConfig, max_context: int) -> CheckedPass:
+def read_pass(work: Pass, vocab: int, context: int) -> CheckedPass:
     """Check a pass; raises EngineError (category "user") at the first thing wrong."""
     if not work.data:
         raise user_error("a pass needs at least one datum, got none")
@@ -70,7 +69,7 @@ def read_pass(work: Pass, model: ModelConfig, max_context: int) -> CheckedPass:
             f"the pass's loss_fn_inputs hold {cells} numbers, zeros included; allowed: {_MOST_CELLS}"
         )
     if work.loss_fn == "custom":
-        return _read_custom(work, model, max_context)
+        return _read_custom(work, vocab, context)
     if work.loss_fn not in LOSSES:
         raise user_error(unknown_loss(work.loss_fn, [*LOSSES, "custom"]))
     with _refusing():
@@ -78,13 +77,13 @@ def read_pass(work: Pass, model: ModelConfig, max_context: int) -> CheckedPass:
     examples = []
     for i, datum in enumerate(work.data):
         with _refusing(i):
-            tokens, targets = _tokens_and_targets(datum, work.loss_fn, model, max_context)
+            tokens, targets = _tokens_and_targets(datum, work.loss_fn, vocab, context)
             inputs = filled_inputs(work.loss_fn, datum.loss_fn_inputs, settings)
         examples.append(TrainingExample(tokens, targets, inputs))
     return CheckedPass(work.run, work.backward, examples, LOSSES[work.loss_fn], settings)
 
 
-def _read_custom(work: Pass, model: ModelConfig, max_context: int) -> CheckedPass:
+def _read_custom(work: Pass, vocab: int, context: int) -> CheckedPass:
     if work.custom_loss is None:
         raise user_error("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
@@ -94,7 +93,7 @@ def _read_custom(work: Pass, model: ModelConfig, max_context: int) -> CheckedPas
     for i, datum in enumerate(work.data):
         inputs = {}
         with _refusing(i):
-            tokens, targets = _tokens_and_targets(datum, "custom", model, max_context)
+            tokens, targets = _tokens_and_targets(datum, "custom", vocab, context)
             for key in graph.inputs[1:]:
                 if key not in datum.loss_fn_inputs:
                     raise InvalidInputError(f"loss_fn_inputs has no {key!r}, which the custom loss reads")
@@ -106,7 +105,7 @@ def _read_custom(work: Pass, model: ModelConfig, max_context: int) -> CheckedPas
 
 
 def _tokens_and_targets(
-    datum: Datum, loss_fn: str, model: ModelConfig, max_context: int
+    datum: Datum, loss_fn: str, vocab: int, context: int
 ) -> tuple[np.ndarray, np.ndarray]:
     for chunk in datum.model_input.chunks:
         if not isinstance(chunk, EncodedTextChunk):
@@ -116,13 +115,13 @@ def _tokens_and_targets(
     tokens = datum.model_input.to_numpy()
     if not tokens.size:
         raise InvalidInputError("model_input is empty")
-    if tokens.size > max_context:
-        raise InvalidInputError(f"model_input has {tokens.size} tokens; the model's context is {max_context}")
+    if tokens.size > context:
+        raise InvalidInputError(f"model_input has {tokens.size} tokens; the model's context is {context}")
     # A chunk's token ids are never negative.
-    if tokens.max() >= model.vocab_size:
-        at = int(np.argmax(tokens >= model.vocab_size))
-        raise InvalidInputError(f"model_input[{at}] is {tokens[at]}; token ids are 0..{model.vocab_size - 1}")
-    check_inputs(loss_fn, datum.loss_fn_inputs, tokens.size, model.vocab_size, strict=True)
+    if tokens.max() >= vocab:
+        at = int(np.argmax(tokens >= vocab))
+        raise InvalidInputError(f"model_input[{at}] is {tokens[at]}; token ids are 0..{vocab - 1}")
+    check_inputs(loss_fn, datum.loss_fn_inputs, tokens.size, vocab, strict=True)
     return tokens, datum.loss_fn_inputs["target_tokens"].to_numpy()
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 
 from tinkex.engine.protocol import EngineLost, ExportedAdapter, Location, SampledTokens, SampleWork
-from tinkex.engine.request import needs_token_bytes, user_error
+from tinkex.engine.request import user_error
 from tinkex.engine.token_bytes import TokenTable
 from tinkex.engine.torch.continuous_batch import ContinuousBatch
 from tinkex.engine.torch.engine_thread import EngineThread
@@ -40,14 +40,12 @@ class TorchSampler:
         self._serial = itertools.count()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        table = await self._table.get() if needs_token_bytes(work) else ()
-        told = work.on_tokens
-        listener = None if told is None else lambda piece: told(piece.index, piece.tokens, piece.logprobs)
-        with self._submitted(work, table, listener) as future:
+        table = await self._table.get() if work.stop_bytes else ()
+        with self._submitted(work, table) as future:
             return await asyncio.wrap_future(future)
 
     async def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
-        table = await self._table.get() if needs_token_bytes(work) else ()
+        table = await self._table.get() if work.stop_bytes else ()
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         pieces: deque[SampledTokens] = deque()
 

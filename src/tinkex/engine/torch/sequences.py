@@ -5,9 +5,10 @@ Knows nothing of steps or of the cache's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,10 @@ from tinkex.engine.request import PromptScores, Sample, Stops
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.engine_thread import settle
 from tinkex.types.outputs import SampleResponse
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.backend import Backend
+    from tinkex.engine.torch.lora import LoraBatch
 
 _BASE = b"base"
 Listener = Callable[[SampledTokens], None]  # called on the engine's thread with each token drawn
@@ -106,3 +111,11 @@ class RunningSequence(Sample):
             return np.asarray(self.tokens[start - len(prompt) : stop - len(prompt)], np.int32)
         rest = self.tokens[: max(0, stop - len(prompt))]
         return np.concatenate([prompt[start:stop], np.asarray(rest, np.int32)])
+
+
+def lora_of(
+    backend: Backend, sequences: Sequence[RunningSequence], counts: Sequence[int]
+) -> LoraBatch | None:
+    """The adapters of some sequences' tokens; None if all use the base model."""
+    adapters = [sequence.request.adapter for sequence in sequences]
+    return backend.lora(adapters, counts) if any(adapters) else None

@@ -100,7 +100,7 @@ class TorchTrainer:
         self.decoder, self._share_from = decoder, share_from
         self.base = adapter_files.BaseIdentity.of(decoder, base_model)
         config = decoder.config
-        self._max_context = min(max_context or config.max_context, config.max_context)
+        self._context = min(max_context or config.max_context, config.max_context)
         self._device, self._dtype = decoder.unembed_weight.device, decoder.unembed_weight.dtype
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
         self._adapters: dict[str, Adapter] = {}
@@ -225,7 +225,7 @@ class TorchTrainer:
         for one in passes:
             try:
                 self.adapter(one.run)
-                running.append(_TrainingPass(read_pass(one, self.decoder.config, self._max_context)))
+                running.append(_TrainingPass(read_pass(one, self.decoder.config.vocab_size, self._context)))
             except p.EngineError as error:
                 running.append(p.Failure(error.category, error.message))
         checked = {i: one.checked for i, one in enumerate(running) if isinstance(one, _TrainingPass)}
