@@ -364,7 +364,7 @@ class _RecoveredLoop:
     ) -> str | None:
         """Why a run cannot go on; "" if the watch has reported it already, None if it can go on."""
         if watch is not None and watch.stop() is not None:
-            await watch.told
+            await watch.ended
             return ""
         if isinstance(error, PassIncompleteError) and isinstance(error.__cause__, TinkerError):
             error = error.__cause__

@@ -32,7 +32,7 @@ from tinkex.wire import codec, ops
 from tinkex.wire.ops import Pool
 
 # Above these sizes a body takes more than about a millisecond, and leaves the event loop.
-# Protobuf bodies hold views of arrays instead of copies: its cost is in the number of datums.
+# Protobuf bodies hold views of arrays instead of copies: their cost is in the number of datums.
 BIG_JSON = 128 * 1024  # bytes
 BIG_PROTO = 1024 * 1024  # bytes of a response
 MANY_DATUMS = 128  # of a pass

@@ -71,7 +71,7 @@ class RetryConfig:
         return InvalidInputError(f"RetryConfig.{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
-def check_wishes(retry_config: object, record_stability_info: object) -> None:
+def check_sampler_settings(retry_config: object, record_stability_info: object) -> None:
     """Refuse settings that a sampler cannot be made with."""
     if retry_config is not None and not isinstance(retry_config, RetryConfig):
         raise InvalidInputError(f"retry_config must be a RetryConfig, got {type(retry_config).__name__}")

@@ -30,14 +30,14 @@ class RunWatch:
         self._stopped = False
         self._known = False  # has the server ever had its record?
         self._lost: RunLostError | None = None
-        self.told = start(self._watch, "run_watch")  # resolves after the callback, or after `stop`
+        self.ended = start(self._watch, "run_watch")  # resolves after the callback, or after `stop`
 
     def stop(self) -> RunLostError | None:
         """Stop; returns why the run is lost, if that was noticed (the callback has run, or is running)."""
         with self._lock:
             self._stopped = True
             if self._lost is None:
-                self.told.cancel()
+                self.ended.cancel()
             return self._lost
 
     async def _watch(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from tinkex.client import tokenizer_files
 from tinkex.client.future import APIFuture, Within, check_timeout, owned, start
 from tinkex.client.queue_state import QueueStats
-from tinkex.client.retry import RetryConfig, check_wishes
+from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sample_sender import SampleSender, check_request
 from tinkex.client.server_connection import check_headers, connect, is_public
 from tinkex.client.session import Session
@@ -339,7 +339,7 @@ def open_sampler(
         raise InvalidInputError(f"base_model must be a model's name, got {base_model!r}")
     if model_path is not None and not (isinstance(model_path, str) and model_path.startswith("tinker://")):
         raise InvalidInputError(f"model_path must start with tinker://, got {model_path!r}")
-    check_wishes(retry_config, record_stability_info)
+    check_sampler_settings(retry_config, record_stability_info)
 
     async def create() -> SamplingClient:
         request = CreateSamplingSessionRequest(

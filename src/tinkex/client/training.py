@@ -16,7 +16,7 @@ from tinkex.client.custom_loss import CustomLoss
 from tinkex.client.future import APIFuture, Within, start
 from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.queue_state import QueueStats
-from tinkex.client.retry import RetryConfig, check_wishes
+from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
@@ -344,7 +344,7 @@ class TrainingClient:
         return await Within(timeout).result_async(self._publish(retry_config, record_stability_info))
 
     def _publish(self, retry_config: RetryConfig | None, record: bool) -> APIFuture[SamplingClient]:
-        check_wishes(retry_config, record)
+        check_sampler_settings(retry_config, record)
 
         def open_published(reply: Any) -> SamplingClient:
             if not reply.sampling_session_id:
