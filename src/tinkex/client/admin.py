@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import date, datetime
 
-from tinkex.client.calls import Calls
+from tinkex.client.base_client import BaseClient
 from tinkex.client.future import APIFuture, Within
 from tinkex.errors import InvalidInputError
 from tinkex.types.billing import (
@@ -22,7 +22,7 @@ from tinkex.types.billing import (
 from tinkex.wire import ops
 
 
-class AdminClient(Calls):
+class AdminClient(BaseClient):
     """The audit log and the billing of an organisation.
 
     >>> admin = AdminClient(base_url="http://127.0.0.1:8000")  # doctest: +SKIP

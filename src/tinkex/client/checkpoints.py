@@ -5,7 +5,7 @@ Promises: an impossible path is refused at the call, with an example of a valid 
 
 from __future__ import annotations
 
-from tinkex.client.calls import Calls, check_id, check_ttl
+from tinkex.client.base_client import BaseClient, check_id, check_ttl
 from tinkex.client.future import APIFuture, Within, start
 from tinkex.client.rest_results import Listing, check_page_size
 from tinkex.client.transport import CallContext
@@ -27,7 +27,7 @@ from tinkex.types.checkpoints import (
 from tinkex.wire import ops
 
 
-class CheckpointMethods(Calls):
+class CheckpointMethods(BaseClient):
     """The checkpoint methods; RestClient inherits them."""
 
     # -- lookup -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 from datetime import date, datetime
 
 from tinkex.client.admin import AdminClient
-from tinkex.client.calls import check_id, warn_caller
+from tinkex.client.base_client import check_id, warn_caller
 from tinkex.client.checkpoints import CheckpointMethods
 from tinkex.client.credentials import decode_claims
 from tinkex.client.future import APIFuture, Within, check_timeout, start

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinkex.client.calls import check_text, check_ttl, warn_caller
+from tinkex.client.base_client import check_text, check_ttl, warn_caller
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, Within, start
 from tinkex.client.polling import retrieve

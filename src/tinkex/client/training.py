@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client import custom_loss, passes, tokenizer_files
-from tinkex.client.calls import check_ttl, warn_caller
+from tinkex.client.base_client import check_ttl, warn_caller
 from tinkex.client.custom_loss import CustomLoss
 from tinkex.client.future import APIFuture, Within, start
 from tinkex.client.queue import LossConfig, RunQueue, after

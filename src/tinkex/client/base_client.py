@@ -1,4 +1,4 @@
-"""`Calls`, the base class of RestClient and AdminClient, and argument checks that several clients share.
+"""`BaseClient`, which RestClient and AdminClient extend, and argument checks that several clients share.
 
 Promises: a client made on its own sends nothing until its first call and opens no session; one made by a
 ServiceClient uses that client's connection and leaves it open. Knows no operation in particular.
@@ -34,7 +34,7 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-class Calls:
+class BaseClient:
     """A client whose methods are single calls, each a future."""
 
     def __init__(
