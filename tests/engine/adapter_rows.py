@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, random
+from tests.engine.plain_lora import PlainLora
 from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site, Sites
-from tinkex.engine.torch.lora import PlainLora
 from tinkex.types.params import LoraConfig
 
 BOUND = 1e-5 if INTERPRETED else 1e-2

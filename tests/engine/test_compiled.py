@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from tests.engine.plain_lora import PlainLora
 from tests.engine.tiny import FAMILIES, tiny_model
 from tinkex.engine.native.build import build, library
 from tinkex.engine.native.step import CompiledStep, Row, compiled_step
@@ -17,7 +18,6 @@ from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.lora import PlainLora
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 from tinkex.types.params import LoraConfig

@@ -420,6 +420,22 @@ def test_small_work_is_not_shared(monkeypatch: pytest.MonkeyPatch, work: int, in
     assert count == [2]
 
 
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:x", ""])
+def test_a_device_that_does_not_exist_is_refused_by_name(device: str):
+    with pytest.raises(
+        EngineError, match=f"no device {device!r}; allowed: auto, cpu, cuda, cuda:N"
+    ) as caught:
+        choose_device(EngineConfig("m", device=device))
+    assert caught.value.category == "user"
+
+
+def test_an_architecture_that_is_not_supported_is_the_users_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    with pytest.raises(EngineError, match=r"'mamba' \(MambaForCausalLM\).*supported: llama") as caught:
+        build_engine(EngineConfig(str(tmp_path), device="cpu"))
+    assert caught.value.category == "user"
+
+
 def test_an_engine_that_cannot_be_loaded_says_why(tmp_path: Path):
     with pytest.raises(EngineError, match="nothing-here") as caught:
         build_engine(EngineConfig(str(tmp_path / "nothing-here"), device="cpu"))

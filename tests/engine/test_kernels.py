@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tests.engine.plain_lora import PlainLora
 from tinkex.engine.cuda import draw, elementwise
 from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import logprob_kernels as logprobs
@@ -25,7 +26,6 @@ from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import next_tokens, plain
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.lora import PlainLora
 from tinkex.engine.torch.models.rotary import Rope
 from tinkex.types.params import LoraConfig
 

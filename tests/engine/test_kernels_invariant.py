@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tests.engine.plain_lora import PlainLora
 from tinkex.engine.cuda import draw
 from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import logprob_kernels as logprobs
@@ -25,7 +26,6 @@ from tinkex.engine.torch import next_tokens
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import TorchBackend
 from tinkex.engine.torch.hooks import Part, Site
-from tinkex.engine.torch.lora import PlainLora
 from tinkex.engine.torch.next_tokens import TorchRows
 from tinkex.types.params import LoraConfig
 

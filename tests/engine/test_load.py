@@ -186,6 +186,18 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path, left: int) -> None:
         load_decoder(path)
 
 
+def test_quantised_weights_are_called_so(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "llama3")
+    name = "model.layers.0.mlp.up_proj.weight"
+    fp8 = load_file(path / "model.safetensors")[name].to(torch.float8_e4m3fn)
+    edit_weights(path / "model.safetensors", {name: fp8})
+    with pytest.raises(InvalidInputError, match=r"is quantised .*up_proj.*float8_e4m3fn.*\.gguf"):
+        load_decoder(path)
+    edit_json(path / "config.json", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(InvalidInputError, match=r"is quantised \(fp8, by its config\.json\).*bfloat16"):
+        load_decoder(path)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "llama2")
     shard = min(path.glob("*.safetensors"))

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.engine.oracle import randomise
+from tests.engine.plain_lora import PlainLora
 from tinkex.engine.torch.hooks import Part
 from tinkex.engine.torch.logprobs import Targets, target_logprobs
-from tinkex.engine.torch.lora import Adapter, LoraBatch, PlainLora
+from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.engine.torch.models.decoder import UNEMBED
 from tinkex.types.params import LoraConfig
 

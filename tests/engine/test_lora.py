@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.oracle import randomise
+from tests.engine.plain_lora import PlainLora
 from tinkex.engine.torch.hooks import Part, Site, Sites
-from tinkex.engine.torch.lora import Adapter, LoraBatch, PlainLora
+from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.types.params import LoraConfig
 
 QKV, DOWN, EXPERTS, HEAD = Site(0, "qkv"), Site(0, "down"), Site(1, "experts_gate_up"), Site(-1, "unembed")

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from tinkex import store
-from tinkex.engine.protocol import EngineError
+from tinkex.engine.request import user_error
 from tinkex.engine.torch.adapters import ALPHA, Adapter, lay_out
 from tinkex.engine.torch.hooks import Sites
 from tinkex.engine.torch.models.decoder import Decoder
@@ -127,7 +127,7 @@ def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True
         with store.atomic_directory(directory, overwrite=overwrite, sync=sync) as temporary:
             yield temporary
     except store.LocationExistsError as error:
-        raise _user(str(error)) from None
+        raise user_error(str(error)) from None
 
 
 # -- loading -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def load_adapter(
     lora = _lora_config(directory, facts, tensors)
     saved = facts.get("base", {})
     if saved and saved.get("fingerprint") != base.fingerprint:
-        raise _user(
+        raise user_error(
             f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
             f"and this one is {base.name!r} ({base.fingerprint})"
         )
@@ -162,7 +162,7 @@ def load_adapter(
     )
     if optimizer:
         if not (directory / OPTIMIZER).exists():
-            raise _user(f"{directory} was saved without the optimizer's state: it has no {OPTIMIZER}")
+            raise user_error(f"{directory} was saved without the optimizer's state: it has no {OPTIMIZER}")
         state = _read_tensors(directory / OPTIMIZER)
         for key, flat in zip(("exp_avg.", "exp_avg_sq."), adapter.moments(), strict=True):
             part = {name.removeprefix(key): t for name, t in state.items() if name.startswith(key)}
@@ -175,12 +175,12 @@ def _drop_head(tensors: dict[str, Tensor], head: Tensor, directory: Path) -> Non
     """PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's."""
     given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
     if given is not None and not torch.equal(given.to(head), head):
-        raise _user(f"{directory / WEIGHTS} has a head of its own, which is not this base model's")
+        raise user_error(f"{directory / WEIGHTS} has a head of its own, which is not this base model's")
 
 
 def _step(directory: Path, facts: Mapping[str, Any]) -> int:
     if not isinstance(step := facts.get("step"), int):
-        raise _user(f"{directory / FACTS} does not say how many steps the optimizer has made")
+        raise user_error(f"{directory / FACTS} does not say how many steps the optimizer has made")
     return step
 
 
@@ -188,7 +188,7 @@ def check_fits(have: LoraConfig, saved: LoraConfig, directory: Path) -> None:
     """Refuse a saved adapter whose rank or train flags are not those of the run it is to replace."""
     for key in ("rank", "train_attn", "train_mlp", "train_unembed"):
         if getattr(have, key) != getattr(saved, key):
-            raise _user(
+            raise user_error(
                 f"{directory} has {key} {getattr(saved, key)}, and the run has {getattr(have, key)}; "
                 "they must be the same"
             )
@@ -199,10 +199,10 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str
         try:
             return LoraConfig(**facts["lora"])
         except (KeyError, TypeError, ValueError) as error:
-            raise _user(f"{directory / FACTS} is not one of ours: {error}") from None
+            raise user_error(f"{directory / FACTS} is not one of ours: {error}") from None
     peft = read_peft_config(directory)
     if (alpha := peft.get("lora_alpha")) != ALPHA:
-        raise _user(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
+        raise user_error(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
     names = " ".join(_plain(name) for name in tensors)
     try:
         return LoraConfig(
@@ -212,7 +212,7 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str
             train_unembed="lm_head." in names,
         )
     except ValueError as error:
-        raise _user(f"{directory / CONFIG}: {error}") from None
+        raise user_error(f"{directory / CONFIG}: {error}") from None
 
 
 def read_peft_config(directory: Path) -> dict[str, Any]:
@@ -220,7 +220,9 @@ def read_peft_config(directory: Path) -> dict[str, Any]:
     peft = _read_json(directory / CONFIG)
     for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
         if peft.get(key):
-            raise _user(f"{directory / CONFIG}: {key} is {peft[key]}; adapters with it are not read here")
+            raise user_error(
+                f"{directory / CONFIG}: {key} is {peft[key]}; adapters with it are not read here"
+            )
     return peft
 
 
@@ -237,39 +239,35 @@ def _fill(adapter: Adapter, flat: Tensor, tensors: dict[str, Tensor], source: Pa
     }
     missing, extra = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
     if missing or extra:
-        raise _user(
+        raise user_error(
             f"{source} does not fit this base model with rank {adapter.lora.rank}: "
             f"missing {missing[:2] or 'nothing'}, unexpected {extra[:2] or 'nothing'}"
         )
     for name, view in places.items():
         if view.shape != tensors[name].shape:
-            raise _user(
+            raise user_error(
                 f"{source}: {name} has shape {list(tensors[name].shape)}, needed is {list(view.shape)} "
                 f"(rank {adapter.lora.rank})"
             )
         view.copy_(tensors[name])
     if not torch.isfinite(flat).all():
-        raise _user(f"{source} holds numbers that are not finite")
+        raise user_error(f"{source} holds numbers that are not finite")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.exists():
-        raise _user(f"{path.parent} is not an adapter: it has no {path.name}")
+        raise user_error(f"{path.parent} is not an adapter: it has no {path.name}")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise _user(f"{path} is corrupted: {error}") from None
+        raise user_error(f"{path} is corrupted: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise _user(f"{path.parent} is not an adapter: it has no {path.name}") from None
+        raise user_error(f"{path.parent} is not an adapter: it has no {path.name}") from None
     except (ValueError, OSError) as error:
-        raise _user(f"{path} is corrupted: {error}") from None
-
-
-def _user(message: str) -> EngineError:
-    return EngineError(message, "user")
+        raise user_error(f"{path} is corrupted: {error}") from None

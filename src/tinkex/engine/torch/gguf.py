@@ -1,15 +1,13 @@
-"""Read a GGUF file as if it were a Hugging Face directory, or write it out as one.
+"""Read a GGUF file as if it were a Hugging Face directory, or convert it to one.
 
-Promises: weights are dequantised one at a time and named, shaped and ordered as in Hugging Face files (llama
-files keep rotary pairs interleaved: they are put back into halves); anything in the file that would change
-the numbers and that we do not know is refused by name. The tokenizer part is in `gguf_tokenizer`.
+Promises: weights are dequantised one at a time, and named and shaped as in Hugging Face files (llama files
+interleave rotary pairs: these are put back into halves); metadata that changes the numbers and is not
+supported is refused by name. The tokenizer part is in `gguf_tokenizer`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tinkex import store
 from tinkex.engine.torch.models.architecture import ModelConfig, model_config
 from tinkex.engine.torch.models.rotary import llama3_frequencies
 from tinkex.errors import InvalidInputError
@@ -65,8 +64,9 @@ class GgufModel:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.arch = self.get("general.architecture")
         if self.arch not in ARCHITECTURES:
+            supported = ", ".join(ARCHITECTURES)
             raise InvalidInputError(
-                f"{path}: general.architecture {self.arch!r} is not one we have: {', '.join(ARCHITECTURES)}"
+                f"{path}: general.architecture {self.arch!r} is not supported; supported: {supported}"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -85,7 +85,7 @@ class GgufModel:
         return model_config(fields, vocab_size=self.vocab_size(), eos_ids=tuple(fields["eos_token_id"]))
 
     def vocab_size(self) -> int:
-        """How many ids may be used: the tokenizer's, less those at the end that only pad."""
+        """The tokenizer's ids without the padding at the end."""
         types = self.require("tokenizer.ggml.token_type")
         return 1 + max((i for i, kind in enumerate(types) if kind != _UNUSED), default=-1)
 
@@ -119,14 +119,14 @@ class GgufModel:
         return fields | (self._expert_fields() if self.arch == "qwen3moe" else {})
 
     def _refuse(self, head_dim: int) -> None:
-        """What would change the numbers and is not supported."""
+        """Refuse metadata that changes the numbers and is not supported."""
         if (rotated := self.get("{arch}.rope.dimension_count", head_dim)) != head_dim:
             raise InvalidInputError(
                 f"{self.path}: {rotated} rotated dimensions of {head_dim} are not supported"
             )
         if self.arch == "llama" and self.get("{arch}.expert_count", 0):
             raise InvalidInputError(
-                f"{self.path}: llama with experts (Mixtral) is not an architecture we have"
+                f"{self.path}: llama with experts (Mixtral) is not a supported architecture"
             )
 
     def _rows(self, name: str) -> int:
@@ -160,7 +160,7 @@ class GgufModel:
         return scaling
 
     def _llama3_scaling(self, head_dim: int) -> dict[str, Any]:
-        """Llama 3 files hold the frequencies' divisors: find the factor, and check that all follow."""
+        """Llama 3 files hold the frequencies' divisors: find the factor, and check that all fit it."""
         divisors = self._dequantise("rope_freqs.weight")
         scaling = {
             "rope_type": "llama3",
@@ -225,27 +225,24 @@ def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = t
     """
     from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
 
-    model, directory = GgufModel(Path(path)), Path(directory)
-    if directory.exists():
-        raise InvalidInputError(f"{directory} exists already; convert {path} into a directory that does not")
-    part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
+    model = GgufModel(Path(path))
+    fields = model.config_fields()
+    ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if fields[key] is not None}
     try:
-        fields = model.config_fields()
-        ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if fields[key] is not None}
-        _write_json(part / "config.json", fields | {"dtype": str(dtype).removeprefix("torch.")})
-        _write_json(part / "generation_config.json", ids)
-        write_tokenizer(model, part)
-        _write_weights(model, part, dtype)
-        part.rename(directory)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return directory
+        with store.atomic_directory(directory) as part:
+            _write_json(part / "config.json", fields | {"dtype": str(dtype).removeprefix("torch.")})
+            _write_json(part / "generation_config.json", ids)
+            write_tokenizer(model, part)
+            _write_weights(model, part, dtype)
+    except store.LocationExistsError:
+        raise InvalidInputError(
+            f"{directory} exists already; convert {path} into a directory that does not"
+        ) from None
+    return Path(directory)
 
 
 def _write_weights(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
-    """One file, or an index and several of about 2 GiB, so that no more than that is held at once."""
+    """One file, or an index and shards of about 2 GiB, so that no more than that is in memory at once."""
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 

@@ -1,8 +1,8 @@
-"""Read a decoder from a Hugging Face directory or a GGUF file, straight onto its device.
+"""Load a decoder from a Hugging Face directory or a GGUF file, straight onto its device.
 
-Promises: weights are mapped, converted and copied into place one at a time, so no second copy of the model
-is ever held; missing and unexpected tensors are named; a path that holds no model is refused, saying why.
-Does not know tokenizers beyond how many ids they have.
+Promises: weights are mapped, converted and copied into place one at a time, so the model is never in memory
+twice; missing and unexpected tensors are named; a path without a model, or with a quantised one that cannot
+be loaded, is refused with InvalidInputError. Reads of a tokenizer only how many ids it has.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.models.architecture import ModelConfig, model_config
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.errors import InvalidInputError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LOADABLE = "what loads: safetensors in float32, bfloat16 or float16, and .gguf files, quantised ones too"
 
 
 def load_decoder(
@@ -80,7 +83,7 @@ def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that say nothing new: rotary tables of old files, and the copy of a tied embedding."""
+    """Redundant tensors: rotary tables of old files, and the copy of a tied embedding."""
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
@@ -99,6 +102,7 @@ def read_config(directory: Path) -> ModelConfig:
             f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file"
         )
     fields = _json(directory / "config.json")
+    _refuse_quantised(directory, fields)
     eos_ids = None
     if (directory / "generation_config.json").is_file():
         given = _json(directory / "generation_config.json").get("eos_token_id")
@@ -107,13 +111,24 @@ def read_config(directory: Path) -> ModelConfig:
     return model_config(fields, vocab_size=_tokenizer_size(directory), eos_ids=eos_ids)
 
 
+def _refuse_quantised(directory: Path, fields: dict[str, Any]) -> None:
+    scheme = fields.get("quantization_config")
+    if scheme:
+        method = scheme.get("quant_method") or scheme.get("quant_type") or "an unnamed scheme"
+        raise InvalidInputError(f"{directory} is quantised ({method}, by its config.json); {_LOADABLE}")
+
+
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the directory's safetensors files, mapped and not yet copied, file by file."""
     for file in _weight_files(directory):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                    yield name, tensors.get_tensor(name)
+                    tensor = tensors.get_tensor(name)
+                    if tensor.dtype not in _DTYPES and name.endswith((".weight", ".bias")):
+                        kind = str(tensor.dtype).removeprefix("torch.")
+                        raise InvalidInputError(f"{file} is quantised ({name} is {kind}); {_LOADABLE}")
+                    yield name, tensor
         except SafetensorError as error:
             raise InvalidInputError(f"{file} is corrupted or cut short: {error}") from error
 
@@ -135,7 +150,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _tokenizer_size(directory: Path) -> int | None:
-    """How many ids the tokenizer uses: its largest, added tokens included, and one."""
+    """The tokenizer's largest id plus one, added tokens included."""
     if not (directory / "tokenizer.json").is_file():
         return None
     tokenizer = _json(directory / "tokenizer.json")

@@ -216,37 +216,3 @@ class _Project(torch.autograd.Function):
         grad_x = frozen_product(grad_y, ctx.weight.t()) if ctx.needs_input_grad[0] else None
         add_backward(ctx.site, ctx.jobs, grad_y, x, kept, grad_x)
         return grad_x, None, None, None, None
-
-
-class PlainLora(LoraBatch):
-    """The same hook in plain autograd operations; `collect` after the backward adds up the gradients."""
-
-    def __init__(
-        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
-    ) -> None:
-        super().__init__(adapters, lengths, train=train)
-        self._leaves = {a: a.flat.clone().requires_grad_(train) for a in adapters if a is not None}
-
-    def __call__(
-        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        pieces, done = [], 0
-        for start, stop, adapter, expert in self.jobs(site, rows=rows, experts=experts):
-            shape = adapter.shapes[site]
-            a, b_t = shape.views(self._leaves[adapter])
-            deltas = [
-                adapter.scale * (x[start:stop] @ a_part.t().to(x.dtype)) @ b_part[expert].to(x.dtype)
-                for a_part, b_part in zip(a[expert].split(shape.rank), b_t, strict=True)
-            ]
-            pieces += [y[done:start], y[start:stop] + torch.cat(deltas, dim=1)]
-            done = stop
-        return torch.cat([*pieces, y[done:]])
-
-    def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor:
-        return self(site, x, frozen(x))
-
-    def collect(self) -> None:
-        """Add the gradients of this pass to the adapters'."""
-        for adapter, leaf in self._leaves.items():
-            if leaf.grad is not None and adapter.grad is not None:
-                adapter.grad += leaf.grad

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.protocol import CustomLoss, EngineError
+from tinkex.engine.protocol import CustomLoss
+from tinkex.engine.request import user_error
 from tinkex.engine.torch.loss_graph_ops import (
     ATTRIBUTES,
     DTYPES,
@@ -88,7 +89,7 @@ class LossGraph:
             size = sum(t.numel() for t in _tensors(value))
             total += size + work // WORK_PER_ELEMENT
             if size > MAX_ELEMENTS or total > MAX_TOTAL:
-                raise _user(
+                raise user_error(
                     f"too large: {size} elements, {total} in all so far; allowed: {MAX_ELEMENTS} in one "
                     f"result, {MAX_TOTAL} in all"
                 )
@@ -107,7 +108,9 @@ class LossGraph:
                 try:
                     (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True)
                 except RuntimeError as error:  # not every operation has a derivative
-                    raise _user(f"the custom loss has no gradient: {str(error).splitlines()[0]}") from None
+                    raise user_error(
+                        f"the custom loss has no gradient: {str(error).splitlines()[0]}"
+                    ) from None
         grad = torch.zeros_like(logprobs) if grad is None else grad.to(logprobs.dtype)
         return float(loss.detach()), grad, metrics
 
@@ -128,11 +131,11 @@ class LossGraph:
             values[node.name] = _call_node(node, values, device, on_result)
         loss = values[self.loss.name]
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-            raise _user(f"the custom loss must be a scalar tensor, got {_describe(loss)}")
+            raise user_error(f"the custom loss must be a scalar tensor, got {_describe(loss)}")
         metrics = {key: _resolve(value, values, device) for key, value in self.metrics.items()}
         for key, value in metrics.items():
             if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.dim() == 0):
-                raise _user(f"the metric {key!r} must be a scalar, got {_describe(value)}")
+                raise user_error(f"the metric {key!r} must be a scalar, got {_describe(value)}")
         return loss, metrics
 
 
@@ -150,7 +153,7 @@ def _call_node(
         return value
     except Exception as error:  # what torch thinks of a client's arguments is the client's to read
         reason = str(error).split("\n")[0][:300]
-        raise _user(f"custom loss node {node.name!r} ({node.target}): {reason}") from None
+        raise user_error(f"custom loss node {node.name!r} ({node.target}): {reason}") from None
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -196,7 +199,7 @@ def read_loss_graph(custom: CustomLoss) -> LossGraph:
     """The graph of an uploaded loss; raises EngineError (category "user") for anything not allowed."""
     _check_inputs(custom.inputs)
     if not 0 < len(custom.nodes) <= MAX_NODES:
-        raise _user(f"a custom loss has 1 to {MAX_NODES} nodes, got {len(custom.nodes)}")
+        raise user_error(f"a custom loss has 1 to {MAX_NODES} nodes, got {len(custom.nodes)}")
     seen: set[str] = set()
     placeholders, nodes = [], []
     *body, output = custom.nodes
@@ -204,38 +207,42 @@ def read_loss_graph(custom: CustomLoss) -> LossGraph:
         op, name, target = _node_head(raw, seen)
         if op == "placeholder":
             if nodes:
-                raise _user(f"custom loss node {name!r}: placeholders come before anything else")
+                raise user_error(f"custom loss node {name!r}: placeholders come before anything else")
             placeholders.append(name)
         else:
             nodes.append(_node(raw, op, name, target, seen))
         seen.add(name)
     if len(placeholders) != len(custom.inputs):
-        raise _user(f"the custom loss has {len(placeholders)} placeholders for {len(custom.inputs)} inputs")
+        raise user_error(
+            f"the custom loss has {len(placeholders)} placeholders for {len(custom.inputs)} inputs"
+        )
     loss, metrics = _output(output, seen)
     return LossGraph(tuple(custom.inputs), tuple(placeholders), tuple(nodes), loss, metrics)
 
 
 def _check_inputs(inputs: tuple[str, ...]) -> None:
     if not inputs or inputs[0] != "logprobs":
-        raise _user(f"a custom loss's first input is 'logprobs', got {list(inputs)}")
+        raise user_error(f"a custom loss's first input is 'logprobs', got {list(inputs)}")
     if len(inputs) > MAX_INPUTS or len(set(inputs)) != len(inputs):
-        raise _user(f"a custom loss has up to {MAX_INPUTS} inputs of different names, got {list(inputs)}")
+        raise user_error(
+            f"a custom loss has up to {MAX_INPUTS} inputs of different names, got {list(inputs)}"
+        )
     for name in inputs:
         if not isinstance(name, str) or not _INPUT.fullmatch(name):
-            raise _user(f"custom loss input {name!r} does not match {_INPUT.pattern}")
+            raise user_error(f"custom loss input {name!r} does not match {_INPUT.pattern}")
 
 
 def _node_head(raw: Mapping[str, Any], seen: set[str]) -> tuple[str, str, str]:
     op, name, target = raw.get("op"), raw.get("name"), raw.get("target")
     if op not in ("placeholder", "call_function", "call_method"):
-        raise _user(
+        raise user_error(
             f"custom loss node {name!r} has op {op!r}; allowed: placeholder, call_function, call_method, and "
             "output once, at the end"
         )
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in seen:
-        raise _user(f"custom loss node name {name!r} is not a new name that matches {_NAME.pattern}")
+        raise user_error(f"custom loss node name {name!r} is not a new name that matches {_NAME.pattern}")
     if not isinstance(target, str):
-        raise _user(f"custom loss node {name!r} needs a target name, got {target!r}")
+        raise user_error(f"custom loss node {name!r} needs a target name, got {target!r}")
     return op, name, target
 
 
@@ -243,15 +250,17 @@ def _node(raw: Mapping[str, Any], op: str, name: str, target: str, seen: set[str
     function = (FUNCTIONS if op == "call_function" else METHODS).get(target)
     if function is None:
         kind = "function" if op == "call_function" else "tensor method"
-        raise _user(f"custom loss node {name!r}: the {kind} {target!r} is not on the allow-list")
+        raise user_error(f"custom loss node {name!r}: the {kind} {target!r} is not on the allow-list")
     args, kwargs = raw.get("args", []), raw.get("kwargs", {})
     if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
-        raise _user(f"custom loss node {name!r}: args must be a list and kwargs an object")
+        raise user_error(f"custom loss node {name!r}: args must be a list and kwargs an object")
     if target.endswith("getattr") and (len(args) != 2 or kwargs or args[1] not in ATTRIBUTES):
-        raise _user(f"custom loss node {name!r}: only {', '.join(ATTRIBUTES)} may be read, got {args[1:]!r}")
+        raise user_error(
+            f"custom loss node {name!r}: only {', '.join(ATTRIBUTES)} may be read, got {args[1:]!r}"
+        )
     for key in ("out", "generator", "pin_memory", "names"):
         if kwargs.get(key) is not None:
-            raise _user(f"custom loss node {name!r}: the argument {key!r} of {target} is not allowed")
+            raise user_error(f"custom loss node {name!r}: the argument {key!r} of {target} is not allowed")
     decoded = tuple(_argument(value, name, seen) for value in args)
     named = {_text(key, name): _argument(value, name, seen) for key, value in kwargs.items()}
     if "device" in named or target.removeprefix("torch.") in FACTORIES:
@@ -262,31 +271,31 @@ def _node(raw: Mapping[str, Any], op: str, name: str, target: str, seen: set[str
 def _output(raw: Mapping[str, Any], seen: set[str]) -> tuple[NodeRef, dict[str, Any]]:
     args = raw.get("args", ())
     if raw.get("op") != "output" or not isinstance(args, list | tuple) or len(args) != 1:
-        raise _user("a custom loss ends with one output node of one argument, (loss, metrics)")
+        raise user_error("a custom loss ends with one output node of one argument, (loss, metrics)")
     result = _argument(args[0], "output", seen)
     if not isinstance(result, list | tuple) or len(result) != 2:
-        raise _user("a custom loss's output is (loss, metrics)")
+        raise user_error("a custom loss's output is (loss, metrics)")
     loss, metrics = result
     if not isinstance(loss, NodeRef) or not isinstance(metrics, dict):
-        raise _user("a custom loss's output is (a node, an object of metrics)")
+        raise user_error("a custom loss's output is (a node, an object of metrics)")
     for key, value in metrics.items():
         if not _METRIC.fullmatch(key):
-            raise _user(f"the metric name {key!r} does not match {_METRIC.pattern}")
+            raise user_error(f"the metric name {key!r} does not match {_METRIC.pattern}")
         if not isinstance(value, NodeRef | int | float):
-            raise _user(f"the metric {key!r} must be a node or a number, got {value!r}")
+            raise user_error(f"the metric {key!r} must be a node or a number, got {value!r}")
     return loss, metrics
 
 
 def _argument(value: Any, node: str, seen: set[str], depth: int = 0) -> Any:
     """One argument in wire form, decoded."""
     if depth > MAX_DEPTH:
-        raise _user(f"custom loss node {node!r}: arguments are nested more than {MAX_DEPTH} deep")
+        raise user_error(f"custom loss node {node!r}: arguments are nested more than {MAX_DEPTH} deep")
     match value:
         case None | bool() | float():
             return value
         case int():
             if abs(value) >= 2**63:
-                raise _user(f"custom loss node {node!r}: the number {value} is too large")
+                raise user_error(f"custom loss node {node!r}: the number {value} is too large")
             return value
         case str():
             return _text(value, node)
@@ -295,7 +304,7 @@ def _argument(value: Any, node: str, seen: set[str], depth: int = 0) -> Any:
         case Mapping() if len(value) == 1:
             ((tag, content),) = value.items()
             return _tagged(tag, content, node, seen, depth)
-    raise _user(f"custom loss node {node!r}: an argument is {str(value)[:80]!r}, which is no known form")
+    raise user_error(f"custom loss node {node!r}: an argument is {str(value)[:80]!r}, which is no known form")
 
 
 def _tagged(tag: str, content: Any, node: str, seen: set[str], depth: int) -> Any:
@@ -321,23 +330,23 @@ def _tagged(tag: str, content: Any, node: str, seen: set[str], depth: int) -> An
             return LAYOUTS[content]
         case "device", str():
             return _ANY_DEVICE
-    raise _user(f"custom loss node {node!r}: {{{tag!r}: {str(content)[:80]!r}}} is not an argument we know")
+    raise user_error(
+        f"custom loss node {node!r}: {{{tag!r}: {str(content)[:80]!r}}} is not an argument we know"
+    )
 
 
 def _some(content: Any, node: str) -> Any:
     if len(content) > MAX_ITEMS:
-        raise _user(f"custom loss node {node!r}: {len(content)} arguments in one list; allowed: {MAX_ITEMS}")
+        raise user_error(
+            f"custom loss node {node!r}: {len(content)} arguments in one list; allowed: {MAX_ITEMS}"
+        )
     return content
 
 
 def _text(value: Any, node: str) -> str:
     limit = 128 if isinstance(value, str) and value.startswith("custom/") else MAX_TEXT
     if not isinstance(value, str) or len(value) > limit:
-        raise _user(
+        raise user_error(
             f"custom loss node {node!r}: {str(value)[:80]!r} is not a text of up to {limit} characters"
         )
     return value
-
-
-def _user(message: str) -> EngineError:
-    return EngineError(message, "user")

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tinkex.engine.protocol import EngineError
+from tinkex.engine.request import user_error
 from tinkex.engine.torch.adapter_files import WEIGHTS, new_directory, read_peft_config
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
@@ -52,9 +52,7 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
             save_file(tensors, temporary / shard, {"format": "pt"})
             index |= dict.fromkeys(tensors, shard)
         if deltas:
-            raise EngineError(
-                f"{adapter_dir} adapts {sorted(deltas)[0]}, which {base_dir} does not have", "user"
-            )
+            raise user_error(f"{adapter_dir} adapts {sorted(deltas)[0]}, which {base_dir} does not have")
         if len(shards) > 1:
             _write(
                 temporary / _INDEX, {"metadata": _size(temporary), "weight_map": dict(sorted(index.items()))}
@@ -67,9 +65,8 @@ def _shards(base_dir: Path) -> dict[str, list[str]]:
     """Every weight file and the tensors in it."""
     files = sorted(base_dir.glob("*.safetensors")) if base_dir.is_dir() else []
     if not files or not (base_dir / "config.json").exists():
-        raise EngineError(
-            f"{base_dir} is not a Hugging Face directory: merging needs config.json and *.safetensors",
-            "user",
+        raise user_error(
+            f"{base_dir} is not a Hugging Face directory: merging needs config.json and *.safetensors"
         )
     if (base_dir / _INDEX).exists():
         used = set(json.loads((base_dir / _INDEX).read_text())["weight_map"].values())
@@ -108,7 +105,7 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
 def _check_known(key: str, adapter_dir: Path) -> None:
     """Refuse what would be lost. PEFT writes the base's own weights beside the adapter of a head."""
     if not key.endswith((".lora_B.weight", ".base_layer.weight")):
-        raise EngineError(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter", "user")
+        raise user_error(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter")
 
 
 def _merged(weight: Tensor, delta: Delta | None) -> Tensor:

@@ -63,7 +63,8 @@ def model_config(
     if arch not in ARCHITECTURES:
         named = ", ".join(map(str, fields.get("architectures") or ())) or "no architecture named"
         raise InvalidInputError(
-            f"model_type {arch!r} ({named}) is not an architecture we have: {', '.join(ARCHITECTURES)}"
+            f"model_type {arch!r} ({named}) is not a supported architecture; supported: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     if (activation := fields.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise InvalidInputError(f"hidden_act {activation!r} is not supported; allowed: silu")
