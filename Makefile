@@ -111,7 +111,7 @@ $(OFFICIAL)/.ready: bench/official-constraints.txt
 
 proto: .venv-proto/.ready  ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
 	.venv-proto/bin/python -m grpc_tools.protoc -I src/tinkex/wire \
-	    --python_out=src/tinkex/wire --pyi_out=src/tinkex/wire tinkex.proto
+	    --python_out=src/tinkex/wire tinkex.proto
 
 # Pinned: newer ones write code that only the newest protobuf reads.
 .venv-proto/.ready:

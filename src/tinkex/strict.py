@@ -83,6 +83,14 @@ def strict_init(init: Callable[P, None]) -> Callable[P, None]:
     return __init__
 
 
+def at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `build`; if it refuses its arguments, prefix the message with `where`."""
+    try:
+        return build(*args, **kwargs)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"{where}: {error}") from None
+
+
 def assemble(cls: type[T], fields: Mapping[str, Any]) -> T:
     """`cls(**fields)` for a strict class and names that are known to be its own, in half the time."""
     defaults, count = _defaults(cls)

@@ -111,7 +111,9 @@ def check_inputs(
         _check_targets(name, targets, length, vocab_size)
         shape = targets.dense_shape
     for key, tensor in given.items():
-        if key in reads and key != "target_tokens":
+        if key == "target_tokens":
+            continue
+        if key in reads:
             if tensor.dtype != "float32":
                 raise InvalidInputError(f"loss_fn_inputs[{key!r}] must be float32, got {tensor.dtype}")
             if tensor.dense_shape != shape:
@@ -119,9 +121,10 @@ def check_inputs(
                     f"loss_fn_inputs[{key!r}] has shape {list(tensor.dense_shape)}, but target_tokens has "
                     f"{list(shape or ())}: they must be the same"
                 )
-        elif strict or key == "target_tokens":
+        elif strict:
             continue
-        check_finite(key, tensor)
+        if tensor.dtype == "float32" and not tensor.sound:
+            check_finite(key, tensor)
 
 
 @lru_cache(256)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.strict import assemble
+from tinkex.strict import assemble, at
 from tinkex.types.base import AnyJson, read_plain
 from tinkex.types.data import (
     Datum,
@@ -76,14 +76,6 @@ def _not_a_plain_object(obj: AnyJson, key: str, where: str) -> Any:
     return obj.get(key)
 
 
-def _at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`build(...)`, its refusal prefixed with the place."""
-    try:
-        return build(*args, **kwargs)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"{where}: {error}") from None
-
-
 # -- chunks and tensors ----------------------------------------------------------------------------------
 
 
@@ -116,9 +108,9 @@ def _chunk_kind(obj: Any, where: str) -> str:
 def read_chunk(obj: Any, where: str) -> ModelInputChunk:
     kind = _chunk_kind(obj, where)
     if kind == "encoded_text":
-        return _at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where))
+        return at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where))
     if kind == "dmel":
-        return DmelChunk(_at(f"{where}.dmel", _base64, _get(obj, "dmel", str, where)))
+        return DmelChunk(at(f"{where}.dmel", _base64, _get(obj, "dmel", str, where)))
     if kind not in ("image", "image_asset_pointer"):
         raise InvalidInputError(
             f"{where}.type must be encoded_text, image, image_asset_pointer or dmel, got {kind!r}"
@@ -127,10 +119,10 @@ def read_chunk(obj: Any, where: str) -> ModelInputChunk:
     length = _get(obj, "expected_tokens", int, where, _get(obj, "tokens", int, where, None))
     picture = _get(obj, "format", str, where)
     if kind == "image":
-        data = _at(f"{where}.data", _base64, _get(obj, "data", str, where))
-        return _at(where, ImageChunk, data, picture, length)  # type: ignore[arg-type]
+        data = at(f"{where}.data", _base64, _get(obj, "data", str, where))
+        return at(where, ImageChunk, data, picture, length)  # type: ignore[arg-type]
     location = _get(obj, "location", str, where)
-    return _at(where, ImageAssetPointerChunk, picture, location, length)  # type: ignore[arg-type]
+    return at(where, ImageAssetPointerChunk, picture, location, length)  # type: ignore[arg-type]
 
 
 def write_model_input(value: ModelInput) -> Json:
@@ -153,7 +145,7 @@ def write_tensor(value: TensorData) -> Json:
 
 
 def read_tensor(obj: Any, where: str) -> TensorData:
-    return _at(
+    return at(
         where,
         TensorData,
         _get(obj, "data", list, where),
@@ -190,7 +182,7 @@ def _read_spans(obj: Any, key: str, where: str) -> ProvenanceSpans | None:
         cls = PromptProvenanceSpan if prompt else SampledProvenanceSpan
         length = _get(item, "length", int, place)
         where_from = _get(item, "sequence_id", str, place), _get(item, "offset", int, place, 0)
-        spans.append(_at(place, cls, *where_from, length=length))
+        spans.append(at(place, cls, *where_from, length=length))
     return spans
 
 
@@ -207,7 +199,7 @@ def _write_datum(datum: Datum) -> Json:
 
 def _read_datum(obj: Any, where: str) -> Datum:
     inputs = _get(obj, "loss_fn_inputs", dict, where, {})
-    return _at(
+    return at(
         where,
         Datum,
         read_model_input(_get(obj, "model_input", dict, where), f"{where}.model_input"),
@@ -302,7 +294,7 @@ def read_sample_request(obj: Any) -> SampleRequest:
     params = _get(obj, "sampling_params", dict, "body", {})
     fields: Json = {
         "prompt": read_model_input(_get(obj, "prompt", dict, "body"), "prompt"),
-        "sampling_params": _at("sampling_params", read_plain, SamplingParams, params, lenient=True),
+        "sampling_params": at("sampling_params", read_plain, SamplingParams, params, lenient=True),
     }
     for name, kind in _SAMPLE_FIELDS.items():
         if (value := obj.get(name)) is not None:
@@ -414,9 +406,9 @@ def _read_sequence(obj: Any, where: str) -> SampledSequence:
         raise InvalidInputError(f"{where}.stop_reason must be 'stop' or 'length', got {reason!r}")
     return SampledSequence(
         _STOP_REASONS[reason],
-        tokens_np=_at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where)).tokens_np,
-        logprobs_np=_at(f"{where}.logprobs", _read_floats, _get(obj, "logprobs", list, where, None)),
-        topk_logprobs_np=_at(where, _read_topk, _get(obj, "topk_logprobs", list, where, None)),
+        tokens_np=at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where)).tokens_np,
+        logprobs_np=at(f"{where}.logprobs", _read_floats, _get(obj, "logprobs", list, where, None)),
+        topk_logprobs_np=at(where, _read_topk, _get(obj, "topk_logprobs", list, where, None)),
         stop_detail=_get(obj, "stop_detail", str, where, None if reason in ("stop", "length") else reason),
         stop_match=_get(obj, "stop_match", (int, str), where, None),
     )
@@ -428,8 +420,8 @@ def read_samples(obj: Any) -> SampleResponse:
     topk = _get(obj, "topk_prompt_logprobs", list, "body", None)
     return SampleResponse(
         [_read_sequence(s, f"sequences[{i}]") for i, s in enumerate(_get(obj, "sequences", list, "body"))],
-        _at("prompt_logprobs", _read_floats, _get(obj, "prompt_logprobs", list, "body", None)),
-        _at("topk_prompt_logprobs", _read_topk, topk),
+        at("prompt_logprobs", _read_floats, _get(obj, "prompt_logprobs", list, "body", None)),
+        at("topk_prompt_logprobs", _read_topk, topk),
         None if target is None else _read_logprobs(target, "target_prompt_logprobs"),
         _get(obj, "prompt_cache_hit_tokens", int, "body", 0),
         None

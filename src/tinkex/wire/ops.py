@@ -95,55 +95,50 @@ def _promise(
 # -- the server itself, and who is asking ----------------------------------------------------------------
 
 GET_CLIENT_CONFIG = Op(
-    "get_client_config", "POST", f"{_V1}/client/config",
-    config.ClientConfigRequest, config.ClientConfigResponse, pool=Pool.SESSION,
+    "get_client_config", "POST", f"{_V1}/client/config", config.ClientConfigRequest,
+    config.ClientConfigResponse, pool=Pool.SESSION,
 )  # fmt: skip
 GET_DYNAMIC_CONFIG = Op(
-    "get_dynamic_config", "POST", f"{_V1}/client/dynamic_config",
-    config.ClientConfigRequest, config.ClientDynamicConfigResponse,
-    pool=Pool.SESSION, retry=False,
+    "get_dynamic_config", "POST", f"{_V1}/client/dynamic_config", config.ClientConfigRequest,
+    config.ClientDynamicConfigResponse, pool=Pool.SESSION, retry=False,
 )  # fmt: skip
 GET_AUTH_TOKEN = Op(
-    "get_auth_token", "POST", f"{_V1}/auth/token",
-    config.EmptyRequest, config.AuthTokenResponse, pool=Pool.SESSION,
+    "get_auth_token", "POST", f"{_V1}/auth/token", config.EmptyRequest, config.AuthTokenResponse,
+    pool=Pool.SESSION,
 )  # fmt: skip
 GET_API_KEY = Op("get_api_key", "GET", f"{_V1}/auth/apikey/me", config.EmptyRequest, config.ApiKeyResponse)
 DELETE_API_KEY = Op("delete_api_key", "DELETE", f"{_V1}/auth/apikey/me", config.EmptyRequest, NoneType)
 GET_HEALTH = Op("get_health", "GET", f"{_V1}/healthz", config.EmptyRequest, config.HealthResponse)
 GET_SERVER_CAPABILITIES = Op(
-    "get_server_capabilities", "GET", f"{_V1}/get_server_capabilities",
-    config.EmptyRequest, config.GetServerCapabilitiesResponse,
+    "get_server_capabilities", "GET", f"{_V1}/get_server_capabilities", config.EmptyRequest,
+    config.GetServerCapabilitiesResponse,
 )  # fmt: skip
 GET_TOKENIZER_FILE = Op(  # ours alone
     "get_tokenizer_file", "GET", f"{_V1}/models/{{model_name:path}}/tokenizer/{{file}}",
     config.TokenizerFileRequest, bytes,
 )  # fmt: skip
 SEND_TELEMETRY = Op(
-    "send_telemetry", "POST", f"{_V1}/telemetry",
-    telemetry.TelemetrySendRequest, telemetry.TelemetryResponse, pool=Pool.TELEMETRY,
+    "send_telemetry", "POST", f"{_V1}/telemetry", telemetry.TelemetrySendRequest,
+    telemetry.TelemetryResponse, pool=Pool.TELEMETRY,
 )  # fmt: skip
 
 # -- sessions --------------------------------------------------------------------------------------------
 
 CREATE_SESSION = Op(
-    "create_session", "POST", f"{_V1}/create_session",
-    sessions.CreateSessionRequest, sessions.CreateSessionResponse, pool=Pool.SESSION,
+    "create_session", "POST", f"{_V1}/create_session", sessions.CreateSessionRequest,
+    sessions.CreateSessionResponse, pool=Pool.SESSION,
 )  # fmt: skip
 SESSION_HEARTBEAT = Op(
-    "session_heartbeat", "POST", f"{_V1}/session_heartbeat",
-    sessions.SessionHeartbeatRequest, sessions.SessionHeartbeatResponse,
-    pool=Pool.SESSION, retry=False,
+    "session_heartbeat", "POST", f"{_V1}/session_heartbeat", sessions.SessionHeartbeatRequest,
+    sessions.SessionHeartbeatResponse, pool=Pool.SESSION, retry=False,
 )  # fmt: skip
 FINISH_SESSION = Op(
     "finish_session", "POST", f"{_SESSION}/finish", sessions.FinishSessionRequest, NoneType, pool=Pool.SESSION
 )
 SEARCH_SESSIONS = Op(
-    "search_sessions",
-    "POST",
-    f"{_V1}/sessions/search",
-    sessions.SessionSearchRequest,
+    "search_sessions", "POST", f"{_V1}/sessions/search", sessions.SessionSearchRequest,
     sessions.SessionSearchResponse,
-)
+)  # fmt: skip
 LIST_SESSIONS = Op(
     "list_sessions", "GET", f"{_V1}/sessions", sessions.ListSessionsRequest, sessions.ListSessionsResponse
 )
@@ -152,8 +147,8 @@ ASSIGN_SESSION_PROJECT = Op(
     "assign_session_project", "PUT", f"{_SESSION}/project", sessions.AssignSessionProjectRequest, NoneType
 )
 EXPORT_SESSION_TRACE = Op(
-    "export_session_trace", "GET", f"{_SESSION}/trace_export",
-    sessions.ExportSessionTraceRequest, sessions.SessionTraceExportResponse,
+    "export_session_trace", "GET", f"{_SESSION}/trace_export", sessions.ExportSessionTraceRequest,
+    sessions.SessionTraceExportResponse,
 )  # fmt: skip
 
 # -- runs ------------------------------------------------------------------------------------------------
@@ -173,14 +168,12 @@ FORWARD = _promise(  # asked for by clients up to 0.24.1; newer ones say forward
 )
 OPTIM_STEP = _promise("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
 CREATE_CUSTOM_LOSS = _promise(
-    "create_custom_loss",
-    training.CreateCustomLossRequest,
-    training.CreateCustomLossResponse,
+    "create_custom_loss", training.CreateCustomLossRequest, training.CreateCustomLossResponse,
     "CreateCustomLoss",
-)
+)  # fmt: skip
 LIST_TRAINING_RUNS = Op(
-    "list_training_runs", "GET", f"{_V1}/training_runs",
-    training.ListTrainingRunsRequest, training.TrainingRunsResponse,
+    "list_training_runs", "GET", f"{_V1}/training_runs", training.ListTrainingRunsRequest,
+    training.TrainingRunsResponse,
 )  # fmt: skip
 GET_TRAINING_RUN = Op("get_training_run", "GET", _RUN, training.GetTrainingRunRequest, training.TrainingRun)
 GET_RUN_METRICS = Op(  # ours alone: JSON lines, one a step
@@ -204,20 +197,20 @@ LOAD_WEIGHTS = _promise(
     "load_weights", checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse, "LoadWeights"
 )
 GET_WEIGHTS_INFO = Op(
-    "get_weights_info", "POST", f"{_V1}/weights_info",
-    checkpoints.WeightsInfoRequest, checkpoints.WeightsInfoResponse,
+    "get_weights_info", "POST", f"{_V1}/weights_info", checkpoints.WeightsInfoRequest,
+    checkpoints.WeightsInfoResponse,
 )  # fmt: skip
 COPY_WEIGHTS = Op(
-    "copy_weights", "POST", f"{_V1}/copy_weights",
-    checkpoints.CopyWeightsRequest, checkpoints.CopyWeightsResponse,
+    "copy_weights", "POST", f"{_V1}/copy_weights", checkpoints.CopyWeightsRequest,
+    checkpoints.CopyWeightsResponse,
 )  # fmt: skip
 LIST_CHECKPOINTS = Op(
-    "list_checkpoints", "GET", f"{_RUN}/checkpoints",
-    checkpoints.ListCheckpointsRequest, checkpoints.CheckpointsListResponse,
+    "list_checkpoints", "GET", f"{_RUN}/checkpoints", checkpoints.ListCheckpointsRequest,
+    checkpoints.CheckpointsListResponse,
 )  # fmt: skip
 LIST_USER_CHECKPOINTS = Op(
-    "list_user_checkpoints", "GET", f"{_V1}/checkpoints",
-    checkpoints.ListUserCheckpointsRequest, checkpoints.CheckpointsListResponse,
+    "list_user_checkpoints", "GET", f"{_V1}/checkpoints", checkpoints.ListUserCheckpointsRequest,
+    checkpoints.CheckpointsListResponse,
 )  # fmt: skip
 # The longer paths stand before the bare checkpoint, whose placeholder would swallow them.
 PUBLISH_CHECKPOINT = Op(
@@ -234,8 +227,8 @@ GET_EXTERNAL_WEIGHTS_URLS = Op(
     checkpoints.CheckpointRequest, checkpoints.ExternalWeightsUrlsResponse,
 )  # fmt: skip
 GET_CHECKPOINT_ARCHIVE_URL = Op(  # asked for by clients up to 0.35.0; a server may answer 302
-    "get_checkpoint_archive_url", "GET", f"{_CHECKPOINT}/archive",
-    checkpoints.CheckpointRequest, checkpoints.CheckpointArchiveUrlResponse,
+    "get_checkpoint_archive_url", "GET", f"{_CHECKPOINT}/archive", checkpoints.CheckpointRequest,
+    checkpoints.CheckpointArchiveUrlResponse,
 )  # fmt: skip
 DELETE_CHECKPOINT = Op("delete_checkpoint", "DELETE", _CHECKPOINT, checkpoints.CheckpointRequest, NoneType)
 
@@ -246,43 +239,38 @@ CREATE_SAMPLING_SESSION = Op(
     sampling.CreateSamplingSessionRequest, sampling.CreateSamplingSessionResponse, pool=Pool.SAMPLE,
 )  # fmt: skip
 JOIN_SAMPLING_SESSION = Op(
-    "join_sampling_session", "POST", f"{_V1}/join_sampling_session",
-    sampling.JoinSamplingSessionRequest, sampling.JoinSamplingSessionResponse, pool=Pool.SAMPLE,
+    "join_sampling_session", "POST", f"{_V1}/join_sampling_session", sampling.JoinSamplingSessionRequest,
+    sampling.JoinSamplingSessionResponse, pool=Pool.SAMPLE,
 )  # fmt: skip
 SAMPLE = _promise(
-    "sample", sampling.SampleRequest, SampleResponse, "Sample",
-    path=f"{_V1}/asample", pool=Pool.SAMPLE,
-)  # fmt: skip
-GET_SAMPLER = Op(
-    "get_sampler",
-    "GET",
-    f"{_V1}/samplers/{{sampler_id}}",
-    sampling.GetSamplerRequest,
-    sampling.GetSamplerResponse,
+    "sample", sampling.SampleRequest, SampleResponse, "Sample", path=f"{_V1}/asample", pool=Pool.SAMPLE
 )
+GET_SAMPLER = Op(
+    "get_sampler", "GET", f"{_V1}/samplers/{{sampler_id}}", sampling.GetSamplerRequest,
+    sampling.GetSamplerResponse,
+)  # fmt: skip
 
 # -- futures ---------------------------------------------------------------------------------------------
 
 RETRIEVE_FUTURE = Op(
-    "retrieve_future", "POST", f"{_V1}/retrieve_future",
-    futures.FutureRetrieveRequest, object, pool=Pool.RETRIEVE,
+    "retrieve_future", "POST", f"{_V1}/retrieve_future", futures.FutureRetrieveRequest, object,
+    pool=Pool.RETRIEVE,
 )  # fmt: skip
 RETRIEVE_FUTURES = Op(
-    "retrieve_futures", "POST", f"{_V1}/retrieve_futures",
-    futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse,
-    pool=Pool.POLL, retry=False,
+    "retrieve_futures", "POST", f"{_V1}/retrieve_futures", futures.FuturesRetrieveRequest,
+    futures.FuturesRetrieveResponse, pool=Pool.POLL, retry=False,
 )  # fmt: skip
 CANCEL_FUTURE = Op(
-    "cancel_future", "POST", f"{_V1}/cancel_future",
-    futures.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, retry=False,
+    "cancel_future", "POST", f"{_V1}/cancel_future", futures.CancelFutureRequest, NoneType,
+    pool=Pool.RETRIEVE, retry=False,
 )  # fmt: skip
 
 # -- audit and billing -----------------------------------------------------------------------------------
 
 GET_AUDIT_LOG = Op("get_audit_log", "GET", f"{_V1}/audit", billing.AuditLogRequest, billing.AuditLogResponse)
 GET_BILLING_USAGE = Op(
-    "get_billing_usage", "GET", f"{_V1}/billing/usage/events",
-    billing.GetBillingUsageRequest, billing.BillingUsageResponse,
+    "get_billing_usage", "GET", f"{_V1}/billing/usage/events", billing.GetBillingUsageRequest,
+    billing.BillingUsageResponse,
 )  # fmt: skip
 GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(
     "get_current_checkpoint_storage_usage", "GET", f"{_V1}/billing/usage/checkpoints/current",

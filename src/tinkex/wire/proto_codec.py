@@ -1,20 +1,20 @@
-"""Arrays as protobuf: passes, their outputs, and samples.
+"""The protobuf codec: forward_backward requests, their outputs, and samples.
 
-Promises: an array's bytes are copied once when written, and are viewed, not copied, once the message is
-parsed. Bad input raises InvalidInputError with its place. Knows neither HTTP nor compression.
+Writing copies an array's bytes once; reading returns views of the parsed message. Bad input raises
+InvalidInputError that names the field. Knows neither HTTP nor compression.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import at
 from tinkex.types.data import (
     Datum,
     DmelChunk,
@@ -38,31 +38,22 @@ from tinkex.types.outputs import (
 )
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardRequest
-from tinkex.wire import tinkex_pb2 as pb
+from tinkex.wire import tinkex_pb2
 
-M = TypeVar("M", bound=Message)
-T = TypeVar("T")
+pb: Any = tinkex_pb2  # protobuf creates its classes at import, where a type checker does not see them
 
-MAX_DATUMS = 1 << 20  # in one record of outputs: a number alone must not make us build a list without end
-FEW_BYTES = 4096  # of a datum, which are copied quicker than they are sent piece by piece
+MAX_DATUMS = 1 << 20  # in one output record, so that a forged count cannot allocate without limit
+FEW_BYTES = 4096  # a datum up to this size is joined at once: cheaper than sending it in pieces
 _I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _ENDS: dict[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
-def _parse(kind: type[M], body: bytes) -> M:
+def _parse(kind: Any, body: bytes) -> Any:
     try:
         return kind.FromString(body)
     except DecodeError as error:
         raise InvalidInputError(f"not a protobuf {kind.__name__}: {error}") from None
-
-
-def _at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`build(...)`, its refusal prefixed with the place."""
-    try:
-        return build(*args, **kwargs)
-    except ValueError as error:
-        raise InvalidInputError(f"{where}: {error}") from None
 
 
 def _array(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
@@ -85,11 +76,11 @@ def _typed_array(data: bytes, dtype: int, where: str) -> np.ndarray:
 
 
 # -- writing a pass --------------------------------------------------------------------------------------
-# By hand rather than through the generated classes, which would copy every array three times: a message is
-# a list of pieces (small bytes, and views of the arrays) that are joined once at the end.
+# Written by hand: the generated classes copy every array three times. A message is a list of pieces (small
+# bytes and views of the arrays), joined once at the end.
 
 Pieces = list[bytes | memoryview]
-_TAGS = [bytes((number << 3 | 2,)) for number in range(16)]  # "a length and that many bytes follow"
+_TAGS = [bytes((number << 3 | 2,)) for number in range(16)]  # wire type 2: length-delimited
 
 
 def _varint(n: int) -> bytes:
@@ -109,7 +100,7 @@ def _message(number: int, pieces: Pieces) -> Pieces:
 
 
 def _bytes(number: int, data: bytes) -> Pieces:
-    """Bytes or a string that is left out when empty, as proto3 does."""
+    """A bytes or string field, left out when empty, as proto3 does."""
     return _message(number, [data]) if data else []
 
 
@@ -122,7 +113,7 @@ def _double(number: int, n: float) -> bytes:
 
 
 def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
-    """An array's bytes, without copying them; the array is contiguous, as those of our types are."""
+    """An array's bytes without a copy. Arrays of our types are always contiguous."""
     if array.dtype is not dtype:
         array = array.astype(dtype, copy=False)
     return array.data.cast("B") if array.size else b""
@@ -144,7 +135,7 @@ def _write_tensor(tensor: TensorData) -> Pieces:
         csr += _array_field(2, tensor.sparse_crow_np, _I64) + _array_field(3, tensor.sparse_col_np, _I64)
         pieces = _message(2, csr)
     else:
-        pieces = _message(1, [values])  # even if empty: it says that the tensor is dense
+        pieces = _message(1, [values])  # even if empty: its presence marks the tensor as dense
     pieces += _number(3, _DTYPES[tensor.dtype])
     if tensor.shape:
         pieces += _message(4, [b"".join(map(_varint, tensor.shape))])
@@ -153,7 +144,7 @@ def _write_tensor(tensor: TensorData) -> Pieces:
 
 @lru_cache(4096)
 def _dense_frame(key: str, dtype: str, nbytes: int, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What stands before and after the values of a dense tensor in a datum's map: the same for all alike."""
+    """The bytes before and after a dense tensor's values in a datum. Cached: most datums are alike."""
     tail = b"".join(_number(3, _DTYPES[dtype]))
     if shape:
         tail += b"".join(_message(4, [b"".join(map(_varint, shape))]))
@@ -165,7 +156,7 @@ def _dense_frame(key: str, dtype: str, nbytes: int, shape: tuple[int, ...]) -> t
 
 @lru_cache(4096)
 def _text_frame(nbytes: int) -> bytes:
-    """What stands before a text chunk's tokens in a datum."""
+    """The bytes before a text chunk's tokens in a datum."""
     head = _TAGS[1] + _varint(nbytes) if nbytes else b""
     head = _TAGS[1] + _varint(len(head) + nbytes) + head
     return _TAGS[1] + _varint(len(head) + nbytes) + head
@@ -193,13 +184,13 @@ def _write_spans(number: int, spans: ProvenanceSpans | None) -> Pieces:
     return pieces
 
 
-# The arrays of a datum, of text how many bytes, of a tensor what _dense_frame takes.
+# One entry per array of a datum: a text chunk's size in bytes, or the arguments of _dense_frame.
 Layout = tuple[int | tuple[str, str, int, tuple[int, ...]], ...]
 
 
 @lru_cache(4096)
 def _frames(layout: Layout) -> tuple[bytes, ...]:
-    """What stands before, between and after a datum's arrays, from its own tag on: the same for all alike."""
+    """The bytes before, between and after a datum's arrays, starting with the datum's own tag."""
     frames: list[bytes] = []
     tail, nbytes = b"", 0
     for array in layout:
@@ -213,7 +204,7 @@ def _frames(layout: Layout) -> tuple[bytes, ...]:
 
 
 def _write_datum(datum: Datum) -> Pieces:
-    """A datum as a field of its pass; if it is but text and dense tensors, by the frames of its layout."""
+    """A datum as a field of its pass; text with dense tensors takes the fast path of cached frames."""
     if datum.model_input_spans is not None:
         return _message(3, _write_any_datum(datum))
     arrays: Pieces = []
@@ -234,7 +225,7 @@ def _write_datum(datum: Datum) -> Pieces:
 
 
 def _write_any_datum(datum: Datum) -> Pieces:
-    """What a datum holds, whatever that is."""
+    """The content of any datum."""
     pieces: Pieces = []
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
@@ -247,7 +238,7 @@ def _write_any_datum(datum: Datum) -> Pieces:
 
 
 def write_pass(request: ForwardBackwardRequest) -> Pieces:
-    """The request as pieces to be joined: small ones, and views of the arrays."""
+    """The request as pieces to join: small bytes and views of the arrays."""
     work = request.forward_backward_input
     if not 0 <= request.seq_id < 2**31:
         raise InvalidInputError(f"seq_id must be from 0 to {2**31 - 1}, got {request.seq_id}")
@@ -259,7 +250,7 @@ def write_pass(request: ForwardBackwardRequest) -> Pieces:
             raise InvalidInputError(f"data[{i}]: {error}") from None
     pieces += _bytes(4, work.loss_fn.encode())
     config = work.loss_fn_config or {}
-    for key, value in config.items():  # twice, for servers that read only the older map
+    for key, value in config.items():  # numbers go in both maps: older servers read only this one
         if not isinstance(value, str):
             pieces += _entry(5, key, [_double(2, value)])
     pieces += _number(6, request.forward_only)
@@ -272,27 +263,27 @@ def write_pass(request: ForwardBackwardRequest) -> Pieces:
 # -- reading a pass --------------------------------------------------------------------------------------
 
 
-def _read_tensor(tensor: pb.Tensor, where: str) -> TensorData:
+def _read_tensor(tensor: Any, where: str) -> TensorData:
     shape = list(tensor.shape) or None
     if tensor.WhichOneof("encoding") == "sparse_csr":
         csr = tensor.sparse_csr
         values = _typed_array(csr.values, tensor.dtype, where)
         crow, col = _array(csr.crow_indices, _I64, where), _array(csr.col_indices, _I64, where)
-        return _at(where, TensorData, values, None, shape, crow, col)
-    return _at(where, TensorData, _typed_array(tensor.dense, tensor.dtype, where), None, shape)
+        return at(where, TensorData, values, None, shape, crow, col)
+    return at(where, TensorData, _typed_array(tensor.dense, tensor.dtype, where), None, shape)
 
 
-def _read_chunk(chunk: pb.Chunk, where: str) -> ModelInputChunk:
+def _read_chunk(chunk: Any, where: str) -> ModelInputChunk:
     kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
-        return _at(where, EncodedTextChunk, _array(chunk.encoded_text.tokens, _I32, where))
+        return at(where, EncodedTextChunk, _array(chunk.encoded_text.tokens, _I32, where))
     if kind == "image":
         image = chunk.image
         length = image.expected_tokens if image.HasField("expected_tokens") else None
-        return _at(where, ImageChunk, image.data, image.format, length)
+        return at(where, ImageChunk, image.data, image.format, length)
     if kind == "dmel":
         return DmelChunk(chunk.dmel.dmel)
-    raise InvalidInputError(f"{where} holds nothing that this version knows")
+    raise InvalidInputError(f"{where} holds nothing that this version understands")
 
 
 def _read_spans(spans: Any, where: str) -> ProvenanceSpans:
@@ -300,14 +291,14 @@ def _read_spans(spans: Any, where: str) -> ProvenanceSpans:
     for i, span in enumerate(spans):
         kind = span.WhichOneof("span")
         if kind is None:
-            raise InvalidInputError(f"{where}[{i}] holds nothing that this version knows")
+            raise InvalidInputError(f"{where}[{i}] holds nothing that this version understands")
         held = getattr(span, kind)
         cls = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
-        out.append(_at(f"{where}[{i}]", cls, held.sequence_id, held.offset, length=held.length))
+        out.append(at(f"{where}[{i}]", cls, held.sequence_id, held.offset, length=held.length))
     return out
 
 
-def _read_datum(datum: pb.Datum, where: str) -> Datum:
+def _read_datum(datum: Any, where: str) -> Datum:
     chunks = [_read_chunk(c, f"{where}.model_input[{j}]") for j, c in enumerate(datum.model_input)]
     inputs = {k: _read_tensor(t, f"{where}.loss_fn_inputs[{k!r}]") for k, t in datum.loss_fn_inputs.items()}
     if not datum.model_input_spans and not datum.loss_fn_input_spans:
@@ -345,7 +336,7 @@ def read_turn(body: bytes) -> tuple[str, int] | None:
 
 
 def _layout(record: LossFnOutput) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """What datums must share to stand in one record: names, dtypes, and the dimensions after the first."""
+    """What datums of one record share: names, dtypes, and the dimensions after the first."""
     return tuple((name, tensor.dtype, tensor.dense_shape[1:]) for name, tensor in sorted(record.items()))
 
 
@@ -364,21 +355,21 @@ def write_output(value: ForwardBackwardOutput) -> bytes:
             field = record.fields[name]
             field.data = np.concatenate(arrays).tobytes()
             field.offsets = np.cumsum([0, *(a.nbytes for a in arrays)], dtype=_I64).tobytes()
-            field.dtype = _DTYPES[dtype]  # type: ignore[assignment]
+            field.dtype = _DTYPES[dtype]
             field.trailing_shape.extend(trailing)
         start = end
-    return message.SerializeToString(deterministic=True)  # the same value, the same bytes
+    return message.SerializeToString(deterministic=True)  # equal values give equal bytes
 
 
-def _read_field(field: pb.BatchedTensor, where: str) -> list[TensorData]:
-    """One output of some datums, cut apart."""
+def _read_field(field: Any, where: str) -> list[TensorData]:
+    """Split one output field into its datums."""
     offsets = _array(field.offsets, _I64, where)
     size = 2 if field.dtype in (pb.DTYPE_BFLOAT16,) else 8 if field.dtype == pb.DTYPE_INT64 else 4
     flat = _typed_array(field.data, field.dtype, where)
     bounds, rest = np.divmod(offsets, size)
     rising = bounds.size and bounds[0] >= 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= flat.size
     if not rising or rest.any():
-        raise InvalidInputError(f"{where}: its offsets do not cut {len(field.data)} bytes apart")
+        raise InvalidInputError(f"{where}: its offsets do not split {len(field.data)} bytes")
     trailing = list(field.trailing_shape)
     row = math.prod(trailing)
     if any(n < 0 for n in trailing) or (np.diff(bounds) % max(row, 1)).any():
@@ -404,10 +395,14 @@ def read_output(body: bytes) -> ForwardBackwardOutput:
 # -- samples ---------------------------------------------------------------------------------------------
 
 
-def _fill_topk(message: pb.TopkLogprobs, value: TopkLogprobs) -> None:
+def _fill_topk(message: Any, value: TopkLogprobs) -> None:
     message.token_ids = np.ascontiguousarray(value.token_ids, _I32).tobytes()
     message.logprobs = np.ascontiguousarray(value.logprobs, _F32).tobytes()
     message.k, message.length = value.k, value.length
+
+
+def _fill_tensor(message: Any, tensor: TensorData) -> None:
+    message.MergeFromString(b"".join(_write_tensor(tensor)))
 
 
 def write_samples(value: SampleResponse) -> bytes:
@@ -432,18 +427,14 @@ def write_samples(value: SampleResponse) -> bytes:
     if value.topk_prompt_logprobs_np is not None:
         _fill_topk(message.topk_prompt_logprobs, value.topk_prompt_logprobs_np)
     if value.target_prompt_logprobs is not None:
-        message.target_prompt_logprobs.MergeFromString(b"".join(_write_tensor(value.target_prompt_logprobs)))
-    if value.prompt_alt_tokens is not None:
-        message.prompt_alt_tokens.tokens.MergeFromString(
-            b"".join(_write_tensor(value.prompt_alt_tokens.tokens))
-        )
-        message.prompt_alt_tokens.logprobs.MergeFromString(
-            b"".join(_write_tensor(value.prompt_alt_tokens.logprobs))
-        )
+        _fill_tensor(message.target_prompt_logprobs, value.target_prompt_logprobs)
+    if (alt := value.prompt_alt_tokens) is not None:
+        _fill_tensor(message.prompt_alt_tokens.tokens, alt.tokens)
+        _fill_tensor(message.prompt_alt_tokens.logprobs, alt.logprobs)
     return message.SerializeToString()
 
 
-def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs | None:
+def _read_topk(message: Any, where: str) -> TopkLogprobs | None:
     cells = message.k * message.length
     if not cells:
         return None
@@ -454,7 +445,7 @@ def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs | None:
     return TopkLogprobs(ids[:cells].reshape(shape), logprobs[:cells].reshape(shape))
 
 
-def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
+def _read_sequence(sequence: Any, where: str) -> SampledSequence:
     reason = _ENDS.get(sequence.stop_reason)
     if reason is None:
         raise InvalidInputError(f"{where}: unknown stop_reason {sequence.stop_reason}")
@@ -472,7 +463,7 @@ def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
     )
 
 
-def _stop_match(sequence: pb.SampledSequence) -> int | str | None:
+def _stop_match(sequence: Any) -> int | str | None:
     if sequence.HasField("stop_token"):
         return sequence.stop_token
     return sequence.stop_string or None
