@@ -1,7 +1,7 @@
 """Tinkex: the Tinker training API as an open system you run yourself.
 
-The public names, and nothing else; each loads what it needs when it is first used, so that importing the
-package costs next to nothing.
+The public names, and nothing else. Each is imported on first use, so that importing the package takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOME: dict[str, str] = {
 }
 _MODULES = ("auth", "errors", "recovery", "regularizers", "types")
 
-# The checker has the names from the imports at the end of this file.
+# Type checkers read the imports at the end of this file.
 __all__ = ["__title__", "__version__", *_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -1,20 +1,20 @@
-"""Every environment variable and default that the project reads, in one place.
+"""Settings of a process: every environment variable that the project reads.
 
-    TINKER_API_KEY          the key; without it, and without a URL, the engine runs in this process
+    TINKER_API_KEY          the key; without a key and a URL, the engine runs in this process
     TINKER_BASE_URL         the server; "local" is this process, even if there is a key
     TINKER_CREDENTIAL_CMD   a shell command that prints a token
     TINKER_PROJECT_ID       the project of new sessions
     TINKER_TAGS             tags of new sessions, separated by commas
-    TINKER_TELEMETRY        1, true, yes or on: send telemetry (off unless asked for)
+    TINKER_TELEMETRY        1, true, yes or on: send telemetry (default: off)
     TINKER_LOG              debug or info: log to stderr
     CLOUDFLARE_ACCESS_CLIENT_ID, CLOUDFLARE_ACCESS_CLIENT_SECRET   sent as headers if set
     TINKEX_HOME             where the embedded engine keeps its state (default ~/.tinkex)
-    TINKEX_TOKENIZER_DIR    a directory of tokenizers, looked into before any hub
-    HF_HUB_OFFLINE          1, true, yes or on: never ask a hub
-    NO_COLOR                anything: the command line prints without colours
-    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY   as everywhere; never used for this machine's own servers
+    TINKEX_TOKENIZER_DIR    a directory of tokenizers, searched before any hub
+    HF_HUB_OFFLINE          1, true, yes or on: never connect to a hub
+    NO_COLOR                any value: the command line prints without colours
+    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY   as usual; not used for loopback addresses
 
-`tinkex serve` also takes its options from there; what is said on the command line wins:
+`tinkex serve` also reads its options from the environment; the command line takes precedence:
 
     TINKEX_MODELS           --model, several NAME=PLACE with spaces between
     TINKEX_HOST, TINKEX_PORT, TINKEX_HOME, TINKEX_PUBLIC_URL, TINKEX_DEVICE, TINKEX_DTYPE, TINKEX_PRELOAD,
@@ -22,8 +22,8 @@
     TINKEX_MAX_CONTEXT, TINKEX_DISK_QUOTA, TINKEX_DRAIN   --max-context, --disk-quota, --drain
     TINKEX_DETERMINISTIC    --deterministic, if 1
 
-Read once, when a client is made: nothing else in the project looks at the environment (but for the command
-line's library, which reads the options above).
+Read once, when a client is made. No other module reads the environment, except for click, which reads the
+options above.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from tinkex.strict import check_seconds, strict
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
-LOCAL = "local"  # as a base URL: models run in this process, whatever keys there are
+LOCAL = "local"  # as a base URL: models run in this process, even if there is a key
 UNSET: Any = object()
 
 
 @strict
 class Timeouts:
-    """Seconds that each thing may take before it is an error. See docs/client.md for the table."""
+    """Time limits in seconds. docs/client.md has the table."""
 
-    connect: float = 4.0  # one TCP and TLS handshake; two of them fit into `unreachable`
-    request: float = 60.0  # one HTTP request and its answer
-    long_poll: float = 45.0  # one poll for a result
-    unreachable: float = 9.0  # a host that never answered: an error within 10 s, start-up included
-    lost: float = 300.0  # a host that did answer, and stopped
+    connect: float = 4.0  # one TCP and TLS handshake; two fit within `unreachable`
+    request: float = 60.0  # one HTTP request and its reply
+    long_poll: float = 45.0  # one long poll for a result
+    unreachable: float = 9.0  # a host that never replied: an error within 10 s, start-up included
+    lost: float = 300.0  # a host that replied before and no longer does
     close: float = 5.0  # finishing a session at close() and at exit
     heartbeat_interval: float = 10.0
 
@@ -101,7 +101,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says, as it was when a client was made."""
+    """The environment's settings when a client was made."""
 
     api_key: str | None = None
     base_url: str | None = None
@@ -116,7 +116,7 @@ class Settings:
     credentials_file: Path = Path("~/.tinker/credentials.json")
     offline: bool = False
     no_color: bool = False
-    http_proxy: bool = False  # http:// goes through a proxy, which the HTTP library finds by itself
+    http_proxy: bool = False  # http:// goes through a proxy, which the HTTP library finds
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -150,12 +150,12 @@ class Settings:
 
     @property
     def embedded(self) -> bool:
-        """Neither a key nor a server is set: models run in the process that asks for them."""
+        """Whether models run in this process: neither a key nor a server is set."""
         chosen = self.base_url or self.api_key or self.credential_cmd
         return self.base_url == LOCAL or (not chosen and not self._has_stored_key())
 
     def _has_stored_key(self) -> bool:
-        """Also if the file cannot be read: whoever needs the key then says why."""
+        """True also if the file cannot be read: then the use of the key reports why."""
         try:
             return json.loads(self.credentials_file.read_bytes()).get("default") is not None
         except FileNotFoundError:
@@ -165,7 +165,7 @@ class Settings:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with some variables changed, for a process that it starts."""
+    """This process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
@@ -193,7 +193,7 @@ def normalize_url(url: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Does this URL name this very machine?"""
+    """Whether this URL is a loopback address."""
     host = urlsplit(url).hostname or ""
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -204,6 +204,6 @@ def is_loopback(url: str) -> bool:
 
 
 def console_url(base_url: str, page: str = "") -> str:
-    """The page about something, on the server in use (ours: server/console.py)."""
+    """The URL of a page of the server's console."""
     root = HOSTED_CONSOLE if base_url == HOSTED_URL else base_url
     return f"{root}/{page}".rstrip("/")

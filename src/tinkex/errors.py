@@ -3,29 +3,28 @@
     TinkerError
     ├── InvalidInputError (ValueError)       refused before anything was sent
     ├── CredentialError                      no usable key: nothing was sent
-    ├── TokenizerError                       no tokenizer: what was tried, and how to do without a hub
-    ├── ModelError                           no base model of that name could be had, and why
+    ├── TokenizerError                       no tokenizer: what was tried, and how to work offline
+    ├── ModelError                           a base model could not be found or loaded
     ├── ClientClosedError (RuntimeError)     the client, or its session, is closed
     ├── ForkedClientError (RuntimeError)     used in a forked child without reconnecting
-    ├── PassIncompleteError                  a step held back: part of its batch was refused
-    ├── ResultTimeoutError (TimeoutError)    not there yet; the request goes on
+    ├── PassIncompleteError                  a step was not sent: part of its batch was refused
+    ├── ResultTimeoutError (TimeoutError)    no result yet; the request continues
     ├── RequestFailedError                   the server accepted the request and failed it
-    ├── RunLostError                         noticed by a RecoveryPolicy's watch: nothing was sent
+    ├── RunLostError                         a RecoveryPolicy found the run lost: nothing was sent
     ├── RecoveryFailedError                  a lost run could not be resumed: what was tried
     └── APIError
-        ├── APIResponseValidationError       an answer that cannot be understood
-        ├── APIConnectionError               no answer: url, cause and attempts are in the message
+        ├── APIResponseValidationError       a reply that does not follow the protocol
+        ├── APIConnectionError               no reply: the message has URL, cause and attempts
         │   ├── APITimeoutError
-        │   └── StreamBrokenError            a stream that broke off: it has what came before
-        └── APIStatusError                   an HTTP status that is an answer
+        │   └── StreamBrokenError            a stream ended early; it holds what arrived
+        └── APIStatusError                   an HTTP status of 4xx or 5xx
             ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402
             ├── PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409
             ├── ExpiredError 410 · UnprocessableEntityError 422 · RateLimitError 429
             ├── InternalServerError ≥500
-            └── StreamingUnsupportedError    this server has no streams: use sample()
+            └── StreamingUnsupportedError    this server cannot stream: use sample()
 
-Knows nothing of HTTP libraries: a response is anything with `status_code`, `headers` and `text`.
-All are picklable.
+All are picklable. Knows no HTTP library: a response is anything with `status_code`, `headers` and `text`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from typing import Any
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failed request is; parsed without regard to case, unknown strings kept as `unknown`."""
+    """Whose fault a failed request is. Parsing ignores case; an unknown string is `unknown`."""
 
     Unknown = "unknown"
     Server = "server"
@@ -52,12 +51,12 @@ class RequestErrorCategory(StrEnum):
             return cls.Unknown
 
 
-_Body = dict[str, Any] | list[Any] | str | int | float | bool | bytes | None  # an answer's JSON, or its bytes
+_Body = dict[str, Any] | list[Any] | str | int | float | bool | bytes | None  # a reply's JSON, or its bytes
 
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """What was asked: enough to name it in a message, never its credentials."""
+    """The request of an error: enough to name it, never its credentials."""
 
     method: str = ""
     url: str = ""
@@ -65,7 +64,7 @@ class FailedRequest:
 
 @dataclass(frozen=True)
 class FailedResponse:
-    """What was answered, as an exception carries it."""
+    """The reply of an error."""
 
     status_code: int
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -74,7 +73,7 @@ class FailedResponse:
 
 
 class TinkerError(Exception):
-    """The base of everything this package raises on purpose."""
+    """The base class of every error of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Constructors differ, so rebuild from the finished state instead of the arguments.
@@ -94,7 +93,7 @@ class TokenizerError(TinkerError):
 
 
 class ModelError(TinkerError):
-    """A base model could not be had by its name; the message says why, and what to do."""
+    """A base model could not be found or loaded; the message says why, and what to do."""
 
 
 class ClientClosedError(TinkerError, RuntimeError):
@@ -114,18 +113,18 @@ class ResultTimeoutError(TinkerError, TimeoutError):
 
 
 class RequestFailedError(TinkerError):
-    """The server took the request and failed it; `category` says whose fault it was."""
+    """The server accepted the request and failed it; `category` says whose fault it was."""
 
     def __init__(self, message: str, request_id: str, category: RequestErrorCategory) -> None:
         super().__init__(message)
         self.message = message
         self.request_id = request_id
         self.category = category
-        self.received: Sequence[Any] = ()  # of a stream: what came before it failed
+        self.received: Sequence[Any] = ()  # of a stream: what arrived before the failure
 
 
 class RunLostError(TinkerError):
-    """A call of a run that the server has lost, as a RecoveryPolicy has noticed; it was not sent."""
+    """A call on a run that a RecoveryPolicy found lost; it was not sent."""
 
     def __init__(self, run_id: str, reason: str) -> None:
         super().__init__(f"run {run_id} is lost: {reason}")
@@ -134,11 +133,11 @@ class RunLostError(TinkerError):
 
 
 class RecoveryFailedError(TinkerError):
-    """A run is lost, and a RecoveryPolicy gave it up; the last failure is the cause."""
+    """A RecoveryPolicy could not resume a lost run; the last failure is the cause."""
 
 
 class APIError(TinkerError):
-    """A request that did not get a usable answer."""
+    """A request without a usable reply."""
 
     def __init__(self, message: str, request: Any = None, *, body: _Body = None) -> None:
         super().__init__(message)
@@ -148,11 +147,11 @@ class APIError(TinkerError):
 
 
 class APIResponseValidationError(APIError):
-    """An answer that does not follow the protocol."""
+    """A reply that does not follow the protocol."""
 
     def __init__(self, response: Any, body: _Body = None, message: str | None = None) -> None:
         super().__init__(
-            message or "The server's answer does not follow the protocol.",
+            message or "The server's reply does not follow the protocol.",
             getattr(response, "request", None),
             body=body,
         )
@@ -161,14 +160,14 @@ class APIResponseValidationError(APIError):
 
 
 class APIConnectionError(APIError):
-    """No answer at all; the message names the URL, the cause and the attempts made."""
+    """No reply; the message names the URL, the cause and the attempts made."""
 
     def __init__(self, request: Any = None, message: str = "Connection error.") -> None:
         super().__init__(message, request)
 
 
 class APITimeoutError(APIConnectionError):
-    """No answer within the time given."""
+    """No reply within the time limit."""
 
     def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
         super().__init__(request, message)
@@ -177,7 +176,7 @@ class APITimeoutError(APIConnectionError):
 class StreamBrokenError(APIConnectionError):
     """A stream ended before its result.
 
-    `received` has what came of it: for each sequence that had begun, its tokens and logprobs so far.
+    `received` holds the tokens and logprobs so far of each sequence that had begun.
     """
 
     def __init__(self, request: Any = None, message: str = "The stream broke off.") -> None:
@@ -203,7 +202,7 @@ class AuthenticationError(APIStatusError):
 
 
 class BillingError(APIStatusError):
-    """402: the account cannot pay for this now."""
+    """402: the account cannot pay for this."""
 
 
 class PermissionDeniedError(APIStatusError):
@@ -211,15 +210,15 @@ class PermissionDeniedError(APIStatusError):
 
 
 class NotFoundError(APIStatusError):
-    """404: no such thing, or not yours."""
+    """404: it does not exist, or belongs to someone else."""
 
 
 class ConflictError(APIStatusError):
-    """409: it clashes with what is there."""
+    """409: it conflicts with what exists."""
 
 
 class ExpiredError(APIStatusError):
-    """410: the result, or the session, is no longer kept."""
+    """410: the result or the session has expired."""
 
 
 class UnprocessableEntityError(APIStatusError):
@@ -235,7 +234,7 @@ class InternalServerError(APIStatusError):
 
 
 class StreamingUnsupportedError(APIStatusError):
-    """This server offers no streams of samples; `sample()` gives the same, all at once."""
+    """This server cannot stream samples; `sample()` returns the same result at once."""
 
 
 class ExperimentalWarning(FutureWarning):
@@ -264,7 +263,7 @@ def status_error(message: str, response: FailedResponse, body: _Body = None) -> 
 
 
 def is_user_error(error: BaseException) -> bool:
-    """True if asking again cannot help: 4xx but for 402, 408, 409, 410 and 429, or category `user`."""
+    """Whether a retry cannot help: 4xx other than 402, 408, 409, 410 and 429, or category `user`."""
     if isinstance(error, APIStatusError):
         return 400 <= error.status_code < 500 and error.status_code not in (402, 408, 409, 410, 429)
     if isinstance(error, RequestFailedError):

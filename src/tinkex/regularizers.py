@@ -1,9 +1,9 @@
-"""Regularizers: weighted terms added to a loss of the target logprobs, each with its own value and gradient.
+"""Regularizers: weighted terms that are added to a loss of the target logprobs.
 
-A term is a function of a batch's datums and logprobs that gives a number and its derivative by every logprob;
-the built-in ones do so in closed form, in numpy: no torch. Promises: the gradient is that of the weighted
-sum, and every term's value and gradient norm are among the metrics. Sees what a client sees, logprobs of
-target tokens: no weights of the model, and no other token's probability. docs/client.md has the formulas.
+A term maps a batch's datums and logprobs to a value and its gradient by the logprobs. The built-in terms do
+so in closed form, in numpy, without torch. The gradient is that of the weighted sum; the metrics have each
+term's value and gradient norm. A term sees the logprobs of target tokens only: no model weights and no other
+token's probability. docs/client.md has the formulas.
 
     >>> loss = regularized("cross_entropy", [0.01 * l2(around="ref_logprobs"), -0.001 * entropy()])
     >>> run.forward_backward_custom(data, loss).result().metrics["reg/l2/value"]      # doctest: +SKIP
@@ -28,7 +28,7 @@ from tinkex.types.params import LossFnType
 Batch = Sequence[Datum]
 Arrays = Sequence[np.ndarray]
 TermFn = Callable[[Batch, Arrays], tuple[float, list[np.ndarray]]]
-# Of one datum: its number, itself and its logprobs; gives each position's value and its derivative.
+# Maps a datum's index, the datum and its logprobs to each position's value and derivative.
 Formula = Callable[[int, Datum, np.ndarray], tuple[np.ndarray, np.ndarray]]
 Pairs = Sequence[tuple[int, int]]
 Targets = Literal["sampled", "enumerated"]
@@ -36,9 +36,9 @@ Targets = Literal["sampled", "enumerated"]
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a regularized loss: `compute(data, logprobs)` gives its value and its gradients.
+    """One term of a regularized loss: `compute(data, logprobs)` returns its value and its gradients.
 
-    Multiply it by a number to weigh it: `0.1 * l2()`.
+    Multiply it by a number to set its weight: `0.1 * l2()`.
     """
 
     name: str
@@ -58,34 +58,34 @@ class Term:
 
 
 class _NamedLoss:
-    """One of the server's losses by its name, computed here."""
+    """A named loss, computed by the client."""
 
     def __init__(self, name: str, config: Mapping[str, float]) -> None:
         from tinkex.engine.fake.losses import FORMULAS  # the losses in numpy
 
         if name not in FORMULAS:
             raise InvalidInputError(
-                f"the loss {name!r} cannot be computed here; those that can: {', '.join(FORMULAS)}. For "
+                f"the client cannot compute the loss {name!r}; it can compute: {', '.join(FORMULAS)}. For "
                 "another of the server's, call forward_backward with it, then forward_backward_custom with "
                 "regularized(None, terms): the gradients add up"
             )
         self._name, self._formula, self._settings = name, FORMULAS[name], loss_settings(name, config)
 
     def check(self, data: Batch) -> None:
-        """Refuse datums that it cannot be computed on."""
+        """Raise InvalidInputError for datums that do not fit the loss."""
         passes.check_pass(data, self._name, self._settings)
 
     def value_and_gradients(
         self, data: Batch, logprobs: Arrays
     ) -> tuple[float, list[np.ndarray], dict[str, float]]:
-        """The loss, its derivative by each datum's logprobs, and no metrics."""
+        """The loss, its gradient by each datum's logprobs, and no metrics."""
         self.check(data)
         total = 0.0
         gradients: list[np.ndarray] = []
         for datum, given in zip(data, logprobs, strict=True):
             filled = filled_inputs(self._name, datum.loss_fn_inputs, self._settings)
             inputs = {key: value.astype(np.float64) for key, value in filled.items()}
-            with np.errstate(over="ignore"):  # a ratio may be infinite, and clipped
+            with np.errstate(over="ignore"):  # a clipped ratio may be infinite
                 terms, slopes = self._formula(given.astype(np.float64), inputs, self._settings)
             total += float(terms.sum())
             gradients.append(slopes)
@@ -93,7 +93,7 @@ class _NamedLoss:
 
 
 class Regularized:
-    """A loss and its terms: what `regularized` makes and `forward_backward_custom` takes."""
+    """A loss and its terms: made by `regularized`, used by `forward_backward_custom`."""
 
     def __init__(
         self, loss: Any, terms: Sequence[Term], loss_fn_config: Mapping[str, float] | None = None
@@ -114,14 +114,14 @@ class Regularized:
             raise InvalidInputError(f"terms must have different names, got {names}; see Term.named")
 
     def check(self, data: Batch) -> None:
-        """Refuse datums that the loss itself cannot be computed on."""
+        """Raise InvalidInputError for datums that do not fit the loss itself."""
         if isinstance(self._loss, LossChecks):
             self._loss.check(data)
 
     def value_and_gradients(
         self, data: Batch, logprobs: Arrays
     ) -> tuple[float, list[np.ndarray], dict[str, float]]:
-        """The weighted sum of it all, its derivative by the logprobs, and what each part came to."""
+        """The weighted sum, its gradient by the logprobs, and each part's value and gradient norm."""
         total, slopes, metrics = self._base(data, logprobs)
         gradients = [np.array(slope, np.float64) for slope in slopes]
         metrics = {**metrics, "base/value": float(total), "base/grad_norm": _norm(gradients)}
@@ -147,9 +147,8 @@ def regularized(
 ) -> Regularized:
     """A loss plus weighted terms, for `forward_backward_custom`.
 
-    `loss` is the name of one of the server's (with its `loss_fn_config`), computed here; a torch function; a
-    LossHandle (run here); an object that knows its gradients; or None: only the terms, for a loss that the
-    server computes in a pass of its own (gradients add up).
+    `loss` is a loss's name (with its `loss_fn_config`), a torch function, a LossHandle or an ArrayLoss, which
+    the client computes; or None, for the terms alone, added to a pass that the server computes.
     """
     return Regularized(loss, terms, loss_fn_config)
 
@@ -197,18 +196,15 @@ def elastic_net(
     def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         distance = x - _reference(index, datum, around, x)
         (first, slope1), (second, slope2) = _l1(distance), _l2(distance)
-        return (
-            l1_ratio * first + (1 - l1_ratio) * second,
-            l1_ratio * slope1 + (1 - l1_ratio) * slope2,
-        )
+        return l1_ratio * first + (1 - l1_ratio) * second, l1_ratio * slope1 + (1 - l1_ratio) * slope2
 
     return _per_token("elastic_net", formula, mask, mean)
 
 
 def entropy(targets: Targets = "sampled", *, mask: str | None = "weights", mean: bool = False) -> Term:
-    """The model's entropy; weigh it negatively to raise it.
+    """The model's entropy; a negative weight raises it.
 
-    sampled: targets were drawn from the model. Value -x, with the score-function gradient -x.
+    sampled: targets were sampled from the model. Value -x, with the score-function gradient -x.
     enumerated: targets list the candidates ([N, K]). Value -eˣx.
     """
 
@@ -232,9 +228,9 @@ def kl(
 ) -> Term:
     """The divergence from a reference whose logprobs r of the same targets are in `loss_fn_inputs`.
 
-    reverse is KL(model‖reference), forward KL(reference‖model). sampled: targets were drawn from the first of
-    the two; reverse x - r with the score-function gradient x - r, forward r - x. enumerated: targets list the
-    candidates ([N, K]); reverse eˣ(x - r), forward eʳ(r - x).
+    reverse is KL(model‖reference), forward KL(reference‖model). sampled: targets were sampled from the first
+    of the two; reverse x - r with the score-function gradient x - r, forward r - x. enumerated: targets list
+    the candidates ([N, K]); reverse eˣ(x - r), forward eʳ(r - x).
     """
 
     def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -265,7 +261,7 @@ def _l2(distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _per_token(name: str, formula: Formula, mask: str | None, mean: bool) -> Term:
-    """A term that is a sum (or mean) over the positions that count."""
+    """A term that is a sum or mean over the positions that count."""
 
     def compute(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray]]:
         total, count = 0.0, 0
@@ -283,7 +279,7 @@ def _per_token(name: str, formula: Formula, mask: str | None, mean: bool) -> Ter
 
 
 def _counted(datum: Datum, mask: str | None, logprobs: np.ndarray) -> np.ndarray:
-    """Which positions count: those whose `mask` is not zero, or all where there is none."""
+    """The positions that count: those with a nonzero `mask`, or all if the datum has none."""
     if mask is None or mask not in datum.loss_fn_inputs:
         return np.ones(logprobs.shape, bool)
     return np.broadcast_to(datum.loss_fn_inputs[mask].to_numpy() != 0, logprobs.shape)
@@ -321,7 +317,7 @@ def consistency(
 ) -> Term:
     """Σ over pairs of (x - y)², token by token, or of the two mean logprobs (`per="sequence"`).
 
-    `pairs` are numbers of datums; without them, each datum is paired with the one after it: 0-1, 2-3, …
+    `pairs` are indices of datums; by default each datum is paired with the next: 0-1, 2-3, …
     """
     _check_choice("per", per, ("token", "sequence"))
 
@@ -398,7 +394,7 @@ def _pairs(name: str, pairs: Pairs | None, count: int, neighbours: bool) -> list
     return list(pairs)
 
 
-# -- terms of one's own ----------------------------------------------------------------------------------
+# -- custom terms ----------------------------------------------------------------------------------------
 
 
 def from_torch(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:

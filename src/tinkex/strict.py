@@ -1,8 +1,8 @@
-"""Construction that refuses what it does not know, and says what was probably meant.
+"""Strict construction: unknown arguments are refused with a suggestion.
 
-Promises: a class decorated with `strict` is a frozen dataclass whose unknown, missing or superfluous
-arguments raise `InvalidInputError`, with a did-you-mean; `Dumpable` adds the pydantic-style `model_dump`
-family that scripts written for the official types use. Does not know pydantic: `types/base.py` does.
+A class decorated with `strict` is a frozen dataclass whose unknown, missing or superfluous arguments raise
+InvalidInputError. `Dumpable` adds pydantic's `model_dump` family, which scripts for the official types use.
+Knows no pydantic; types/base.py does.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def unknown_field(owner: str, given: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a sentence about a name that nobody has: what was probably meant, or a full stop."""
+    """The end of a sentence about an unknown name: the closest known one, or a full stop."""
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{close[0]}'?" if close else "."
 
 
 def check_seconds(owner: str, value: object) -> None:
-    """Refuse what is not a span of time: a number above 0 (infinity is one)."""
+    """Refuse anything but a number of seconds above 0; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value <= 0:
         raise InvalidInputError(f"{owner} must be seconds above 0, got {value!r}")
 
 
 class Dumpable:
-    """The part of pydantic's surface that users of the official types rely on."""
+    """The methods of pydantic models that users of the official types rely on."""
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ class Dumpable:
 
 
 def strict_init(init: Callable[P, None]) -> Callable[P, None]:
-    """`__init__`, refusing unknown, missing and superfluous arguments helpfully."""
+    """Wrap `__init__` to explain unknown, missing and superfluous arguments."""
     signature = inspect.signature(init)
     _, *names = signature.parameters
 
@@ -75,7 +75,7 @@ def strict_init(init: Callable[P, None]) -> Callable[P, None]:
                     raise InvalidInputError(unknown_field(owner, name, names)) from None
             try:
                 signature.bind(*args, **kwargs)
-            except TypeError as error:  # one too few, one too many, one twice
+            except TypeError as error:  # too few, too many, or one given twice
                 problem = re.sub("missing a required .*argument:", "needs", str(error))
                 raise InvalidInputError(f"{owner} {problem}. It takes: {', '.join(names)}") from None
             raise
@@ -92,10 +92,10 @@ def at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def assemble(cls: type[T], fields: Mapping[str, Any]) -> T:
-    """`cls(**fields)` for a strict class and names that are known to be its own, in half the time."""
+    """`cls(**fields)` for a strict class and names that are its own, in half the time."""
     defaults, count = _defaults(cls)
     values = {**defaults, **fields}
-    if len(values) < count:  # what has no plain default is its constructor's to make, or to miss
+    if len(values) < count:  # the constructor makes other defaults, or reports what is missing
         return cls(**fields)
     made = object.__new__(cls)
     made.__dict__.update(values)

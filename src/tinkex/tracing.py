@@ -1,11 +1,10 @@
-"""OpenTelemetry spans for the hops of a request, and a metric of its pauses; nothing for whoever has none.
+"""OpenTelemetry spans for the hops of a request, and metrics of its queue states.
 
     tinkex.client · tinkex.transport · tinkex.server · tinkex.service · tinkex.scheduler · tinkex.engine
 
-Promises: spans are made only where the process itself has loaded OpenTelemetry's API (as anyone does who
-traces), so that nobody else pays for an import; one trace runs from the caller's own span to the engine,
-through threads and over HTTP; no span holds a key, a prompt, a token or the words of an error. Knows nothing
-of what is traced.
+Spans exist only if the process itself has imported OpenTelemetry's API, so that others pay for no import. One
+trace runs from the caller's span to the engine, across threads and HTTP. No span holds a key, a prompt, a
+token or an error message.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from tinkex._version import __version__
 Kind = Literal["internal", "client", "server"]
 T = TypeVar("T")
 _NOTHING = nullcontext()
-_providers: dict[
-    str, tuple[Any, Any]
-] = {}  # "tracer", "counters": for which provider it was made, and itself
+_providers: dict[str, tuple[Any, Any]] = {}  # "tracer" and "counters": their provider, themselves
 
 
 def is_on() -> bool:
-    """Does anyone in this process trace?"""
+    """Whether this process uses OpenTelemetry."""
     return "opentelemetry.trace" in sys.modules
 
 
 def span(
     name: str, *, kind: Kind = "internal", parent: Any = None, within: bool = False, **attributes: Any
 ) -> AbstractContextManager[Any]:
-    """A hop for as long as the block lasts, the current span in it; of an error, its class is told.
+    """A span around a block, current within it; an error sets the status to its class name.
 
-    `within`: only as a part of another span, so that what nobody called for (a heartbeat) makes no trace.
+    `within`: only inside another span, so that background work (a heartbeat) starts no trace.
     """
     if not is_on() or (within and not _is_within()):
         return _NOTHING
@@ -44,7 +41,7 @@ def span(
 
 
 async def traced(name: str, work: Awaitable[T]) -> T:
-    """`work`, as a part of another span."""
+    """Await `work` within a child span."""
     with span(name, within=True):
         return await work
 
@@ -63,9 +60,9 @@ def begin(
     links: Iterable[Hop | None] = (),
     **attributes: Any,
 ) -> Hop | None:
-    """A hop that begins now and ends with `end`; None if nobody traces.
+    """Start a span that ends with `end`; None if the process does not trace.
 
-    `parent` is another hop, or what `extract` gave; None: the current span.
+    `parent` is another Hop or the result of `extract`; None: the current span.
     """
     if not is_on():
         return None
@@ -84,7 +81,7 @@ def begin(
 
 
 class Hop:
-    """One span. As a context manager it is current within the block, and ends with it."""
+    """One span. As a context manager, it is current within the block and ends with it."""
 
     def __init__(self, span: Any) -> None:
         self.span = span
@@ -116,12 +113,12 @@ class Hop:
 
 
 def current(hop: Hop | None) -> AbstractContextManager[Any]:
-    """The hop as the current span within a block, if there is one."""
+    """Make a hop, if there is one, the current span within a block."""
     return _NOTHING if hop is None else hop.current()
 
 
 def inject(headers: dict[str, str]) -> None:
-    """Add what tells a server which trace a request belongs to."""
+    """Add the headers that continue the current trace on a server."""
     if is_on():
         from opentelemetry import propagate
 
@@ -129,7 +126,7 @@ def inject(headers: dict[str, str]) -> None:
 
 
 def extract(headers: Mapping[str, str]) -> Any:
-    """The trace that a request says it belongs to, as a parent; None: none."""
+    """The trace context of a request's headers, as a parent; None if there is none."""
     if not is_on() or "traceparent" not in headers:
         return None
     from opentelemetry import propagate
@@ -138,7 +135,7 @@ def extract(headers: Mapping[str, str]) -> Any:
 
 
 def count_queue_state(old: str, new: str, lasted: float) -> None:
-    """The metrics `tinkex.queue.changes` and `tinkex.queue.seconds`, by state."""
+    """Record the metrics `tinkex.queue.changes` and `tinkex.queue.seconds`, by state."""
     if "opentelemetry.metrics" not in sys.modules:
         return
     from opentelemetry import metrics

@@ -68,7 +68,7 @@ def test_pictures_have_a_length_only_if_it_is_said():
         t.ImageChunk(data=b"x", format="gif")
     with pytest.raises(InvalidInputError, match="'png' or 'jpeg', got 'gif'"):
         t.ImageAssetPointerChunk(format="gif", location="a")
-    with pytest.raises(InvalidInputError, match="location must be where the image is, got None"):
+    with pytest.raises(InvalidInputError, match="location must be a non-empty string, got None"):
         t.ImageAssetPointerChunk(format="png", location=None)
     for wrong in (-1, 0, 1.5, "7", True):
         with pytest.raises(InvalidInputError, match="expected_tokens must be a whole number from 1 on"):
@@ -138,7 +138,7 @@ def test_a_tensor_that_needs_a_gradient():
         (lambda: t.TensorData([1, 2], shape=[-1, -2]), "from 0 on"),
         (lambda: t.TensorData([], dtype="int64", shape=[2**32, 2**32]), "does not hold 0 values"),
         (lambda: t.TensorData([1], dtype="int8"), "'float32' or 'int64', got 'int8'"),
-        (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 1]), "go together"),
+        (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 1]), "must be given together"),
         (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 1], [1]), "column index is outside"),
         (lambda: t.TensorData([1.0], "float32", [1, 1], [0, 2], [0]), "sparse_crow_indices must rise"),
         (lambda: t.TensorData([1.0], "float32", [1, 1], [0.0, 1.0], [0]), "whole numbers"),

@@ -114,7 +114,7 @@ def has_big(value):
     return False
 
 
-RESULT_OPS = [op for op in ops.OPS.values() if op.is_promise]
+RESULT_OPS = [op for op in ops.OPS.values() if op.has_future]
 
 
 def check_result(op, body, kind):

@@ -94,4 +94,4 @@ def test_promises_have_a_result_and_its_type_name():
     promises = [op for op in ROWS if op.reply is UntypedAPIFuture]
     assert len(promises) == 11
     for op in ROWS:
-        assert op.is_promise == (op in promises) == bool(op.request_type)
+        assert op.has_future == (op in promises) == bool(op.request_type)

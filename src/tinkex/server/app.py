@@ -116,7 +116,7 @@ async def _failed_promise(
     A 4xx on one chunk of a pass makes official clients wait for ever.
     """
     limit = gateway.bodies.limit
-    turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.is_promise else None
+    turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.has_future else None
     return None if turn is None else await gateway.service.fail(op, *turn, message, caller)
 
 

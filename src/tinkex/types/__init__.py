@@ -1,9 +1,9 @@
-"""What is said: every value that client, service and server exchange, by its official name.
+"""Every value that client, service and server exchange, by its official name.
 
     from tinkex import types
     types.SamplingParams(max_tokens=16)
 
-Names load when they are first used, so that importing this package brings in neither numpy nor pydantic.
+Names are imported on first use, so that importing this package loads neither numpy nor pydantic.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The two bases of the control plane's values: what is asked, and what is answered.
+"""Base classes of the small values on the wire: RequestModel and ReplyModel.
 
-Promises: both are frozen. A request that a user builds refuses unknown names with a did-you-mean, as
-InvalidInputError; a reply ignores them, so that an older client understands a newer server. In both, None
-means "not given": it takes the field's default and does not travel, but for the few fields that a class
-names in `sent_as_null`. Knows pydantic; knows neither HTTP nor the paths of endpoints.
+Both are frozen. A request refuses unknown names with InvalidInputError and a suggestion; a reply ignores
+them, so that an older client understands a newer server. None means "not given": the field takes its default
+and is not sent, except for fields listed in `sent_as_null`. Knows pydantic; knows neither HTTP nor endpoints.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from tinkex.strict import Dumpable, assemble, unknown_field
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The validation context of what came over the wire: unknown names are noted and dropped there.
+# Validation context for values from the wire: unknown names are logged and dropped.
 WIRE = "wire"
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]  # ids that count, sizes, offsets: never negative, 64 bits
-AnyJson = dict[str, Any] | list[Any] | str | int | float | bool | None  # what was read: look before use
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # sequence numbers, sizes, offsets
+AnyJson = dict[str, Any] | list[Any] | str | int | float | bool | None  # parsed JSON, not yet checked
 
 
 def explain(error: ValidationError, owner: str) -> str:
-    """What is wrong, in one line: each place with what was given there.
+    """A validation error in one line: every field with what was given.
 
     >>> class Point(ReplyModel):
     ...     x: int
@@ -45,7 +44,7 @@ def explain(error: ValidationError, owner: str) -> str:
     for problem in error.errors(include_url=False):
         place = ".".join([owner, *map(str, problem["loc"])])
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidInputError):  # our own words say what was given already
+        if isinstance(cause, InvalidInputError):  # its message already says what was given
             lines.append(f"{place}: {cause}" if problem["loc"] else str(cause))
         elif problem["type"] == "missing":
             lines.append(f"{place} is missing")
@@ -63,7 +62,7 @@ def tidy(
     lenient: bool,
     keep_null: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`data` without its Nones, and without what `owner` does not know; which is refused unless `lenient`."""
+    """Drop Nones from `data`, and names that `owner` does not have, which are an error unless `lenient`."""
     kept = {k: v for k, v in data.items() if k in known and (v is not None or k in keep_null)}
     for name in data if len(kept) < len(data) else ():
         if name not in known:
@@ -77,7 +76,7 @@ class WireModel(BaseModel):
     """A frozen value; None means "not given"."""
 
     model_config = ConfigDict(frozen=True, defer_build=True, protected_namespaces=())
-    # Fields that travel as null when they are None, because their absence would mean something else.
+    # Fields sent as null when they are None, because leaving them out means something else.
     sent_as_null: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -90,29 +89,31 @@ class WireModel(BaseModel):
         return tidy(cls.__name__, cls.model_fields, data, lenient=lenient, keep_null=cls.sent_as_null)
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON object of this value: defaults said, Nones left out."""
+        """The value as a JSON object, with defaults and without Nones."""
         fields = self.model_dump(mode="json", exclude_none=True)
         for name in self.sent_as_null:
             fields.setdefault(name, None)
         return fields
 
 
-def _check_sayable(place: str, value: AnyJson | Mapping[Any, Any]) -> None:
-    """Refuse what JSON in UTF-8 cannot say, at the call rather than when it is written."""
+def _check_encodable(place: str, value: AnyJson | Mapping[Any, Any]) -> None:
+    """Refuse what JSON in UTF-8 cannot represent, when the value is built and not when it is sent."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _check_sayable(place, key)
-            _check_sayable(f"{place}.{key!s}", item)
+            _check_encodable(place, key)
+            _check_encodable(f"{place}.{key!s}", item)
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            _check_sayable(f"{place}[{i}]", item)
+            _check_encodable(f"{place}[{i}]", item)
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise InvalidInputError(f"{place} must fit into 64 bits, got {value!r:.80}")
     elif isinstance(value, str) and not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidInputError(f"{place} must be text that UTF-8 can say, got {value!r:.80}") from None
+            raise InvalidInputError(
+                f"{place} must be text that UTF-8 can encode, got {value!r:.80}"
+            ) from None
 
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ if TYPE_CHECKING:
 else:
 
     class _Strict(type(BaseModel)):
-        """Turns pydantic's refusal of a user's arguments into ours. Parsing does not come through here."""
+        """Turns pydantic's ValidationError of a constructor call into InvalidInputError."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if args:
@@ -131,12 +132,12 @@ else:
                 value = super().__call__(**kwargs)
             except ValidationError as error:
                 raise InvalidInputError(explain(error, cls.__name__)) from None
-            _check_sayable(cls.__name__, value.__dict__)
+            _check_encodable(cls.__name__, value.__dict__)
             return value
 
 
 class RequestModel(WireModel, metaclass=_Strict):
-    """What a user or a client builds and sends.
+    """A value that a user or a client builds and sends.
 
     >>> class Greeting(RequestModel):
     ...     text: str
@@ -149,13 +150,13 @@ class RequestModel(WireModel, metaclass=_Strict):
 
 
 class ReplyModel(WireModel):
-    """What a server answers."""
+    """A value that a server replies with."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def read_plain(cls: type[T], value: AnyJson | Mapping[Any, Any] | Dumpable, *, lenient: bool) -> T:
-    """`value` as the strict dataclass `cls`: itself, or built from a mapping by its own constructor."""
+    """`value` as the strict dataclass `cls`: unchanged, or built from a mapping by its constructor."""
     if isinstance(value, cls):
         return value
     if not isinstance(value, (dict, Mapping)):
@@ -165,13 +166,13 @@ def read_plain(cls: type[T], value: AnyJson | Mapping[Any, Any] | Dumpable, *, l
 
 @cache
 def _names(cls: type) -> dict[str, None]:
-    return dict.fromkeys(f.name for f in dataclasses.fields(cls))  # in order, and quick to look up
+    return dict.fromkeys(f.name for f in dataclasses.fields(cls))  # ordered, with fast lookup
 
 
 class Plain:
-    """Marks a field whose type is one of our strict dataclasses: `Annotated[AdamParams, Plain]`.
+    """Marks a field whose type is a strict dataclass: `Annotated[AdamParams, Plain]`.
 
-    Without it pydantic would fill the dataclass by itself, past the constructor that checks it.
+    Without it pydantic would build the dataclass itself and skip the constructor's checks.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What was done and what it cost: the audit log and billing."""
+"""Values of the audit log and of billing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizatio
 
 
 class AuditLogRequest(RequestModel):
-    """What happened, on one day if `day` is given."""
+    """List audit events, of one day if `day` is given."""
 
     event_type: AuditEventType = "all"
     day: date | None = None
 
 
 class AuditLogEntry(ReplyModel):
-    """Something that happened."""
+    """One audit event."""
 
     timestamp: datetime
     event: str
@@ -31,27 +31,27 @@ class AuditLogEntry(ReplyModel):
 
 
 class AuditLogResponse(ReplyModel):
-    """What happened."""
+    """Audit events."""
 
     entries: list[AuditLogEntry]
 
 
 class GetBillingUsageRequest(RequestModel):
-    """Usage in a span of time, its end left out."""
+    """Get usage in a period, its end excluded."""
 
     starting_on: datetime
     ending_before: datetime
 
 
 class TrainingBillingEvent(ReplyModel):
-    """Tokens trained on."""
+    """Training tokens."""
 
     type: Literal["training"] = "training"
     token_count: int
 
 
 class SamplingPrefillBillingEvent(ReplyModel):
-    """Prompt tokens read."""
+    """Prompt tokens."""
 
     type: Literal["sampling_prefill"] = "sampling_prefill"
     cached: bool
@@ -59,7 +59,7 @@ class SamplingPrefillBillingEvent(ReplyModel):
 
 
 class SamplingSampleBillingEvent(ReplyModel):
-    """Tokens sampled."""
+    """Sampled tokens."""
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
@@ -73,7 +73,7 @@ class CheckpointBillingEvent(ReplyModel):
 
 
 class StorageBillingEvent(ReplyModel):
-    """Checkpoints kept."""
+    """Storage of checkpoints."""
 
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
@@ -90,7 +90,7 @@ BillingEventInfo = Annotated[
 
 
 class BillingUsageEvent(ReplyModel):
-    """Usage of one kind in one span of time."""
+    """Usage of one kind in one period."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -106,13 +106,13 @@ class BillingUsageEvent(ReplyModel):
 
 
 class BillingUsageSession(ReplyModel):
-    """What a session of the report said about itself."""
+    """A session named in a usage report."""
 
     user_metadata: dict[str, str] | None = None
 
 
 class BillingUsageResponse(ReplyModel):
-    """Usage, and how far its costs are known."""
+    """Usage, and the time up to which costs are final."""
 
     data: list[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = Field(default_factory=dict)
@@ -120,13 +120,13 @@ class BillingUsageResponse(ReplyModel):
 
 
 class GetCurrentCheckpointStorageUsageRequest(RequestModel):
-    """What checkpoints take up now, in one project if it is given."""
+    """Get the current storage of checkpoints, in one project if it is given."""
 
     project_id: str | None = None
 
 
 class CurrentCheckpointStorageUsageItem(ReplyModel):
-    """The checkpoints of one user in one project."""
+    """Storage of one user's checkpoints in one project."""
 
     project_id: str | None = None
     org_user_urn: str | None = None
@@ -139,7 +139,7 @@ class CurrentCheckpointStorageUsageItem(ReplyModel):
 
 
 class CurrentCheckpointStorageUsageResponse(ReplyModel):
-    """What checkpoints take up now."""
+    """The current storage of checkpoints."""
 
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]

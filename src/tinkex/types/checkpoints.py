@@ -1,4 +1,4 @@
-"""Checkpoints: saving and loading weights, the `tinker://` paths that name them, and their upkeep."""
+"""Checkpoints: saving, loading, `tinker://` paths, listing and deleting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Checkpoint(ReplyModel):
 
 
 class Cursor(ReplyModel):
-    """Where a page stands among all there is."""
+    """The position of a page in the whole list."""
 
     offset: int
     limit: int
@@ -76,7 +76,7 @@ class ParsedCheckpointTinkerPath(ReplyModel):
 
 
 class SaveWeightsRequest(RequestModel):
-    """Save a run with its optimizer's state, to go on from later."""
+    """Save a run with its optimizer state, to resume later."""
 
     model_id: str
     path: str | None = None  # the checkpoint's name
@@ -88,7 +88,7 @@ class SaveWeightsRequest(RequestModel):
 
 
 class SaveWeightsResponse(ReplyModel):
-    """Where it is."""
+    """The checkpoint's path."""
 
     path: str
     type: Literal["save_weights"] | None = None
@@ -107,14 +107,14 @@ class SaveWeightsForSamplerRequest(RequestModel):
 
 
 class SaveWeightsForSamplerResponse(ReplyModel):
-    """Where it is."""
+    """The checkpoint's path."""
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
 
 class SaveWeightsForSamplerResponseInternal(ReplyModel):
-    """As it travels: a path if it has a name, a sampling session if it has none."""
+    """The reply on the wire: a path if named, a sampling session if not."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -133,14 +133,14 @@ class SaveWeightsExternalRequest(RequestModel):
 
 
 class SaveWeightsExternalResponse(ReplyModel):
-    """Where it is."""
+    """The checkpoint's path."""
 
     path: str
     type: Literal["save_weights_external"] | None = None
 
 
 class SaveWeightsExternalResponseInternal(ReplyModel):
-    """As it travels."""
+    """The reply on the wire."""
 
     path: str | None = None
     size_bytes: int | None = None
@@ -160,14 +160,14 @@ class LoadWeightsRequest(RequestModel):
     base_model: str | None = None
     user_metadata: Mapping[str, JsonValue] | None = None
     path: str
-    optimizer: bool = True  # clients before 0.5.1 do not say it, and mean yes
+    optimizer: bool = True  # clients before 0.5.1 omit it and expect True
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
 
 
 class LoadWeightsResponse(ReplyModel):
-    """It is loaded."""
+    """The checkpoint is loaded."""
 
     path: str | None = None
     model_id: str | None = None
@@ -175,13 +175,13 @@ class LoadWeightsResponse(ReplyModel):
 
 
 class WeightsInfoRequest(RequestModel):
-    """What was this checkpoint made from?"""
+    """Get a checkpoint's base model and adapter settings."""
 
     tinker_path: str
 
 
 class WeightsInfoResponse(ReplyModel):
-    """What a run must be like for a checkpoint to fit."""
+    """The settings that a run must have to load the checkpoint."""
 
     base_model: str
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
@@ -204,29 +204,29 @@ class CopyWeightsRequest(RequestModel):
 
 
 class CopyWeightsResponse(ReplyModel):
-    """Where the copy is."""
+    """The path of the copy."""
 
     tinker_path: str
 
 
-# -- upkeep ----------------------------------------------------------------------------------------------
+# -- managing ----------------------------------------------------------------------------------------------
 
 
 class ListCheckpointsRequest(RequestModel):
-    """A run's checkpoints."""
+    """List a run's checkpoints."""
 
     training_run_id: str
 
 
 class ListUserCheckpointsRequest(RequestModel):
-    """One page of all checkpoints of a user, newest first."""
+    """List all checkpoints of a user, newest first, one page."""
 
     limit: Count = 100
     offset: Count = 0
 
 
 class CheckpointsListResponse(ReplyModel):
-    """Checkpoints, and where this page stands."""
+    """One page of checkpoints."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
@@ -240,7 +240,7 @@ class CheckpointRequest(RequestModel):
 
 
 class SetCheckpointTTLRequest(RequestModel):
-    """When a checkpoint expires, in seconds from now; None is never."""
+    """Set when a checkpoint expires, in seconds from now; None: never."""
 
     sent_as_null = frozenset({"ttl_seconds"})
 
@@ -250,7 +250,7 @@ class SetCheckpointTTLRequest(RequestModel):
 
 
 class ExternalWeightsUrlsResponse(ReplyModel):
-    """The exported files, each by its relative path."""
+    """Download URLs of the exported files, by relative path."""
 
     urls: dict[str, str]
     expires: datetime

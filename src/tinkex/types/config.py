@@ -1,6 +1,6 @@
-"""What a server tells a client about itself: settings, capabilities, health, and who a key belongs to.
+"""What a server tells its clients: settings, capabilities, health, and the owner of a key.
 
-Promises: every setting has the default that a client assumes when the server is silent.
+Every setting has the default that a client assumes if the server does not send it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from tinkex.types.base import ReplyModel, RequestModel
 
 
 class EmptyRequest(RequestModel):
-    """Nothing needs to be said."""
+    """A request without fields."""
 
 
 class ClientConfigRequest(RequestModel):
-    """Asked before anything else."""
+    """Get the server's settings, before any other request."""
 
     sdk_version: str
 
 
 class ClientConfigResponse(ReplyModel):
-    """How a client of this server shall behave."""
+    """Settings for clients of this server."""
 
     pjwt_auth_enabled: bool = False  # exchange the key for a JWT
     credential_default_source: str = "api_key"
@@ -44,7 +44,7 @@ class ClientConfigResponse(ReplyModel):
 
 
 class ClientDynamicConfigResponse(ReplyModel):
-    """What may change while a client runs."""
+    """Settings that may change while a client runs."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
@@ -58,26 +58,26 @@ class AuthTokenResponse(ReplyModel):
 
 
 class NamedDetails(ReplyModel):
-    """An organisation, as a key's owner sees it."""
+    """An organisation."""
 
     name: str
 
 
 class UserDetails(ReplyModel):
-    """A user, as a key's owner sees them."""
+    """A user."""
 
     email: str
 
 
 class ApiKeyDetails(ReplyModel):
-    """Whose key it is."""
+    """The owner of a key."""
 
     org_details: NamedDetails
     user_details: UserDetails
 
 
 class ApiKeyResponse(ReplyModel):
-    """The key that was used for this very request."""
+    """The key that this request was sent with."""
 
     key_id: int
     name: str
@@ -86,14 +86,14 @@ class ApiKeyResponse(ReplyModel):
 
 
 class WhoamiResponse(ReplyModel):
-    """Who a JWT speaks for."""
+    """The owner of a JWT."""
 
     user_urn: str
     org_urn: str
     email: str | None = None
 
 
-# Of what a model's directory holds, all that a tokenizer needs.
+# The files of a model directory that a tokenizer needs.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt",
@@ -101,20 +101,20 @@ TOKENIZER_FILES = (
 
 
 class TokenizerFileRequest(RequestModel):
-    """One file of a base model's tokenizer, as it is on the server's disk. Servers of ours have it."""
+    """Get one file of a base model's tokenizer. Our extension."""
 
     model_name: str
     file: str
 
 
 class HealthResponse(ReplyModel):
-    """The server is there."""
+    """The server is up."""
 
     status: Literal["ok"] = "ok"
 
 
 class SupportedModel(ReplyModel):
-    """A base model, and what can be done with it."""
+    """A base model and its capabilities."""
 
     model_name: str | None = None
     max_context_length: int | None = None
@@ -123,6 +123,6 @@ class SupportedModel(ReplyModel):
 
 
 class GetServerCapabilitiesResponse(ReplyModel):
-    """Which base models there are."""
+    """The base models of the server."""
 
     supported_models: list[SupportedModel]

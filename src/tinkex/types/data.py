@@ -1,7 +1,7 @@
-"""What a model reads: chunks, model inputs and datums, over numpy arrays.
+"""Model inputs and training examples: chunks, ModelInput and Datum, over numpy arrays.
 
-Promises: tokens are int32 arrays from construction on; bad ones are refused with their position and value.
-Dataclasses and numpy alone, so that an engine needs nothing else. Knows nothing of the wire or of text.
+Token ids are int32 arrays from construction on; a bad one is refused with its position and value. Needs numpy
+alone, so that an engine can use these classes. Knows nothing of the wire or of tokenizers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def shown(tokens: np.ndarray, most: int = 16) -> str:
-    """Tokens as a repr shows them: all of a few, the first of many.
+    """Tokens for a repr: all of them if they are few, else the first.
 
     >>> shown(np.arange(100), 3)
     '[0, 1, 2, … 100 in all]'
@@ -65,7 +65,7 @@ def as_tokens(tokens: list[int] | Sequence[int] | np.ndarray | torch.Tensor) -> 
     """
     if isinstance(tokens, np.ndarray):
         array = tokens
-    elif not isinstance(tokens, list) and hasattr(tokens, "detach"):  # a torch tensor; torch not imported
+    elif not isinstance(tokens, list) and hasattr(tokens, "detach"):  # a torch tensor
         array = _from_torch(tokens)
     else:
         if not isinstance(tokens, list) and (
@@ -73,7 +73,7 @@ def as_tokens(tokens: list[int] | Sequence[int] | np.ndarray | torch.Tensor) -> 
         ):
             tokens = _listed(tokens)
         try:
-            # Twice as fast as numpy, as strict, and nobody can write to what comes of it.
+            # struct is twice as fast as numpy, as strict, and the result is immutable.
             array = np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)
             if not array.size or array.item(array.argmin()) >= 0:
                 return array
@@ -92,7 +92,7 @@ def as_tokens(tokens: list[int] | Sequence[int] | np.ndarray | torch.Tensor) -> 
     if array.size and (array.min() < 0 or array.max() > MAX_TOKEN):
         position = int(np.argmax((array < 0) | (array > MAX_TOKEN)))
         raise InvalidInputError(f"token ids must be 0..{MAX_TOKEN}; position {position} is {array[position]}")
-    array = np.array(array, dtype=np.int32)  # a copy: what was given may change later
+    array = np.array(array, dtype=np.int32)  # a copy: the caller may change theirs
     array.flags.writeable = False
     return array
 
@@ -103,7 +103,7 @@ def _check(fine: bool, must: str, given: object) -> None:
 
 
 class EncodedTextChunk:
-    """A run of token ids: `tokens_np` is the array, `tokens` a list made when first asked for."""
+    """Consecutive token ids: `tokens_np` is the array, `tokens` a list that is made on first use."""
 
     type: Literal["encoded_text"] = "encoded_text"
 
@@ -154,7 +154,7 @@ def _check_image(chunk: ImageChunk | ImageAssetPointerChunk) -> None:
 
 @strict
 class ImageChunk(Dumpable):
-    """An image's bytes; `expected_tokens` is how many positions it takes."""
+    """An encoded image; `expected_tokens` is the number of positions that it takes."""
 
     data: bytes
     format: Literal["png", "jpeg"]
@@ -173,7 +173,7 @@ class ImageChunk(Dumpable):
 
 @strict
 class ImageAssetPointerChunk(Dumpable):
-    """An image that the server already has, by its location. For sampling only."""
+    """An image by its location on the server. For sampling only."""
 
     format: Literal["png", "jpeg"]
     location: str
@@ -183,7 +183,7 @@ class ImageAssetPointerChunk(Dumpable):
     def __post_init__(self) -> None:
         _check_image(self)
         fine = isinstance(self.location, str) and bool(self.location)
-        _check(fine, "ImageAssetPointerChunk.location must be where the image is", self.location)
+        _check(fine, "ImageAssetPointerChunk.location must be a non-empty string", self.location)
 
     @property
     def length(self) -> int:
@@ -204,7 +204,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 @strict
 class DmelChunk(Dumpable):
-    """Audio as a tensor container; its first dimension is its length in tokens."""
+    """Audio as a serialised tensor; its first dimension is its length in tokens."""
 
     dmel: bytes
     type: Literal["dmel"] = "dmel"
@@ -224,7 +224,7 @@ ModelInputChunk = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelC
 
 
 class ModelInput:
-    """The chunks that a model reads, in order.
+    """The input of a model: a sequence of chunks.
 
     >>> ModelInput.from_ints([1, 2]).append_int(3).to_ints()
     [1, 2, 3]
@@ -268,8 +268,8 @@ class ModelInput:
         return sum(chunk.length for chunk in self.chunks)
 
     def to_numpy(self) -> np.ndarray:
-        """All token ids as one int32 array; refused if there is anything but text."""
-        if len(self.chunks) == 1 and isinstance(only := self.chunks[0], EncodedTextChunk):  # nearly always
+        """All token ids as one int32 array; an error if a chunk is not text."""
+        if len(self.chunks) == 1 and isinstance(only := self.chunks[0], EncodedTextChunk):  # the common case
             return only.tokens_np
         arrays = [c.tokens_np for c in self.chunks if isinstance(c, EncodedTextChunk)]
         if len(arrays) != len(self.chunks):
@@ -294,7 +294,7 @@ class ModelInput:
 
 
 class _ProvenanceSpan:
-    """Checks that both kinds of span share."""
+    """Checks of both kinds of provenance span."""
 
     sequence_id: str
     offset: int
@@ -334,7 +334,7 @@ LossFnInputs = Mapping[str, "ArrayLike"]
 LossFnOutput = dict[str, TensorData]
 _NO_INPUTS: LossFnInputs = {}
 
-# What these keys hold; so they may be plain lists, which have no dtype of their own.
+# Inputs of the losses and their dtypes. Only these may be plain lists, which have no dtype.
 LIST_DTYPES: Mapping[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -353,10 +353,10 @@ def _tensor_of_torch(key: str, value: Any, *, as_float: bool) -> TensorData:
 
 
 def as_tensor(key: str, value: ArrayLike | Mapping[str, Any]) -> TensorData:
-    """`value` as the TensorData that `key` calls for."""
+    """`value` as a TensorData of the dtype of `key`."""
     if isinstance(value, TensorData):
         return value
-    as_float = LIST_DTYPES.get(key) == "float32"  # a mask of whole numbers becomes what its key calls for
+    as_float = LIST_DTYPES.get(key) == "float32"  # integers given as weights become floats
     if hasattr(value, "detach"):
         return _tensor_of_torch(key, value, as_float=as_float)
     if isinstance(value, np.ndarray):
@@ -389,7 +389,7 @@ def _check_spans(name: str, spans: Sequence[object]) -> None:
 
 @dataclass(frozen=True, init=False)
 class Datum:
-    """One training example: what the model reads, and the arrays that its loss reads.
+    """One training example: the model's input and the loss's inputs.
 
     >>> d = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.0, 1.0]})
     >>> d.loss_fn_inputs["weights"]
@@ -414,7 +414,7 @@ class Datum:
                 f"Datum.model_input must be a ModelInput, got {type(model_input).__name__}; "
                 "ModelInput.from_ints(tokens) makes one"
             )
-        if not isinstance(loss_fn_inputs, (dict, Mapping)):  # a dict nearly always, which is quick to tell
+        if not isinstance(loss_fn_inputs, (dict, Mapping)):  # dict first: the ABC's check is slow
             given = type(loss_fn_inputs).__name__
             raise InvalidInputError(f"Datum.loss_fn_inputs must be a dict of arrays by name, got {given}")
         inputs: dict[str, TensorData] = {}
@@ -439,7 +439,7 @@ class Datum:
 
     @cached_property
     def nbytes(self) -> int:
-        """About how much of a request's body it is."""
+        """Its approximate size in a request's body."""
         total = 0
         for tensor in self.loss_fn_inputs.values():
             total += tensor.nbytes
@@ -451,13 +451,13 @@ class Datum:
         return total
 
     def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
-        """The same datum, with where its tokens came from."""
+        """A copy with the provenance of its tokens."""
         return dataclasses.replace(self, model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
 
 
 @dataclass(frozen=True)
 class ForwardBackwardInput:
-    """A pass: datums, the loss's name and its settings."""
+    """A forward-backward pass: datums, the loss's name and its settings."""
 
     data: list[Datum]
     loss_fn: LossFnType | str  # a server may know others

@@ -21,7 +21,7 @@ RequestID = str
 
 @dataclass(frozen=True)
 class UntypedAPIFuture:
-    """A promise: ask for its result by `request_id`. (A dataclass: one is read for every single request.)"""
+    """A future's id. A dataclass and not a pydantic model, since every request returns one."""
 
     request_id: str
     model_id: str | None = None
@@ -40,7 +40,7 @@ class UntypedAPIFuture:
         request_id = fields.get("request_id")
         ids: list[Any] | str | None = fields.get("sample_sequence_ids")
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidInputError(f"a promise needs a request_id, got {request_id!r}")
+            raise InvalidInputError(f"a future needs a request_id, got {request_id!r}")
         if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
             raise InvalidInputError(f"sample_sequence_ids must be a list of strings, got {ids!r}")
         return cls(request_id, fields.get("model_id"), ids)
@@ -48,7 +48,7 @@ class UntypedAPIFuture:
 
 @dataclass(frozen=True)
 class FutureRetrieveRequest:
-    """Is it done? With `allow_metadata_only` a server may answer with the result's size first."""
+    """Retrieve a result. With `allow_metadata_only` a server may reply with its size first."""
 
     request_id: str
     allow_metadata_only: bool = False
@@ -66,22 +66,22 @@ class FutureRetrieveRequest:
 
 @dataclass(frozen=True)
 class PendingFuture:
-    """Not done yet, and why it waits."""
+    """The future is not resolved yet; the queue state says why."""
 
     request_id: str = ""
-    queue_state: str = "active"  # active, paused_capacity, paused_rate_limit, or what a newer server says
+    queue_state: str = "active"  # active, paused_capacity, paused_rate_limit, or a newer server's state
     queue_state_reason: str | None = None
 
 
 @dataclass(frozen=True)
 class MetadataOnly:
-    """Done, and this many bytes large: ask again without `allow_metadata_only` to get it."""
+    """The result is ready and has this size: retrieve it without `allow_metadata_only`."""
 
     size: int
 
 
 class RequestFailedResponse(ReplyModel):
-    """Done, and failed; `category` says whose fault it was."""
+    """The request failed; `category` says whose fault it was."""
 
     error: str
     category: RequestErrorCategory = RequestErrorCategory.Unknown
@@ -93,7 +93,7 @@ class RequestFailedResponse(ReplyModel):
 
 
 class SamplingSessionFuturesTarget(RequestModel):
-    """The futures of one sampler; clones of it count apart."""
+    """The futures of one sampler, or of one of its clones."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -101,7 +101,7 @@ class SamplingSessionFuturesTarget(RequestModel):
 
 
 class FuturesRetrieveRequest(RequestModel):
-    """Which futures ended since `prev_cursor`? Results listed as retrieved need not be kept any longer."""
+    """List futures resolved since `prev_cursor`; the server may drop the results listed as retrieved."""
 
     target: SamplingSessionFuturesTarget
     prev_cursor: Count = 0
@@ -110,7 +110,7 @@ class FuturesRetrieveRequest(RequestModel):
 
 
 class FutureFinished(ReplyModel):
-    """Its result can be retrieved."""
+    """A future with a result."""
 
     state: Literal["finished"] = "finished"
     request_id: str
@@ -118,7 +118,7 @@ class FutureFinished(ReplyModel):
 
 
 class FutureFailed(ReplyModel):
-    """Its failure can be retrieved."""
+    """A future with a failure."""
 
     state: Literal["failed"] = "failed"
     request_id: str
@@ -128,17 +128,17 @@ FutureCompletion = Annotated[FutureFinished | FutureFailed, Field(discriminator=
 
 
 class FuturesRetrieveResponse(ReplyModel):
-    """What ended, and the cursor to ask with next time."""
+    """The resolved futures, and the next cursor."""
 
     completions: list[FutureCompletion]
     cursor: Count
 
 
-# What a retrieval may answer; the results are those of wire/ops.py.
+# The replies to a retrieval; results have the types of wire/ops.py.
 FutureRetrieveResponse = PendingFuture | MetadataOnly | RequestFailedResponse | Any
 
 
 class CancelFutureRequest(RequestModel):
-    """Its result is not wanted any longer."""
+    """Cancel a future: its result will not be retrieved."""
 
     request_id: str

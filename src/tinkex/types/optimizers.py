@@ -1,7 +1,7 @@
-"""Which optimizer a run has, and what one of its steps is told.
+"""Optimizers: a run's choice, and the settings of one step.
 
-Promises: AdamW and Dimuon are known by their settings; any other `{type, …}` is kept whole, for a server
-that knows it. `AdamParams` itself lives in params.py, where an engine finds it without pydantic.
+AdamW and Dimuon are typed; any other `{type, …}` is passed through to the server. `AdamParams` is in
+params.py, so that an engine can import it without pydantic.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class AdamOptimizerConfig(RequestModel):
 
 
 class DimuonOptimizerConfig(RequestModel):
-    """Dimuon; not every server has it."""
+    """Dimuon, which not every server supports."""
 
     type: Literal["dimuon"] = "dimuon"
     version: Literal[1] = 1
 
 
 class OtherOptimizerConfig(RequestModel):
-    """An optimizer that this version does not know, with whatever settings it was given."""
+    """An optimizer that this version does not know, with any settings."""
 
     model_config = ConfigDict(extra="allow")
     type: str
 
 
 class DimuonParams(RequestModel):
-    """One Dimuon step's settings."""
+    """Settings of one Dimuon step."""
 
     type: Literal["dimuon"] = "dimuon"
     learning_rate: float = Field(ge=0)
@@ -45,7 +45,7 @@ class DimuonParams(RequestModel):
 
 
 class OtherOptimParams(RequestModel):
-    """A step of an optimizer that this version does not know."""
+    """Settings of a step of an optimizer that this version does not know."""
 
     model_config = ConfigDict(extra="allow")
     type: str

@@ -1,7 +1,7 @@
-"""What a model gives back: the outputs of a pass and of sampling, over numpy arrays.
+"""Results of a pass and of sampling, over numpy arrays.
 
-Promises: arrays are kept as they arrived (`*_np`); the lists of the official types are made when first
-asked for. Immutable: nothing downstream edits a result in place. Numpy alone; knows nothing of the wire.
+Arrays are kept as they arrived (`*_np`); the lists of the official types are made on first use. Immutable.
+Needs numpy alone; knows nothing of the wire.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tinkex.types.data import LossFnOutput, shown
 from tinkex.types.tensor import TensorData
 
 StopReason = Literal["length", "stop"]
-# More of why a sequence ended, where the server says it. Others may have other words.
+# A finer stop reason, where the server gives one. Other servers may use other words.
 StopDetail = Literal["eos", "stop_sequence", "max_tokens", "context"]
-TOPK_PADDING = -99999.0  # a cell of TopkLogprobs that holds nothing
-_SHOWN = 4  # sequences that a repr has room for
+TOPK_PADDING = -99999.0  # the logprob of an unused cell of TopkLogprobs
+_SHOWN = 4  # sequences that a repr lists
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,13 @@ class ForwardBackwardOutput:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def __repr__(self) -> str:
-        """At a prompt: the metrics, and how many records there are."""
         count = f"{len(self.loss_fn_outputs)} datum{'' if len(self.loss_fn_outputs) == 1 else 's'}"
         return f"ForwardBackwardOutput({count}, metrics={self.metrics})"
 
 
 @dataclass(frozen=True, eq=False)
 class TopkLogprobs:
-    """The k likeliest tokens at each position; unused cells have logprob TOPK_PADDING."""
+    """The k most likely tokens of each position; unused cells have logprob TOPK_PADDING."""
 
     token_ids: np.ndarray  # int32 [length, k]
     logprobs: np.ndarray  # float32 [length, k]
@@ -53,7 +52,7 @@ class TopkLogprobs:
         return self.token_ids.shape[0]
 
     def rows(self) -> list[list[tuple[int, float]] | None]:
-        """A list per position, likeliest first; None where nothing was computed."""
+        """A list per position, most likely first; None where nothing was computed."""
         out: list[list[tuple[int, float]] | None] = []
         for ids, lps in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
             row = [(i, lp) for i, lp in zip(ids, lps, strict=True) if lp != TOPK_PADDING]
@@ -63,7 +62,7 @@ class TopkLogprobs:
 
 @dataclass(frozen=True)
 class PromptAltTokens:
-    """Tokens drawn at each prompt position, with their logprobs: both [len(prompt) - 1, k]."""
+    """Tokens sampled at each prompt position, and their logprobs: both [len(prompt) - 1, k]."""
 
     tokens: TensorData
     logprobs: TensorData
@@ -73,8 +72,8 @@ class PromptAltTokens:
 class SampledSequence:
     """One sampled continuation, the stop token or end-of-sequence token included.
 
-    `stop_detail` and `stop_match` (the token id or the string that it stopped at) are ours: None where a
-    server does not say them.
+    `stop_detail` and `stop_match` (the token id or the string that it stopped at) are our extension: None if
+    the server does not send them.
     """
 
     stop_reason: StopReason
@@ -104,7 +103,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, eq=False)
 class NewTokens:
-    """Some more tokens of one sequence, as they were drawn; `sequence` counts from 0."""
+    """New tokens of one sequence of a stream; `sequence` counts from 0."""
 
     sequence: int
     tokens_np: np.ndarray  # int32
@@ -124,7 +123,7 @@ class NewTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampleResponse:
-    """What a sample request gave: its sequences, and what was asked about the prompt."""
+    """The result of a sample request: its sequences and the prompt's logprobs, if they were asked for."""
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs_np: np.ndarray | None = None  # float32 [len(prompt)], NaN where not computed
@@ -144,7 +143,6 @@ class SampleResponse:
         return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.rows()
 
     def __repr__(self) -> str:
-        """At a prompt: the first sequences, and the names of what else there is."""
         first = ", ".join(map(repr, self.sequences[:_SHOWN]))
         more = f", … {len(self.sequences)} in all" if len(self.sequences) > _SHOWN else ""
         arrays = (

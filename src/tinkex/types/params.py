@@ -1,7 +1,7 @@
-"""The small values that a user builds and an engine reads: sampling, optimizer and LoRA settings.
+"""Settings of sampling, of an optimizer step and of an adapter.
 
-Promises: the wire's defaults, ranges checked at construction. Dataclasses alone, so that an engine can be
-imported without pydantic. Knows nothing of how these travel (see wire/codec.py).
+Defaults are the wire's; ranges are checked at construction. Plain dataclasses, so that an engine needs no
+pydantic. Knows nothing of the wire.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinkex.strict import Dumpable, strict
 
 
 def _plain(owner: Any, name: str) -> Any:
-    """The field's value, a numpy scalar turned into the Python number that it is."""
+    """The field's value; a numpy scalar is replaced by the Python number."""
     value = getattr(owner, name)
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -25,7 +25,7 @@ def _plain(owner: Any, name: str) -> Any:
 
 def _number(owner: Any, name: str, low: float, high: float, *, open_high: bool = False) -> None:
     value = getattr(owner, name)
-    if type(value) is float and (low <= value < high or (value == high and not open_high)):  # nearly always
+    if type(value) is float and (low <= value < high or (value == high and not open_high)):  # the common case
         return
     value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
@@ -37,7 +37,7 @@ def _number(owner: Any, name: str, low: float, high: float, *, open_high: bool =
 
 def _whole(owner: Any, name: str, low: int) -> None:
     value = getattr(owner, name)
-    if type(value) is int and low <= value < 2**63:  # nearly always
+    if type(value) is int and low <= value < 2**63:  # the common case
         return
     value, who = _plain(owner, name), type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, int):
@@ -50,13 +50,13 @@ def _whole(owner: Any, name: str, low: int) -> None:
 
 @strict
 class SamplingParams(Dumpable):
-    """How to draw tokens.
+    """How to sample tokens.
 
     >>> SamplingParams(max_tokens=64, temperature=0.7, stop=["\\n"]).top_p
     1.0
     """
 
-    max_tokens: int | None = None  # None: up to the context's end
+    max_tokens: int | None = None  # None: up to the end of the context
     seed: int | None = None
     # A string, strings, or token ids. None: stop at the end-of-sequence token; []: never stop early.
     stop: str | Sequence[str] | Sequence[int] | None = None
@@ -97,7 +97,7 @@ class SamplingParams(Dumpable):
 
 @strict
 class AdamParams(Dumpable):
-    """One AdamW step's settings. Mind that beta2 and eps are the wire's defaults, not PyTorch's."""
+    """Settings of one AdamW step. The defaults of beta2 and eps differ from PyTorch's."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

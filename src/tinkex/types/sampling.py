@@ -1,6 +1,6 @@
-"""Sampling sessions, and what is asked of them.
+"""Sampling sessions and sample requests.
 
-A sample request carries a prompt as arrays and is a dataclass (no pydantic on its path).
+A sample request holds its prompt as arrays and is a dataclass: no pydantic on the hot path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CreateSamplingSessionResponse(ReplyModel):
 
 
 class JoinSamplingSessionRequest(RequestModel):
-    """A clone of a sampler asks for a number of its own."""
+    """Get a number for a clone of a sampler."""
 
     sampling_session_id: str
     type: Literal["join_sampling_session"] = "join_sampling_session"
@@ -50,7 +50,7 @@ class JoinSamplingSessionResponse(ReplyModel):
 
 
 class GetSamplerRequest(RequestModel):
-    """What does this sampler sample from?"""
+    """Get a sampler's base model and adapter."""
 
     sampler_id: str
 
@@ -73,14 +73,14 @@ _COUNTS = (
 
 @strict
 class SampleRequest:
-    """`num_samples` continuations of a prompt, and what shall be said about the prompt itself."""
+    """Sample `num_samples` continuations of a prompt, and optionally score the prompt."""
 
     prompt: ModelInput
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None
-    base_model: str | None = None  # with model_path, the addressing of servers without sampling sessions
+    base_model: str | None = None  # this or model_path, for servers without sampling sessions
     model_path: str | None = None
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
@@ -127,5 +127,5 @@ def _at_least(request: SampleRequest, name: str, low: int) -> None:
         raise InvalidInputError(f"{name} must be a whole number from {low} on, got {value!r}")
 
 
-# What a stream of one sample consists of; the last event is one of the last two.
+# The events of a streamed sample; the last event is one of the last two types.
 SampleEvent = NewTokens | PendingFuture | SampleResponse | RequestFailedResponse

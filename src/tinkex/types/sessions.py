@@ -1,4 +1,4 @@
-"""Sessions: a client process's lease, how it ends, and how past ones are found."""
+"""Sessions: opening, heartbeats, how they end, and searching them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CreateSessionRequest(RequestModel):
 
 
 class CreateSessionResponse(ReplyModel):
-    """The session's id, and anything the server wants the user to read."""
+    """The session's id, and messages for the user."""
 
     type: Literal["create_session"] = "create_session"
     info_message: str | None = None
@@ -35,14 +35,14 @@ class CreateSessionResponse(ReplyModel):
 
 
 class SessionHeartbeatRequest(RequestModel):
-    """Still here."""
+    """Keep a session alive."""
 
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class SessionHeartbeatResponse(ReplyModel):
-    """Heard."""
+    """The heartbeat was received."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
@@ -53,19 +53,19 @@ ClientSessionFinishReasonType = Literal["success", "errored", "interrupted"]
 
 
 class ClientSessionFinishSuccess(ReplyModel):
-    """It did what it was meant to."""
+    """The program completed."""
 
     type: Literal["success"] = "success"
 
 
 class ClientSessionFinishErrored(ReplyModel):
-    """It ended with an exception."""
+    """The program raised an exception."""
 
     type: Literal["errored"] = "errored"
 
 
 class ClientSessionFinishInterrupted(ReplyModel):
-    """It was stopped from outside."""
+    """The program was interrupted."""
 
     type: Literal["interrupted"] = "interrupted"
 
@@ -77,7 +77,7 @@ ClientSessionFinishReason = Annotated[
 
 
 class FinishSessionRequest(RequestModel):
-    """Close a session, and say how it went."""
+    """Close a session with a reason."""
 
     sent_as_null = frozenset({"detail"})
 
@@ -115,7 +115,7 @@ SessionFailedReason = Annotated[
 
 
 class SessionFailed(ReplyModel):
-    """Ended by a failure on the server's side."""
+    """Ended by a failure on the server."""
 
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"]
@@ -124,14 +124,14 @@ class SessionFailed(ReplyModel):
 
 
 class SessionCancelled(ReplyModel):
-    """Ended by someone else's wish."""
+    """Cancelled by someone else."""
 
     type: Literal["cancelled"] = "cancelled"
     detail: str | None = None
 
 
 class ClientSessionFinished(ReplyModel):
-    """Ended by its client."""
+    """Closed by its client."""
 
     type: Literal["client_finished"] = "client_finished"
     reason: ClientSessionFinishReason
@@ -139,7 +139,7 @@ class ClientSessionFinished(ReplyModel):
 
 
 class SessionActive(ReplyModel):
-    """Not ended."""
+    """Still open."""
 
     type: Literal["active"] = "active"
 
@@ -153,7 +153,7 @@ SessionStatus = Annotated[
 
 
 class ListSessionsRequest(RequestModel):
-    """One page of session ids, newest first."""
+    """List session ids, newest first, one page."""
 
     limit: Count = 20
     offset: Count = 0
@@ -167,7 +167,7 @@ class ListSessionsResponse(ReplyModel):
 
 
 class GetSessionRequest(RequestModel):
-    """What is in this session?"""
+    """Get a session's runs and samplers."""
 
     session_id: str
     access_scope: AccessScope = "owned"
@@ -183,20 +183,20 @@ class GetSessionResponse(ReplyModel):
 
 
 class AssignSessionProjectRequest(RequestModel):
-    """Put a session into a project."""
+    """Move a session into a project."""
 
     session_id: str
     project_id: str
 
 
 class ExportSessionTraceRequest(RequestModel):
-    """Ask for, or ask after, a session's trace."""
+    """Start exporting a session's trace, or poll for it."""
 
     session_id: str
 
 
 class SessionTraceExportResponse(ReplyModel):
-    """A trace in the making: `url` is set once it is ready, `error` if it failed."""
+    """The state of a trace export: `url` is set when it is ready, `error` if it failed."""
 
     status: Literal["pending", "ready", "failed"]
     url: str | None = None
@@ -207,13 +207,13 @@ class SessionTraceExportResponse(ReplyModel):
 
 
 class OwnSearchOwner(RequestModel):
-    """My own sessions."""
+    """The caller's own sessions."""
 
     type: Literal["own"] = "own"
 
 
 class AccessibleSearchOwner(RequestModel):
-    """Every session that I may see."""
+    """Every session that the caller may see."""
 
     type: Literal["accessible"] = "accessible"
 
@@ -229,25 +229,25 @@ SearchOwner = Annotated[OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner
 
 
 class ActiveSessionStatusQuery(RequestModel):
-    """Sessions that have not ended."""
+    """Open sessions."""
 
     type: Literal["active"] = "active"
 
 
 class CancelledSessionStatusQuery(RequestModel):
-    """Sessions that were cancelled."""
+    """Cancelled sessions."""
 
     type: Literal["cancelled"] = "cancelled"
 
 
 class FailedSessionStatusQuery(RequestModel):
-    """Sessions that failed."""
+    """Failed sessions."""
 
     type: Literal["failed"] = "failed"
 
 
 class ClientFinishedSessionStatusQuery(RequestModel):
-    """Sessions that their client closed; for these reasons, if any are given."""
+    """Sessions closed by their client, for one of `reasons` if given."""
 
     type: Literal["client_finished"] = "client_finished"
     reasons: list[ClientSessionFinishReasonType] | None = None
@@ -263,14 +263,14 @@ SessionStatusQuery = Annotated[
 
 
 class SessionSearchCursor(ReplyModel):
-    """Where the next page starts."""
+    """The start of the next page."""
 
     last_created_at: AwareDatetime
     last_session_id: str
 
 
 class SessionSearchRequest(RequestModel):
-    """Sessions that match everything given here, newest first."""
+    """Search sessions that match every given field, newest first."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
@@ -283,7 +283,7 @@ class SessionSearchRequest(RequestModel):
 
 
 class SessionSummary(ReplyModel):
-    """A session, as a search shows it."""
+    """A session in a search result."""
 
     session_id: str
     created_at: datetime

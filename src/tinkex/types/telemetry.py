@@ -1,4 +1,4 @@
-"""What a client may report about itself. Ours sends nothing unless asked to."""
+"""Telemetry events of a client. Ours sends none unless the user turns it on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SessionEndEvent(_Event):
 
 
 class UnhandledExceptionEvent(_Event):
-    """Something was raised that nobody caught."""
+    """An exception that was not caught."""
 
     event: Literal["UNHANDLED_EXCEPTION"] = "UNHANDLED_EXCEPTION"
     error_message: str
@@ -43,7 +43,7 @@ class UnhandledExceptionEvent(_Event):
 
 
 class GenericEvent(_Event):
-    """Anything else."""
+    """Any other event."""
 
     event: Literal["GENERIC_EVENT"] = "GENERIC_EVENT"
     event_name: str
@@ -66,7 +66,7 @@ class TelemetryBatch(ReplyModel):
 
 
 class TelemetrySendRequest(RequestModel):
-    """Events of one process, of whatever kind; clients before 0.24.0 send no process_uuid."""
+    """Send events of one process. Clients before 0.24.0 send no process_uuid."""
 
     events: list[Annotated[TelemetryEvent | dict[str, Any], Field(union_mode="left_to_right")]]
     platform: str
@@ -76,6 +76,6 @@ class TelemetrySendRequest(RequestModel):
 
 
 class TelemetryResponse(ReplyModel):
-    """Taken. Official clients retry for ever unless they read exactly this."""
+    """The events were accepted. Official clients retry forever unless they read exactly this."""
 
     status: Literal["accepted"] = "accepted"

@@ -1,8 +1,7 @@
-"""TensorData: one named array that travels with a datum, dense or CSR, float32 or int64.
+"""TensorData: an immutable array of float32 or int64, dense or CSR, as an input or output of a loss.
 
-Promises: the numbers are a numpy array from construction on, never a Python list, and nobody can change them
-any more; what cannot be kept exactly (floats as token ids, float64 beyond float32's range) is refused, not
-cut. Knows neither torch (it is only met if the caller brings a tensor) nor the wire.
+Values are a numpy array from construction on. A conversion that would change values (floats as token ids,
+float64 outside float32's range) is refused. Imports torch only in `to_torch`. Knows nothing of the wire.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _NUMPY = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
 
 MAX_TOKEN = 2**31 - 1
 
-# Cells that a sparse tensor may spread to: a few bytes must not ask for all the memory there is.
+# Cells of a sparse tensor when dense. Bounded, since a few bytes could describe terabytes.
 MAX_SPARSE_CELLS = 1 << 26
 
 
 def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
-    """`array` as float32 or int64, C-contiguous; refuses what would lose its meaning."""
+    """`array` as C-contiguous float32 or int64; refuses conversions that change values."""
     kind = array.dtype.kind
     if kind not in "fiub":
         raise InvalidInputError(f"an array of dtype {array.dtype} cannot be sent; use floats or integers")
@@ -52,7 +51,7 @@ def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:
-    """Wide floats as float32, unless one would become infinite."""
+    """float64 as float32; refuses a value that would become infinite."""
     with np.errstate(over="ignore"):
         out = np.ascontiguousarray(array, dtype=np.float32).reshape(array.shape)
     lost = np.isinf(out) & ~np.isinf(array)
@@ -62,7 +61,7 @@ def _narrowed(array: np.ndarray) -> np.ndarray:
 
 
 def _is_immutable(array: np.ndarray) -> bool:
-    """Can nobody write to it? Bytes alone never change: a read-only view may be of what others write to."""
+    """Whether the memory can never change. Only bytes cannot: a read-only view may have a writable base."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -70,7 +69,7 @@ def _is_immutable(array: np.ndarray) -> bool:
 
 
 def _kept(array: np.ndarray, given: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """`array`, made of `given`, as it will stay: copied if whoever gave it could still write to it."""
+    """`array`, which was made from `given`, read-only; copied if the caller can still write to its memory."""
     if not isinstance(given, list | tuple):
         source = given if isinstance(given, np.ndarray) else array
         if not _is_immutable(source) and np.may_share_memory(array, source):
@@ -80,7 +79,7 @@ def _kept(array: np.ndarray, given: Sequence[Any] | np.ndarray) -> np.ndarray:
 
 
 def as_array(data: Any) -> np.ndarray:
-    """A list of numbers, or of equally long lists of them, or whatever numpy takes, as an array."""
+    """A list of numbers, or nested lists of equal length, or anything numpy accepts, as an array."""
     try:
         array = np.asarray(data)
     except (ValueError, TypeError, OverflowError) as error:
@@ -91,7 +90,7 @@ def as_array(data: Any) -> np.ndarray:
 
 
 def _misfit(data: _Nested, place: str = "") -> str:
-    """The first thing in nested lists that is no number, or not as long as its neighbour."""
+    """Describe the first element of nested lists that is no number or has another length than the first."""
     if not isinstance(data, list | tuple):
         fits = isinstance(data, int | float | np.number | np.bool_) and not abs(data) >= 2**64
         return "" if fits else f"{place or 'it'} is {data!r:.80}"
@@ -125,10 +124,10 @@ def _as_index(indices: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
 def _is_sound(values: np.ndarray) -> bool:
     if not values.size:
         return True
-    if values.dtype.kind == "i":  # as unsigned numbers negative ones are the largest: one look finds both
+    if values.dtype.kind == "i":  # negative numbers are the largest as unsigned: one comparison finds both
         unsigned = values.view(np.uint64)
         return bool(unsigned[unsigned.argmax()] <= MAX_TOKEN)
-    # Where there is a NaN it is both the largest and the smallest; half the price of isfinite.
+    # argmax and argmin return a NaN if there is one. Together they cost half of isfinite.
     return math.isfinite(values[values.argmax()]) and math.isfinite(values[values.argmin()])
 
 
@@ -141,7 +140,7 @@ class TensorData:
 
     __slots__ = ("_sound", "dense_shape", "dtype", "shape", "sparse_col_np", "sparse_crow_np", "values_np")
     _sound: bool | None
-    values_np: np.ndarray  # flat: all cells of a dense tensor, the listed ones of a sparse one
+    values_np: np.ndarray  # flat: all cells if dense, the stored ones if sparse
 
     @strict_init
     def __init__(
@@ -165,10 +164,10 @@ class TensorData:
         self.values_np = _kept(flat, data)
         self.dense_shape: tuple[int, ...] = (values.size,) if self.shape is None else tuple(self.shape)
         self.sparse_crow_np = self.sparse_col_np = None
-        # A copy is looked at while it is in the processor's cache: later that takes three times as long.
+        # Check a copy now, while it is in the CPU's cache: later it takes three times as long.
         self._sound = None if self.values_np is flat else _is_sound(self.values_np)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
-            raise InvalidInputError("sparse_crow_indices and sparse_col_indices go together")
+            raise InvalidInputError("sparse_crow_indices and sparse_col_indices must be given together")
         if sparse_crow_indices is not None:
             assert sparse_col_indices is not None
             self.sparse_crow_np = _as_index(sparse_crow_indices, "sparse_crow_indices")
@@ -195,14 +194,14 @@ class TensorData:
         if col.size and (col.min() < 0 or col.max() >= cols):
             raise InvalidInputError(f"a column index is outside 0..{cols - 1}")
 
-    # -- from other things -------------------------------------------------------------------------------
+    # -- constructors ------------------------------------------------------------------------------------
 
     @classmethod
-    def cut(cls, values: np.ndarray, bounds: list[int], trailing: list[int]) -> list[TensorData]:
-        """Dense tensors over stretches of flat values that nobody writes to, unchecked and uncopied.
+    def split(cls, values: np.ndarray, bounds: list[int], trailing: list[int]) -> list[TensorData]:
+        """Dense tensors over consecutive slices of immutable flat values, without checks or copies.
 
-        The values are float32 or int64; `trailing` are the dimensions after the first. One loop without a
-        call in it: a pass has thousands of these.
+        `values` is float32 or int64; `trailing` are the dimensions after the first. A pass has thousands of
+        tensors, so the loop makes no calls.
         """
         new, row = cls.__new__, math.prod(trailing)
         out: list[TensorData] = []
@@ -218,13 +217,13 @@ class TensorData:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
-        """Any float or integer array; wide floats become float32, integers int64."""
+        """From any float or integer array: floats become float32, integers int64."""
         array = np.asarray(array)
         return cls(array, shape=array.shape)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """Any torch tensor, wherever it lives and whether or not it needs a gradient."""
+        """From any torch tensor, on any device, with or without a gradient."""
         if not hasattr(tensor, "detach"):
             raise InvalidInputError(f"from_torch takes a torch tensor, got {type(tensor).__name__}")
         tensor = tensor.detach().cpu()
@@ -234,7 +233,7 @@ class TensorData:
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
-        """A 2-D tensor as CSR where that is smaller, cells equal to `pad_value` left out; else dense."""
+        """From a 2-D tensor, as CSR without the cells equal to `pad_value` if that is smaller, else dense."""
         dense = cls.from_torch(tensor)
         if dense.shape is None or len(dense.shape) != 2:
             return dense
@@ -252,7 +251,7 @@ class TensorData:
         crow = np.concatenate([[0], np.cumsum(keep.sum(axis=1))])
         return TensorData(grid[keep], self.dtype, self.shape, crow, np.nonzero(keep)[1])
 
-    # -- to other things ---------------------------------------------------------------------------------
+    # -- conversions -------------------------------------------------------------------------------------
 
     @property
     def is_sparse(self) -> bool:
@@ -260,7 +259,7 @@ class TensorData:
 
     @property
     def sound(self) -> bool:
-        """Are floats all finite, and whole numbers all token ids? Looked at once, as they never change."""
+        """Whether all floats are finite, or all integers are token ids. Computed once."""
         if self._sound is None:
             self._sound = _is_sound(self.values_np)
         return self._sound
@@ -284,7 +283,7 @@ class TensorData:
         return None if self.sparse_col_np is None else self.sparse_col_np.tolist()
 
     def to_numpy(self, pad_value: int = 0) -> np.ndarray:
-        """The dense array, read-only; cells that a sparse tensor does not list hold `pad_value`."""
+        """The dense array, read-only; cells that a sparse tensor does not store are `pad_value`."""
         if self.sparse_crow_np is None or self.sparse_col_np is None:
             return self.values_np.reshape(self.dense_shape)
         out = np.full(self.dense_shape, pad_value, dtype=self.values_np.dtype)

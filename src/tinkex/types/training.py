@@ -1,6 +1,6 @@
-"""Runs: their creation, their passes and steps, and what is known about them.
+"""Training runs: creation, passes, steps, uploaded losses, and listing.
 
-A pass carries arrays and is a dataclass (no pydantic on its path); all else is small.
+A pass holds arrays and is a dataclass: no pydantic on the hot path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig, OptimP
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.sessions import AccessScope
 
-CustomLossInputRank = Literal[0, 1, 2]  # a number, one per token, or several per token
+CustomLossInputRank = Literal[0, 1, 2]  # a scalar, one value per token, or several per token
 CustomLossNodeOp = Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
 
 
@@ -52,21 +52,21 @@ class CreateModelResponse(ReplyModel):
 
 
 class UnloadModelRequest(RequestModel):
-    """Let go of a run; clients up to 0.25.0 ask for it."""
+    """Unload a run. Clients up to 0.25.0 send it."""
 
     model_id: str
     type: Literal["unload_model"] = "unload_model"
 
 
 class UnloadModelResponse(ReplyModel):
-    """It is let go."""
+    """The run is unloaded."""
 
     model_id: str
     type: Literal["unload_model"] | None = None
 
 
 class GetInfoRequest(RequestModel):
-    """What is this run made of?"""
+    """Get a run's base model, adapter and optimizer."""
 
     model_id: str
     type: Literal["get_info"] = "get_info"
@@ -94,7 +94,7 @@ class GetInfoResponse(ReplyModel):
 
 @dataclass(frozen=True)
 class ForwardBackwardRequest:
-    """One pass of a run, or a chunk of one; `forward_only` leaves the gradients alone."""
+    """One pass of a run, or a chunk of one; `forward_only` computes no gradients."""
 
     forward_backward_input: ForwardBackwardInput
     model_id: str
@@ -137,13 +137,13 @@ class OptimStepRequest(RequestModel):
 
 
 class OptimStepResponse(ReplyModel):
-    """What the server says about the step."""
+    """The metrics of a step."""
 
     metrics: dict[str, float] | None = None
 
     @field_serializer("metrics", when_used="json")
     def _finite(self, metrics: dict[str, float] | None) -> dict[str, float] | None:
-        # JSON has no NaN, and official clients refuse a null among metrics.
+        # JSON has no NaN, and official clients reject null metrics.
         return metrics and {name: n for name, n in metrics.items() if math.isfinite(n)}
 
 
@@ -151,7 +151,7 @@ RunStatus = Literal["active", "finished", "interrupted", "failed"]
 
 
 class TrainingRun(ReplyModel):
-    """A run, as it is listed."""
+    """A training run in a list."""
 
     training_run_id: str
     base_model: str
@@ -168,7 +168,7 @@ class TrainingRun(ReplyModel):
 
 
 class ListTrainingRunsRequest(RequestModel):
-    """One page of runs, newest first."""
+    """List runs, newest first, one page."""
 
     limit: Count = 20
     offset: Count = 0
@@ -177,14 +177,14 @@ class ListTrainingRunsRequest(RequestModel):
 
 
 class TrainingRunsResponse(ReplyModel):
-    """Runs, and where this page stands."""
+    """One page of runs."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
 
 
 class GetTrainingRunRequest(RequestModel):
-    """One run."""
+    """Get one run."""
 
     training_run_id: str
     access_scope: AccessScope = "owned"
@@ -194,7 +194,7 @@ class GetTrainingRunRequest(RequestModel):
 
 
 class CustomLossInput(RequestModel):
-    """A parameter of the loss: "logprobs" first, then keys of loss_fn_inputs."""
+    """A parameter of a custom loss: "logprobs" first, then keys of loss_fn_inputs."""
 
     name: str
     rank: CustomLossInputRank
@@ -211,14 +211,14 @@ class CustomLossNode(RequestModel):
 
 
 class CustomLossGraph(RequestModel):
-    """The whole loss of one datum."""
+    """The computation of one datum's loss."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
 
 
 class CreateCustomLossRequest(RequestModel):
-    """Upload a loss, to be used by its id."""
+    """Upload a custom loss."""
 
     session_id: str
     custom_loss_seq_id: Count
@@ -229,7 +229,7 @@ class CreateCustomLossRequest(RequestModel):
 
 
 class CreateCustomLossResponse(ReplyModel):
-    """The loss's id, for `loss_fn_config`."""
+    """The id of an uploaded loss, for `loss_fn_config`."""
 
     loss_id: str
     type: Literal["create_custom_loss"] = "create_custom_loss"

@@ -1,9 +1,9 @@
-"""How it is said: values to bytes and back, for both ends of the wire.
+"""The wire codec: requests, replies and results to bytes and back, for both ends of a connection.
 
-Promises: pure functions; every default is written, every default may be absent when read, null means "not
-given"; passes and samples are protobuf for whoever accepts it and JSON for whoever does not; bad input of
-any kind raises InvalidInputError with its place, never anything else. Knows neither sockets nor any HTTP
-library: a request is a path, a query string, headers and a body; headers are looked up in lower case.
+Pure functions. A writer writes every default; a reader accepts its absence and takes null as "not given".
+Forward-backward passes and samples are protobuf for peers that accept it and JSON for others. Bad input
+raises InvalidInputError, which names the field, and nothing else. Knows neither sockets nor an HTTP library:
+a request is a path, a query string, headers and a body. Header names are in lower case.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ else:
 
 JSON = "application/json"
 PROTO = "application/x-protobuf"
-MAX_BODY = 256 * 1024 * 1024  # bytes that a request may grow to when it is unpacked
-_ACCESS_TOKEN = "x-tinker-weights-access-token"  # a secret stays out of the body
+MAX_BODY = 256 * 1024 * 1024  # of a request, in bytes after decompression
+_ACCESS_TOKEN = "x-tinker-weights-access-token"  # a header, to keep the secret out of logged bodies
 
 Headers = Mapping[str, str]
 T = TypeVar("T")
@@ -50,23 +50,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request, ready to be sent; `query` has no question mark."""
+    """A request ready to send. `query` has no question mark."""
 
     path: str
     query: str = ""
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    content: bytes | list[bytes | memoryview] | None = None  # a big body comes in pieces, its arrays uncopied
+    content: bytes | list[bytes | memoryview] | None = None  # pieces: views of arrays, not copied
 
     @property
     def body(self) -> bytes | None:
         return b"".join(self.content) if isinstance(self.content, list) else self.content
 
 
-# -- requests, as a client writes them -------------------------------------------------------------------
+# -- requests: the client writes -------------------------------------------------------------------------
 
 
 def request_size(request: Any, enough: int = sys.maxsize) -> int:
-    """About how many bytes `request` will take; counting stops at `enough`."""
+    """Estimate the encoded size of `request` in bytes; counting stops at `enough`."""
     size = 0
     if isinstance(request, ForwardBackwardRequest):
         for datum in request.forward_backward_input.data:
@@ -79,14 +79,14 @@ def request_size(request: Any, enough: int = sys.maxsize) -> int:
 
 
 def _written_size(chunk: Any) -> int:
-    """A chunk's share of a JSON body."""
+    """The estimated size of a chunk in a JSON body."""
     if isinstance(chunk, EncodedTextChunk):
         return chunk.tokens_np.size * 7  # digits and a comma
     return len(getattr(chunk, "data", b"") or getattr(chunk, "dmel", b"")) * 4 // 3  # base64
 
 
 def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compress: bool = False) -> Encoded:
-    """`request` as `op` sends it. `proto=False` is for servers that speak JSON alone."""
+    """Encode `request` for `op`. `proto=False` is for servers that accept only JSON."""
     try:
         if isinstance(request, ForwardBackwardRequest):
             encoded = _encode_pass(op, request, proto=proto)
@@ -108,7 +108,7 @@ def _headers(content_type: str | None) -> dict[str, str]:
 
 def _dump(value: Any) -> bytes:
     body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    # A small body keeps the 4 kB that it was written into: thousands of polls in flight would each hold them.
+    # orjson's result keeps its 4 kB buffer. Copy small bodies, since thousands of polls may be in flight.
     return bytes(memoryview(body)) if len(body) < 1024 else body
 
 
@@ -133,12 +133,12 @@ def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
         path = path.replace(placeholder, quote(value, safe="/:" if has_slashes else ":"))
     if op.method in ("GET", "DELETE"):
         return Encoded(path, urlencode(fields), _headers(None))
-    if op.placeholders and not fields:  # the path says it all
+    if op.placeholders and not fields:  # everything is in the path
         return Encoded(path, "", _headers(None))
     return Encoded(path, "", headers, _dump(fields))
 
 
-# -- requests, as a server reads them --------------------------------------------------------------------
+# -- requests: the server reads --------------------------------------------------------------------------
 
 
 def decode_request(
@@ -149,7 +149,7 @@ def decode_request(
     body: bytes = b"",
     max_body: int = MAX_BODY,
 ) -> Any:
-    """The request that a client of any age sent to `op`."""
+    """Decode a request to `op` from a client of any version."""
     headers = headers or {}
     try:
         if (encoding := headers.get("content-encoding")) is not None:
@@ -173,7 +173,7 @@ def decode_request(
 def peek_turn(
     op: Op[Any, Any], *, headers: Headers, body: bytes, max_body: int = MAX_BODY
 ) -> tuple[str, int] | None:
-    """The run and seq id of a request that `decode_request` refused for its content, if it says them."""
+    """The run and seq id of a request that `decode_request` refused, if they can be read."""
     try:
         body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
@@ -192,7 +192,7 @@ def _refusal(op: Op[Any, Any], error: BaseException) -> InvalidInputError:
 
 
 def load_object(body: bytes | str) -> dict[str, Any]:
-    """A JSON object, or a refusal."""
+    """Parse a JSON object."""
     try:
         value: AnyJson = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -203,7 +203,7 @@ def load_object(body: bytes | str) -> dict[str, Any]:
 
 
 def unpack(body: bytes, encoding: str, limit: int) -> bytes:
-    """`body` without its content encoding; one that grows past `limit` is refused before it does."""
+    """Decompress `body`; refuse it, without decompressing the rest, once it exceeds `limit` bytes."""
     if encoding in ("", "identity"):
         return body
     if encoding not in ("zstd", "gzip"):
@@ -222,31 +222,27 @@ def unpack(body: bytes, encoding: str, limit: int) -> bytes:
     return out
 
 
-# -- replies and results, as a server writes them --------------------------------------------------------
+# -- replies and results: the server writes --------------------------------------------------------------
 
 
 def encode_reply(value: WireModel | bytes | None) -> tuple[str, bytes]:
-    """Content type and body of an answer; None has neither."""
+    """Content type and body of a reply; None has neither."""
     if isinstance(value, bytes):
         return "application/octet-stream", value
     return ("", b"") if value is None else (JSON, _dump(value.to_wire()))
 
 
 def encode_result(value: Any, accept: str = JSON) -> tuple[str, bytes]:
-    """Content type and body of a future's answer, for a client that accepts `accept`."""
+    """Content type and body of a future's result, for a client that accepts `accept`."""
     proto = PROTO in accept
     if isinstance(value, ForwardBackwardOutput):
-        return (
-            (PROTO, proto_codec.write_output(value))
-            if proto
-            else (JSON, _dump(json_codec.write_output(value)))
-        )
+        if proto:
+            return PROTO, proto_codec.write_output(value)
+        return JSON, _dump(json_codec.write_output(value))
     if isinstance(value, SampleResponse):
-        return (
-            (PROTO, proto_codec.write_samples(value))
-            if proto
-            else (JSON, _dump(json_codec.write_samples(value)))
-        )
+        if proto:
+            return PROTO, proto_codec.write_samples(value)
+        return JSON, _dump(json_codec.write_samples(value))
     if isinstance(value, PendingFuture):
         body = {"type": "try_again", "request_id": value.request_id, "queue_state": value.queue_state}
         if value.queue_state_reason is not None:
@@ -257,11 +253,11 @@ def encode_result(value: Any, accept: str = JSON) -> tuple[str, bytes]:
     return encode_reply(value)
 
 
-# -- replies and results, as a client reads them ---------------------------------------------------------
+# -- replies and results: the client reads ---------------------------------------------------------------
 
 
 def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> T:
-    """What `op` was answered."""
+    """Decode the reply to `op`."""
     if op.reply is NoneType:
         return None  # type: ignore[return-value]
     if op.reply is bytes:
@@ -274,7 +270,7 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
 def decode_result(
     op: Op[Any, Any], status: int, headers: Headers, body: bytes
 ) -> PendingFuture | MetadataOnly | RequestFailedResponse | Any:
-    """What became of the promise that `op` gave."""
+    """Decode what a retrieval of `op`'s future returned: its result, its failure, or that it is pending."""
     if status == 408:
         return _read_pending(body)
     if PROTO in headers.get("content-type", ""):
@@ -289,7 +285,7 @@ def decode_result(
         return _read_failure(fields)
     if op.result in _JSON_RESULTS:
         return _guarded(_JSON_RESULTS[op.result], fields)
-    assert op.result is not None, f"{op.name} gives no promise"
+    assert op.result is not None, f"{op.name} has no future"
     return _read_model(op.result, fields)
 
 
@@ -305,7 +301,7 @@ _JSON_RESULTS: dict[Any, Callable[[Any], Any]] = {
 
 def _guarded(read: Callable[[Any], T], value: Any) -> T:
     try:
-        with np.errstate(over="ignore"):  # a logprob beyond float32 is infinite
+        with np.errstate(over="ignore"):  # a logprob outside float32 becomes infinite
             return read(value)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise InvalidInputError(str(error)) from None
@@ -323,7 +319,7 @@ def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
 
 
 def _read_pending(body: bytes) -> PendingFuture:
-    """A "not yet", whose body is optional."""
+    """A pending future. The body is optional."""
     try:
         fields = load_object(body)
     except InvalidInputError:
@@ -341,7 +337,7 @@ def _read_failure(fields: dict[str, Any]) -> RequestFailedResponse:
     text = error if isinstance(error, str) else orjson.dumps(error).decode()
     category = RequestErrorCategory.parse(said)
     if category is RequestErrorCategory.Unknown and str(said).lower() != category:
-        text = f"{text} (category {said!r:.80})"  # a word of a newer server's: kept for people
+        text = f"{text} (category {said!r:.80})"  # a newer server's category, kept for the reader
     return RequestFailedResponse(error=text, category=category)
 
 
@@ -360,7 +356,7 @@ MAX_ERROR_TEXT = 2000
 
 
 def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, AnyJson]:
-    """What a refusal says, for people, and its JSON if it has any.
+    """The message of an error reply, and its JSON body if it has one.
 
     >>> decode_error(422, {}, b'{"detail": "rank must be positive"}')[0]
     'rank must be positive'
@@ -379,7 +375,7 @@ def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, AnyJs
 
 
 def _message_of(parsed: AnyJson) -> str:
-    """The words in the usual places: detail, message, error; or a list of complaints with their places."""
+    """The text under detail, message, error or msg; of a list of errors, each with its location."""
     if isinstance(parsed, str):
         return parsed
     if isinstance(parsed, list):

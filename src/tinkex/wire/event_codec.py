@@ -1,11 +1,12 @@
-"""A sample as events, in JSON: what stream_sample answers, for both ends of the wire.
+"""The codec of streamed samples: JSON events of stream_sample, for both ends of a connection.
 
-    event: tokens   {"sequence": 0, "tokens": [..], "logprobs": [..]}            as they come
-    event: queue    {"queue_state": "paused_capacity", "queue_state_reason": …}  when that changes
-    event: done     the whole response, as retrieve_future gives it in JSON, with `sample_sequence_ids`
+    event: tokens   {"sequence": 0, "tokens": [..], "logprobs": [..]}            as they are sampled
+    event: queue    {"queue_state": "paused_capacity", "queue_state_reason": …}  when the state changes
+    event: done     the whole response, as retrieve_future returns it in JSON, with `sample_sequence_ids`
     event: error    {"error": "…", "category": "user"}                           instead of done
 
-Promises: as codec.py. Events of other names are for newer clients. Knows nothing of how events are framed.
+Readers ignore events of unknown names, which newer servers may send. Bad input raises InvalidInputError.
+Knows nothing of how events are framed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tinkex.wire.codec import load_object
 
 
 def write_event(event: SampleEvent) -> tuple[str, Any]:
-    """An event's name and its fields."""
+    """Return an event's name and its fields."""
     if isinstance(event, NewTokens):
         fields = {"sequence": event.sequence, "tokens": event.tokens_np, "logprobs": event.logprobs_np}
         return "tokens", fields
@@ -40,7 +41,7 @@ def write_event(event: SampleEvent) -> tuple[str, Any]:
 
 
 def read_event(name: str, data: str) -> SampleEvent | None:
-    """The event that `write_event` wrote; None for one of a name that we do not know."""
+    """Decode what `write_event` wrote; None for an unknown name."""
     if name == "tokens":
         return _read_tokens(load_object(data))
     if name == "queue":
@@ -53,7 +54,7 @@ def read_event(name: str, data: str) -> SampleEvent | None:
         return None
     event = codec.decode_result(ops.SAMPLE, 200, {}, data.encode())
     if (name == "error") is isinstance(event, SampleResponse):
-        raise InvalidInputError(f"an event called {name} that is none")
+        raise InvalidInputError(f"an event named {name} with another content")
     return _with_ids(event, load_object(data).get("sample_sequence_ids"))
 
 

@@ -1,9 +1,8 @@
-"""Arrays as JSON: sample requests, and passes and results for those who speak no protobuf.
+"""The JSON codec: sample requests, and passes and results for peers without protobuf.
 
-Promises: what is written has no NaN and no infinity (metrics without a finite value are left out, logprobs
-become null); what is read may lack every default, may say null for "not given", and may come from any SDK
-since 0.3. Bad input raises InvalidInputError with its place. Returns and takes plain dicts: bytes, content
-types and the small models are codec.py's.
+Output never contains NaN or infinity: such metrics are left out, such logprobs become null. Input may omit
+every default, may have null for "not given", and may come from any SDK since 0.3. Bad input raises
+InvalidInputError that names the field. Works on plain dicts; bytes and content types are codec.py's.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
-# -- reading with a place to blame -----------------------------------------------------------------------
+# -- reading fields --------------------------------------------------------------------------------------
 
 
 def _get(obj: AnyJson, key: str, kind: type[T] | tuple[type, ...], where: str, default: Any = ...) -> Any:
-    """`obj[key]`, of this kind; absent or null, it is `default`, or refused if there is none."""
+    """`obj[key]`, which must be of this kind. If absent or null: `default`, or an error if there is none."""
     value = obj.get(key) if type(obj) is dict else _not_a_plain_object(obj, key, where)
-    if type(value) is kind:  # nearly always
+    if type(value) is kind:  # the common case
         return value
     if value is None:
         if default is ...:
@@ -97,7 +96,7 @@ def _base64(text: str) -> bytes:
 
 
 def _chunk_kind(obj: Any, where: str) -> str:
-    """The chunk's type; old SDKs leave it out, and then its keys tell."""
+    """The chunk's type. Old SDKs omit it; then the keys decide."""
     given = _get(obj, "type", str, where, None)
     if given is not None:
         return given
@@ -115,7 +114,7 @@ def read_chunk(obj: Any, where: str) -> ModelInputChunk:
         raise InvalidInputError(
             f"{where}.type must be encoded_text, image, image_asset_pointer or dmel, got {kind!r}"
         )
-    # SDKs up to 0.5.0 call the length `tokens`; their height and width have no meaning any longer.
+    # SDKs up to 0.5.0 call the length `tokens`, and send a height and a width that are ignored.
     length = _get(obj, "expected_tokens", int, where, _get(obj, "tokens", int, where, None))
     picture = _get(obj, "format", str, where)
     if kind == "image":
@@ -210,7 +209,7 @@ def _read_datum(obj: Any, where: str) -> Datum:
 
 
 def write_pass(request: ForwardBackwardRequest) -> Json:
-    """The body of /forward_backward, or of /forward for a pass without gradients."""
+    """The body of /forward_backward, or of /forward if the pass computes no gradients."""
     work = request.forward_backward_input
     body: Json = {"data": [_write_datum(datum) for datum in work.data], "loss_fn": work.loss_fn}
     if work.loss_fn_config is not None:
@@ -287,7 +286,7 @@ _SAMPLE_FIELDS: dict[str, type] = {
     "prompt_alt_tokens_k": int,
     "prompt_logprobs_last_n": int,
     "record_stability_info": bool,
-}  # those whose absence is the default of SampleRequest
+}  # optional fields: their defaults are SampleRequest's
 
 
 def read_sample_request(obj: Any) -> SampleRequest:
@@ -333,7 +332,7 @@ def read_output(obj: Any) -> ForwardBackwardOutput:
 
 
 def _read_logprobs(obj: AnyJson, where: str) -> TensorData:
-    """A tensor in which null stands for a number that JSON has not."""
+    """A tensor in which null stands for NaN or an infinity."""
     data: AnyJson
     if isinstance(obj, Mapping) and isinstance(data := obj.get("data"), list) and None in data:
         obj = {**obj, "data": [math.nan if n is None else n for n in data]}
@@ -358,7 +357,7 @@ def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | No
     return TopkLogprobs(ids, logprobs)
 
 
-_MORE_OF_THE_END = ("stop_detail", "stop_match")  # ours: who does not know them skips them
+_STOP_FIELDS = ("stop_detail", "stop_match")  # our extension; other clients ignore them
 
 
 def write_samples(value: SampleResponse) -> Json:
@@ -371,7 +370,7 @@ def write_samples(value: SampleResponse) -> Json:
         }
         if sequence.topk_logprobs_np is not None:
             item["topk_logprobs"] = _write_topk(sequence.topk_logprobs_np)
-        item |= {key: said for key in _MORE_OF_THE_END if (said := getattr(sequence, key)) is not None}
+        item |= {key: said for key in _STOP_FIELDS if (said := getattr(sequence, key)) is not None}
         sequences.append(item)
     out: Json = {
         "type": "sample",
@@ -390,7 +389,7 @@ def write_samples(value: SampleResponse) -> Json:
     return out
 
 
-# Other spellings of why a sequence ended, which some servers and documents use, and which say more.
+# Stop reasons of other servers, some of them more specific.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop", "length": "length", "max_tokens": "length", "stop_sequence": "stop", "eos": "stop",
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""The one table of operations: for each, how it is asked for and what comes back.
+"""The table of operations: method, path, request, reply and result of every endpoint.
 
-A row is all there is to know about an endpoint: the server mounts its routes from it, the client posts by
-it, and the service has a method of the row's name. Promises answer `UntypedAPIFuture`; their `result` is
-asked for with RETRIEVE_FUTURE. Knows types only: how a value becomes bytes is codec.py's.
+The server mounts its routes from this table, the client sends by it, and the service has one method per row.
+An operation with a future replies `UntypedAPIFuture`; RETRIEVE_FUTURE then returns its `result`. Knows types
+only: codec.py turns values into bytes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Reply = TypeVar("Reply")
 
 
 class Pool(StrEnum):
-    """Kinds of traffic, which a client keeps apart so that none starves another."""
+    """Kinds of traffic. A client limits each separately, so that none starves another."""
 
     SESSION = "session"
     TRAIN = "train"
     SAMPLE = "sample"
     RETRIEVE = "retrieve"
-    STREAM = "stream"  # samples whose tokens come as they are drawn
-    POLL = "poll"  # the long poll for many futures at once
+    STREAM = "stream"  # streamed samples
+    POLL = "poll"  # the long poll for many futures
     REST = "rest"
     TELEMETRY = "telemetry"
 
@@ -48,7 +48,7 @@ class Pool(StrEnum):
 class Op(Generic[Req, Reply]):
     """One operation. `path` is in Starlette's syntax; its placeholders are fields of the request.
 
-    What a GET or DELETE does not say in its path, it says in its query string.
+    The remaining fields of a GET or DELETE go in its query string.
     """
 
     name: str
@@ -56,18 +56,18 @@ class Op(Generic[Req, Reply]):
     path: str
     request: type[Req]
     reply: type[Reply]
-    result: type[Any] | None = None  # what a promise resolves to
-    request_type: str = ""  # X-Tinker-Request-Type when its promise is retrieved
+    result: type[Any] | None = None  # the type of its future's result
+    request_type: str = ""  # the header X-Tinker-Request-Type of a retrieval
     pool: Pool = Pool.REST
-    retry: bool = True  # False: whoever calls it has a rhythm of their own, the transport must not repeat it
+    retry: bool = True  # False: the caller repeats it at its own pace, so the transport must not
 
     @cached_property
     def placeholders(self) -> dict[str, bool]:
-        """The fields in the path; True for those that may contain slashes."""
+        """The fields in the path; True: the value may contain slashes."""
         return {name: kind == ":path" for name, kind in re.findall(r"{(\w+)(:path)?}", self.path)}
 
     @property
-    def is_promise(self) -> bool:
+    def has_future(self) -> bool:
         return self.result is not None
 
 
@@ -77,7 +77,7 @@ _CHECKPOINT = f"{_RUN}/checkpoints/{{checkpoint_id:path}}"
 _SESSION = f"{_V1}/sessions/{{session_id}}"
 
 
-def _promise(
+def _with_future(
     name: str, request: type[Req], result: type[Any], request_type: str, **more: Any
 ) -> Op[Req, UntypedAPIFuture]:
     settings: dict[str, Any] = {"pool": Pool.TRAIN, "path": f"{_V1}/{name}", **more}
@@ -92,7 +92,7 @@ def _promise(
     )
 
 
-# -- the server itself, and who is asking ----------------------------------------------------------------
+# -- server and credentials ------------------------------------------------------------------------------
 
 GET_CLIENT_CONFIG = Op(
     "get_client_config", "POST", f"{_V1}/client/config", config.ClientConfigRequest,
@@ -113,7 +113,7 @@ GET_SERVER_CAPABILITIES = Op(
     "get_server_capabilities", "GET", f"{_V1}/get_server_capabilities", config.EmptyRequest,
     config.GetServerCapabilitiesResponse,
 )  # fmt: skip
-GET_TOKENIZER_FILE = Op(  # ours alone
+GET_TOKENIZER_FILE = Op(  # our extension
     "get_tokenizer_file", "GET", f"{_V1}/models/{{model_name:path}}/tokenizer/{{file}}",
     config.TokenizerFileRequest, bytes,
 )  # fmt: skip
@@ -153,21 +153,21 @@ EXPORT_SESSION_TRACE = Op(
 
 # -- runs ------------------------------------------------------------------------------------------------
 
-CREATE_MODEL = _promise(
+CREATE_MODEL = _with_future(
     "create_model", training.CreateModelRequest, training.CreateModelResponse, "CreateModel"
 )
-UNLOAD_MODEL = _promise(  # asked for by clients up to 0.25.0
+UNLOAD_MODEL = _with_future(  # used by clients up to 0.25.0
     "unload_model", training.UnloadModelRequest, training.UnloadModelResponse, "UnloadModel"
 )
 GET_INFO = Op("get_info", "POST", f"{_V1}/get_info", training.GetInfoRequest, training.GetInfoResponse)
-FORWARD_BACKWARD = _promise(
+FORWARD_BACKWARD = _with_future(
     "forward_backward", training.ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward"
 )
-FORWARD = _promise(  # asked for by clients up to 0.24.1; newer ones say forward_only
+FORWARD = _with_future(  # used by clients up to 0.24.1; newer ones set forward_only
     "forward", training.ForwardBackwardRequest, ForwardBackwardOutput, "Forward"
 )
-OPTIM_STEP = _promise("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
-CREATE_CUSTOM_LOSS = _promise(
+OPTIM_STEP = _with_future("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
+CREATE_CUSTOM_LOSS = _with_future(
     "create_custom_loss", training.CreateCustomLossRequest, training.CreateCustomLossResponse,
     "CreateCustomLoss",
 )  # fmt: skip
@@ -176,24 +176,24 @@ LIST_TRAINING_RUNS = Op(
     training.TrainingRunsResponse,
 )  # fmt: skip
 GET_TRAINING_RUN = Op("get_training_run", "GET", _RUN, training.GetTrainingRunRequest, training.TrainingRun)
-GET_RUN_METRICS = Op(  # ours alone: JSON lines, one a step
+GET_RUN_METRICS = Op(  # our extension: JSON lines, one per step
     "get_run_metrics", "GET", f"{_RUN}/metrics", training.GetTrainingRunRequest, bytes
 )
 
 # -- checkpoints -----------------------------------------------------------------------------------------
 
-SAVE_WEIGHTS = _promise(
+SAVE_WEIGHTS = _with_future(
     "save_weights", checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse, "SaveWeights"
 )
-SAVE_WEIGHTS_FOR_SAMPLER = _promise(
+SAVE_WEIGHTS_FOR_SAMPLER = _with_future(
     "save_weights_for_sampler", checkpoints.SaveWeightsForSamplerRequest,
     checkpoints.SaveWeightsForSamplerResponseInternal, "SaveWeightsForSampler",
 )  # fmt: skip
-SAVE_WEIGHTS_EXTERNAL = _promise(
+SAVE_WEIGHTS_EXTERNAL = _with_future(
     "save_weights_external", checkpoints.SaveWeightsExternalRequest,
     checkpoints.SaveWeightsExternalResponseInternal, "SaveWeightsExternal",
 )  # fmt: skip
-LOAD_WEIGHTS = _promise(
+LOAD_WEIGHTS = _with_future(
     "load_weights", checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse, "LoadWeights"
 )
 GET_WEIGHTS_INFO = Op(
@@ -212,7 +212,7 @@ LIST_USER_CHECKPOINTS = Op(
     "list_user_checkpoints", "GET", f"{_V1}/checkpoints", checkpoints.ListUserCheckpointsRequest,
     checkpoints.CheckpointsListResponse,
 )  # fmt: skip
-# The longer paths stand before the bare checkpoint, whose placeholder would swallow them.
+# Before DELETE_CHECKPOINT: its placeholder would match these longer paths too.
 PUBLISH_CHECKPOINT = Op(
     "publish_checkpoint", "POST", f"{_CHECKPOINT}/publish", checkpoints.CheckpointRequest, NoneType
 )
@@ -226,7 +226,7 @@ GET_EXTERNAL_WEIGHTS_URLS = Op(
     "get_external_weights_urls", "GET", f"{_CHECKPOINT}/external_weights_urls",
     checkpoints.CheckpointRequest, checkpoints.ExternalWeightsUrlsResponse,
 )  # fmt: skip
-GET_CHECKPOINT_ARCHIVE_URL = Op(  # asked for by clients up to 0.35.0; a server may answer 302
+GET_CHECKPOINT_ARCHIVE_URL = Op(  # used by clients up to 0.35.0; a server may reply 302
     "get_checkpoint_archive_url", "GET", f"{_CHECKPOINT}/archive", checkpoints.CheckpointRequest,
     checkpoints.CheckpointArchiveUrlResponse,
 )  # fmt: skip
@@ -242,7 +242,7 @@ JOIN_SAMPLING_SESSION = Op(
     "join_sampling_session", "POST", f"{_V1}/join_sampling_session", sampling.JoinSamplingSessionRequest,
     sampling.JoinSamplingSessionResponse, pool=Pool.SAMPLE,
 )  # fmt: skip
-SAMPLE = _promise(
+SAMPLE = _with_future(
     "sample", sampling.SampleRequest, SampleResponse, "Sample", path=f"{_V1}/asample", pool=Pool.SAMPLE
 )
 GET_SAMPLER = Op(
@@ -279,6 +279,5 @@ GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(
 
 OPS: dict[str, Op[Any, Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Op)}
 
-# Ours alone, and not in the table: its answer is no value but a stream of events (event_codec.py), for which
-# the server has a route of its own.
+# Our extension. Not in the table: its reply is a stream of events (event_codec.py) with a route of its own.
 STREAM_SAMPLE = replace(SAMPLE, name="stream_sample", path=f"{_V1}/stream_sample", pool=Pool.STREAM)

@@ -375,7 +375,7 @@ def _read_field(field: Any, where: str) -> list[TensorData]:
     if any(n < 0 for n in trailing) or (np.diff(bounds) % max(row, 1)).any():
         raise InvalidInputError(f"{where}: trailing_shape {trailing} does not fit its values")
     flat.flags.writeable = False
-    return TensorData.cut(flat, bounds.tolist(), trailing)
+    return TensorData.split(flat, bounds.tolist(), trailing)
 
 
 def read_output(body: bytes) -> ForwardBackwardOutput:
