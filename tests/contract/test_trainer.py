@@ -220,8 +220,8 @@ def test_a_command_that_was_cancelled_in_time_is_not_executed(engine: Engine, ru
     cancelled = [i for i, future in reversed(list(enumerate(behind))) if future.cancel()]
     for i in range(200):
         if i in cancelled:
-            do(engine, CreateAdapter(f"cancelled-{i}", LORA))
-        do(engine, DropAdapter(f"cancelled-{i}"))
+            assert do(engine, CreateAdapter(f"cancelled-{i}", LORA)) is None
+        assert do(engine, DropAdapter(f"cancelled-{i}")) is None
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

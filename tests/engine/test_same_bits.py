@@ -28,11 +28,11 @@ from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.decode_graphs import CapturedLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
+from tinkex.engine.torch.functions import split_rotate, swiglu
 from tinkex.engine.torch.hooks import Frozen, PartialProjection, Site
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.models.architecture import model_config
-from tinkex.engine.torch.ops import split_rotate, swiglu
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput

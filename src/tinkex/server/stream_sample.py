@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkex.server.bodies import read_body
 from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
-from tinkex.service.sample_stream import SampleStream
+from tinkex.service.sample_stream import SampleEvents
 from tinkex.wire import ops
 from tinkex.wire.event_codec import write_event
 
@@ -71,7 +71,7 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
 class SampleStreamResponse(StreamingResponse):
     """Sends events as they come, and cancels the sample when sending ends, even before the first byte."""
 
-    def __init__(self, events: SampleStream) -> None:
+    def __init__(self, events: SampleEvents) -> None:
         super().__init__(with_pings(_encoded(events)), headers=SSE_HEADERS)
         self._events = events
 
@@ -82,6 +82,6 @@ class SampleStreamResponse(StreamingResponse):
             await self._events.aclose()
 
 
-async def _encoded(events: SampleStream) -> AsyncIterator[bytes]:
+async def _encoded(events: SampleEvents) -> AsyncIterator[bytes]:
     async for event in events:
         yield server_sent(*write_event(event))

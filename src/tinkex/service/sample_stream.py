@@ -25,7 +25,7 @@ from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
 
 
-class SampleStream:
+class SampleEvents:
     """An async iterator over the events of one sample; `Service.stream` opens it."""
 
     def __init__(self, samplers: Samplers, polling: Polling, request: SampleRequest, caller: Caller) -> None:
@@ -58,7 +58,7 @@ class SampleStream:
         named = [replace(one, sequence_id=id) for one, id in zip(outcome.sequences, ids, strict=True)]
         return replace(outcome, sequences=named)
 
-    def __aiter__(self) -> SampleStream:
+    def __aiter__(self) -> SampleEvents:
         return self
 
     async def __anext__(self) -> SampleEvent:

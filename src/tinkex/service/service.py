@@ -41,7 +41,7 @@ from tinkex.service.runs.journal import JournalError
 from tinkex.service.runs.listing import RunListing
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.runs.training_loop import TrainingObserver
-from tinkex.service.sample_stream import SampleStream
+from tinkex.service.sample_stream import SampleEvents
 from tinkex.service.samplers import SampleObserver, Samplers
 from tinkex.service.served_models import ServedModels
 from tinkex.service.session_traces import SessionTraces
@@ -243,9 +243,9 @@ class Service:
         """Accept a run's request that cannot be read, and fail its future: a 4xx leaves clients stuck."""
         return await self._training.fail(op.name, run_id, seq_id, message, caller)
 
-    def stream(self, request: SampleRequest, caller: Caller) -> SampleStream:
+    def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
-        return SampleStream(self.samplers, self.polling, request, caller)
+        return SampleEvents(self.samplers, self.polling, request, caller)
 
     # -- upkeep ------------------------------------------------------------------------------------------
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch import plain
+from tinkex.engine.torch.functions import linear
 from tinkex.engine.torch.hooks import Attend
 from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attention import PackedAttend
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
-from tinkex.engine.torch.ops import linear
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.adapters import Adapter

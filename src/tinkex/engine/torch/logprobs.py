@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tinkex.engine.torch.functions import linear
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.models.decoder import UNEMBED
-from tinkex.engine.torch.ops import linear
 
 # Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU
 # below 32 MiB, from where on malloc gives fresh pages to every chunk, which cost more than their use.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.adapters import Adapter, Matrices
+from tinkex.engine.torch.functions import frozen_product
 from tinkex.engine.torch.hooks import Frozen, Projecting, Site
-from tinkex.engine.torch.ops import frozen_product
 
 
 class AdapterRows(NamedTuple):

@@ -30,7 +30,7 @@ from tinkex.server.openai.requests import CompletionRequest, model_of, read_chat
 from tinkex.server.stream_sample import SSE_HEADERS, server_sent, with_pings
 from tinkex.service.adapter_cache import adapter_name
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.sample_stream import SampleStream
+from tinkex.service.sample_stream import SampleEvents
 from tinkex.service.served_models import ServedModel
 from tinkex.service.service import Service
 from tinkex.tokenizers import load_tokenizer_async
@@ -191,7 +191,7 @@ async def _complete(
         "model": name,
     }
     reply_format = (chat_format if chat else completion_format)(frame)
-    streams: list[SampleStream] = []
+    streams: list[SampleEvents] = []
     try:
         for prompt in request.prompts:
             streams.append(service.stream(_sample_request(request, prompt, sampler), caller))
@@ -251,7 +251,7 @@ def _sample_request(
 # -- samples ---------------------------------------------------------------------------------------------
 
 
-async def _first_event(stream: SampleStream) -> SampleEvent:
+async def _first_event(stream: SampleEvents) -> SampleEvent:
     while isinstance(event := await anext(stream), PendingFuture):
         pass
     if isinstance(event, RequestFailedResponse):
@@ -259,11 +259,11 @@ async def _first_event(stream: SampleStream) -> SampleEvent:
     return event
 
 
-async def _merged(streams: Sequence[SampleStream], first: Sequence[SampleEvent]) -> PromptEvents:
+async def _merged(streams: Sequence[SampleEvents], first: Sequence[SampleEvent]) -> PromptEvents:
     """The events of all prompts as they come; Refusal if one fails. Closing it cancels all samples."""
     queue: asyncio.Queue[tuple[int, SampleEvent]] = asyncio.Queue()
 
-    async def forward(prompt: int, stream: SampleStream) -> None:
+    async def forward(prompt: int, stream: SampleEvents) -> None:
         async with aclosing(stream):
             queue.put_nowait((prompt, first[prompt]))
             async for event in stream:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinkex.engine.torch.functions import split_rotate
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site, Sites
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.projection import Projection, frozen_parameter
-from tinkex.engine.torch.ops import split_rotate
 
 
 class Attention(nn.Module):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from tinkex.engine.torch.functions import Stream, add, add_rms_norm, pack, rms_norm
 from tinkex.engine.torch.hooks import (
     Attend,
     ForwardContext,
@@ -32,7 +33,6 @@ from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
 from tinkex.engine.torch.models.projection import Projection, frozen_parameter
-from tinkex.engine.torch.ops import Stream, add, add_rms_norm, pack, rms_norm
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site, Sites
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.projection import Projection
-from tinkex.engine.torch.ops import swiglu
 
 
 class Mlp(nn.Module):

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
 from tinkex.engine.torch.models.architecture import ModelConfig
-from tinkex.engine.torch.ops import swiglu
 
 
 class ExpertMlp(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.torch import ops
+from tinkex.engine.torch import functions
 from tinkex.engine.torch.models.moe import expert_linear, expert_linear_loop
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -45,11 +45,13 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 def test_rms_norm() -> None:
     weight = random(24, seed=5)
     assert_same(
-        lambda x: ops.rms_norm(ops.Stream(x), weight, 1e-5), lambda x: plain_norm(x, weight), random(7, 24)
+        lambda x: functions.rms_norm(functions.Stream(x), weight, 1e-5),
+        lambda x: plain_norm(x, weight),
+        random(7, 24),
     )
 
 
-def flat(normed: tuple[ops.Stream, Tensor]) -> tuple[Tensor, Tensor]:
+def flat(normed: tuple[functions.Stream, Tensor]) -> tuple[Tensor, Tensor]:
     assert normed[0].rest is None  # in fp32 there is nothing to keep
     return normed[0].x, normed[1]
 
@@ -57,7 +59,7 @@ def flat(normed: tuple[ops.Stream, Tensor]) -> tuple[Tensor, Tensor]:
 def test_add_rms_norm() -> None:
     weight = random(24, seed=5)
     assert_same(
-        lambda x, d: flat(ops.add_rms_norm(ops.Stream(x), d, weight, 1e-5)),
+        lambda x, d: flat(functions.add_rms_norm(functions.Stream(x), d, weight, 1e-5)),
         lambda x, d: (x + d, plain_norm(x + d, weight)),
         random(7, 24),
         random(7, 24, seed=1),
@@ -66,22 +68,22 @@ def test_add_rms_norm() -> None:
 
 def test_add_rms_norm_when_only_the_stream_is_used() -> None:
     x = random(3, 8).requires_grad_()
-    ops.add_rms_norm(ops.Stream(x), random(3, 8), random(8), 1e-5)[0].x.sum().backward()
+    functions.add_rms_norm(functions.Stream(x), random(3, 8), random(8), 1e-5)[0].x.sum().backward()
     assert x.grad is not None
     assert bool((x.grad == 1).all())
 
 
 def test_a_bf16_stream_keeps_what_rounding_takes() -> None:
     deltas, weight = [random(5, 32, seed=i).to(torch.bfloat16) for i in range(60)], torch.ones(32)
-    stream = ops.Stream(random(5, 32, seed=60).to(torch.bfloat16).requires_grad_())
+    stream = functions.Stream(random(5, 32, seed=60).to(torch.bfloat16).requires_grad_())
     exact, rounded = stream.x.detach().float(), stream.x.detach()
     first = stream.x
     for i, delta in enumerate(deltas):
         exact, rounded = exact + delta, rounded + delta
         if i % 2:
-            stream = ops.add(stream, delta)
+            stream = functions.add(stream, delta)
         else:
-            stream, y = ops.add_rms_norm(stream, delta, weight.to(torch.bfloat16), 1e-5)
+            stream, y = functions.add_rms_norm(stream, delta, weight.to(torch.bfloat16), 1e-5)
             assert (y - plain_norm(exact, weight)).abs().max() < 0.02
     assert stream.rest is not None
     assert not stream.rest.requires_grad
@@ -93,7 +95,7 @@ def test_a_bf16_stream_keeps_what_rounding_takes() -> None:
 
 
 def test_swiglu() -> None:
-    assert_same(ops.swiglu, lambda x: F.silu(x[:, :5]) * x[:, 5:], random(6, 10))
+    assert_same(functions.swiglu, lambda x: F.silu(x[:, :5]) * x[:, 5:], random(6, 10))
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -114,7 +116,7 @@ def test_split_rotate(normed: bool) -> None:
 
     def ours(qkv: Tensor) -> tuple[Tensor, ...]:
         norms = (q_norm, k_norm) if normed else None
-        return ops.split_rotate(qkv, angle.cos(), angle.sin(), (h, g), norms, 1e-5)
+        return functions.split_rotate(qkv, angle.cos(), angle.sin(), (h, g), norms, 1e-5)
 
     assert_same(ours, plain, random(5, (h + 2 * g) * c))
 
@@ -128,7 +130,7 @@ def test_linear(rows: int, bias: bool, transposed: bool) -> None:
     if transposed:
         weight = weight.T.contiguous().T
     b = random(256, seed=2) if bias else None
-    assert_same(lambda x: ops.linear(x, weight, b), lambda x: F.linear(x, weight, b), random(rows, 320))
+    assert_same(lambda x: functions.linear(x, weight, b), lambda x: F.linear(x, weight, b), random(rows, 320))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 300])
@@ -139,11 +141,11 @@ def test_a_packed_weight_gives_the_same_product(rows: int, shape: tuple[int, int
     weight = random(*shape, seed=1) / 16
     if transposed:
         weight = weight.T.contiguous().T
-    x, b, packed = random(rows, shape[1]), random(shape[0], seed=2), ops.pack(weight)
+    x, b, packed = random(rows, shape[1]), random(shape[0], seed=2), functions.pack(weight)
     expected = F.linear(x.double(), weight.double(), b.double()).float()
     for bias in (None, b):
         wanted = expected if bias is not None else expected - b
-        torch.testing.assert_close(ops.linear(x, weight, bias, packed), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(functions.linear(x, weight, bias, packed), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 10, 0]])
