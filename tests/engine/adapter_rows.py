@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, random
 from tests.engine.plain_lora import PlainLora
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site, Sites
 from tinkex.types.params import LoraConfig
@@ -32,7 +32,7 @@ def adapter(sites: Sites, rank: int, seed: int, **flags: bool) -> Adapter:
 class Given(NamedTuple):
     x: Tensor
     weight: Tensor
-    adapters: lora.SiteAdapters
+    adapters: SiteAdapters
     want: Tensor
     held: list[Adapter | None]
 
@@ -68,11 +68,11 @@ def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM, who
     scales = torch.tensor([one.scale for one in there] + [0.0])
     slots = iter(there.index(one) if one in there else len(there) for one in ones)
     starts = [sum(lengths[:i]) for i in range(5)]
-    cells = lora.cut_tiles([(next(slots), a, b) for a, b in pairwise(starts)], tile)
-    adapters = lora.SiteAdapters(
-        lora.AdapterTable(table.to(DEVICE), scales.to(DEVICE), 16, vectors=whole),
-        lora.RowTiles(torch.from_numpy(cells.copy()).to(DEVICE), tile),
-        lora.TableSite(grouped.column_of(site), in_features, [part.out_features for part in parts]),
+    cells = cut_tiles([(next(slots), a, b) for a, b in pairwise(starts)], tile)
+    adapters = SiteAdapters(
+        AdapterTable(table.to(DEVICE), scales.to(DEVICE), 16, vectors=whole),
+        RowTiles(torch.from_numpy(cells.copy()).to(DEVICE), tile),
+        TableSite(grouped.column_of(site), in_features, [part.out_features for part in parts]),
     )
     return Given(x, weight, adapters, want, ones)
 

@@ -9,7 +9,7 @@ from tests.engine.adapter_rows import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, ass
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda import fused_projection as kernel
-from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
 from tinkex.engine.cuda.fused_projection import (
     FusedProjection,
     ProductTile,
@@ -95,11 +95,11 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
     a = random(len(outs) * rank, width, seed=2) / width**0.5
     bs = [random(rank, out, seed=3 + i) for i, out in enumerate(outs)]
     addresses = torch.tensor([[rank, a.data_ptr(), *(b.data_ptr() for b in bs)]], device=DEVICE)
-    cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], tile)).to(DEVICE)
-    adapters = lora.SiteAdapters(
-        lora.AdapterTable(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
-        lora.RowTiles(cells, tile),
-        lora.TableSite(1, width, outs),
+    cells = torch.from_numpy(cut_tiles([(0, 0, rows)], tile)).to(DEVICE)
+    adapters = SiteAdapters(
+        AdapterTable(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
+        RowTiles(cells, tile),
+        TableSite(1, width, outs),
     )
     us = (x.float() @ a.float().t()).split(rank, 1)
     part = torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
@@ -122,7 +122,7 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
 def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles: int, does: bool) -> None:
     _x, weight, adapters, *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(3, tiles, dtype=torch.int32)
-    assert suits(rows, weight, adapters._replace(tiles=lora.RowTiles(cells, tile))) is does
+    assert suits(rows, weight, adapters._replace(tiles=RowTiles(cells, tile))) is does
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_large_weights_are_served_where_rows_and_columns_are_few(
 ) -> None:
     _x, _weight, (table, _tiles, _site), *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(6, tiles, dtype=torch.int32)
-    adapters = lora.SiteAdapters(table, lora.RowTiles(cells, tile), lora.TableSite(1, 4096, [outs]))
+    adapters = SiteAdapters(table, RowTiles(cells, tile), TableSite(1, 4096, [outs]))
     weight = torch.empty(outs, 4096, dtype=BF16, device=DEVICE)
     assert suits(rows, weight, adapters) is does
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.engine.by_kernels import DEVICE, MARKS, random
 from tinkex.engine.cuda import gluon_projection as project
 from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
 from tinkex.engine.cuda.fused_projection import FusedProjection, ProductTile
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -44,21 +45,21 @@ class Case:
         self.a = [random(len(self.outs) * r, self.width, seed=3 + r) / self.width**0.5 for r in RANKS]
         self.b = [[random(r, out, seed=90 + r + i) for i, out in enumerate(self.outs)] for r in RANKS]
         addresses = [[r, *(m.data_ptr() if r else 0 for m in (a, *b))] for r, a, b in self._adapters()]
-        self.table = lora.AdapterTable(
+        self.table = AdapterTable(
             torch.tensor(addresses, device=DEVICE),
             torch.tensor(SCALES, device=DEVICE),
             max(RANKS),
             invariant=True,
         )
         ends = np.cumsum(lengths).tolist()
-        cells = lora.cut_tiles(
+        cells = cut_tiles(
             [(i, end - n, end) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))], 64
         )
         filled = np.zeros((6, cells.shape[1] + padding), np.int32)
         filled[:, : cells.shape[1]] = cells
         filled[3, cells.shape[1] :] = cells.shape[1] + (0 if exact else padding // 2)
-        self.tiles = lora.RowTiles(torch.from_numpy(filled).to(DEVICE), 64)
-        self.site = lora.TableSite(1, self.width, self.outs)
+        self.tiles = RowTiles(torch.from_numpy(filled).to(DEVICE), 64)
+        self.site = TableSite(1, self.width, self.outs)
 
     def _adapters(self) -> list[tuple[int, Tensor, list[Tensor]]]:
         return list(zip(RANKS, self.a, self.b, strict=True))
@@ -146,9 +147,9 @@ def test_what_is_not_finite_stays_with_its_run(number: float):
 @pytest.mark.parametrize("site", ["qkv", "unembed"])  # of weights that are not rounded first
 def test_a_few_rows_by_themselves_have_the_same_bits(site: str):
     case = Case(site, LENGTHS["one"], by_rows=False)
-    few = lora.RowTiles(torch.from_numpy(lora.cut_tiles([(0, 0, 64)], 64)).to(DEVICE), 64)
-    table = lora.AdapterTable(case.table.addresses, case.table.scales, RANKS[0])
-    alone = FusedProjection(case.x[:64].contiguous(), case.weight, lora.SiteAdapters(table, few, case.site))
+    few = RowTiles(torch.from_numpy(cut_tiles([(0, 0, 64)], 64)).to(DEVICE), 64)
+    table = AdapterTable(case.table.addresses, case.table.scales, RANKS[0])
+    alone = FusedProjection(case.x[:64].contiguous(), case.weight, SiteAdapters(table, few, case.site))
     assert torch.equal(case.project()[:64], alone.splits(ProductTile(64, 64))[0])
 
 
@@ -159,6 +160,7 @@ from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
 from tinkex.engine.cuda import gluon_projection as project
 
 target = GPUTarget("cuda", 90, 32)
@@ -179,8 +181,8 @@ class Compile:
 
 project._project = Compile()
 some = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
-table = lora.AdapterTable(some(2, 32, dtype=torch.int64), some(2, dtype=torch.float32), 32)
-tiles, site = lora.RowTiles(some(6, 16, dtype=torch.int32), 64), lora.TableSite(5, 1024, [2048, 1024, 1024])
+table = AdapterTable(some(2, 32, dtype=torch.int64), some(2, dtype=torch.float32), 32)
+tiles, site = RowTiles(some(6, 16, dtype=torch.int32), 64), TableSite(5, 1024, [2048, 1024, 1024])
 for weight in (some(4096, 1024), some(1024, 4096).t()):
     project.project(some(1000, 1024), weight, some(1000, 96), table, tiles, site)
     project.project_back(some(1000, 4096), weight, some(1000, 96), some(1000, 1024), table, tiles, site)

@@ -22,6 +22,7 @@ from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda import step_inputs as begin
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite, cut_tiles
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import next_tokens, plain
 from tinkex.engine.torch.adapters import Adapter
@@ -177,15 +178,15 @@ def test_adapters_on_a_large_weight(
 def test_a_wide_part_is_written_by_several_programs(tile: int):
     rows, rank, width = 150, 4, 1300
     u, b = random(2, rows, rank, dtype=torch.float32), random(rank, width, seed=1)
-    table = lora.AdapterTable(
+    table = AdapterTable(
         torch.tensor([[rank, 0, b.data_ptr()], [0, 0, 0]], device=DEVICE),
         torch.full((2,), 0.5, device=DEVICE),
         rank,
     )
     segments = [(0, 0, 100), (1, 100, 110), (0, 110, rows)]
-    tiles = lora.RowTiles(torch.from_numpy(lora.cut_tiles(segments, tile)).to(DEVICE), tile)
+    tiles = RowTiles(torch.from_numpy(cut_tiles(segments, tile)).to(DEVICE), tile)
     y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
-    lora.write(u, y, table, tiles, lora.TableSite(1, 1, [width]))
+    lora.write(u, y, table, tiles, TableSite(1, 1, [width]))
     want = 0.5 * u.sum(0) @ b.float()
     want[100:110] = 0
     assert off(y, want) < 1e-2
@@ -196,10 +197,10 @@ def test_a_wide_part_is_written_by_several_programs(tile: int):
 def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
     rows, rank, width, scale = 150, 4, 520, torch.ones(2, device=DEVICE)
     x, a = random(rows, width), random(rank, width, seed=1) / width**0.5
-    table = lora.AdapterTable(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
-    cells = lora.cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
-    tiles = lora.RowTiles(torch.from_numpy(cells).to(DEVICE), tile)
-    u = lora.shrink(x, table, tiles, lora.TableSite(1, width, [1])).float().sum(0)[:, :rank]
+    table = AdapterTable(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
+    cells = cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
+    tiles = RowTiles(torch.from_numpy(cells).to(DEVICE), tile)
+    u = lora.shrink(x, table, tiles, TableSite(1, width, [1])).float().sum(0)[:, :rank]
     there = [*range(21), *range(25, rows)]
     assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
 
@@ -209,12 +210,12 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
 def test_sums_are_cut_as_asked(rows: int, splits: int):
     rank, width = 5, 768
     x, a = random(rows, width), random(2 * rank, width, seed=1) / width**0.5
-    table = lora.AdapterTable(
+    table = AdapterTable(
         torch.tensor([[rank, a.data_ptr()]], device=DEVICE), torch.ones(1, device=DEVICE), rank
     )
-    tiles = lora.RowTiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
+    tiles = RowTiles(torch.from_numpy(cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
     for _ in range(2):  # clusters from the second time on
-        u = lora.shrink(x, table, tiles, lora.TableSite(1, width, [1, 1]), splits, beside=True)
+        u = lora.shrink(x, table, tiles, TableSite(1, width, [1, 1]), splits, beside=True)
     assert len(u) == splits
     parts = zip(u, x.float().chunk(splits, 1), a.float().chunk(splits, 1), strict=True)
     for got, left, right in parts:
@@ -231,13 +232,13 @@ def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pyt
         for rank in (8, 24)
     ]
     addresses = [[len(a) // 2, a.data_ptr(), *(b.data_ptr() for b in bs)] for a, bs in matrices]
-    table = lora.AdapterTable(
+    table = AdapterTable(
         torch.tensor([*addresses, [16, 0, 0, 0]], device=DEVICE),
         torch.tensor([0.5, 0.3, 1.0], device=DEVICE),
         24,
     )
-    cells = lora.cut_tiles([(0, 0, 33), (1, 33, 53), (2, 53, 60)], 32)
-    tiles, site = lora.RowTiles(torch.from_numpy(cells).to(DEVICE), 32), lora.TableSite(1, width, outs)
+    cells = cut_tiles([(0, 0, 33), (1, 33, 53), (2, 53, 60)], 32)
+    tiles, site = RowTiles(torch.from_numpy(cells).to(DEVICE), 32), TableSite(1, width, outs)
     want = x.float() @ weight.float().t()
     theirs = zip(x.split(rows)[:2], want.split(rows)[:2], matrices, (0.5, 0.3), strict=True)
     for x_part, y_part, (a, bs), scale in theirs:
@@ -260,13 +261,13 @@ def test_few_rows_of_a_small_weight_are_rounded_once():
     half, (rows, width, out, rank) = torch.float16, (60, 256, 64, 16)
     x, weight = random(rows, width, seed=1, dtype=half), random(out, width, seed=2, dtype=half)
     a, b = random(rank, width, seed=3, dtype=half), random(rank, out, seed=4, dtype=half)
-    table = lora.AdapterTable(
+    table = AdapterTable(
         torch.tensor([[rank, a.data_ptr(), b.data_ptr()]], device=DEVICE),
         torch.tensor([0.5], device=DEVICE),
         rank,
     )
-    cells = torch.from_numpy(lora.cut_tiles([(0, 0, rows)], 64)).to(DEVICE)
-    y, u = grouped.product_with(x, weight, table, lora.RowTiles(cells, 64), lora.TableSite(1, width, [out]))
+    cells = torch.from_numpy(cut_tiles([(0, 0, rows)], 64)).to(DEVICE)
+    y, u = grouped.product_with(x, weight, table, RowTiles(cells, 64), TableSite(1, width, [out]))
     frozen, added = x.double() @ weight.double().t(), 0.5 * u[0, :, :rank].double() @ b.double()
     want = frozen + added
     bound = torch.ldexp(torch.ones_like(want), want.frexp().exponent - 12) + 2e-3  # half a last bit, and sums

@@ -37,6 +37,7 @@ if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTE
 from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as kernel
 from tinkex.engine.cuda import prefill_graphs as prefill
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite, cut_tiles
 from tinkex.engine.cuda.attention_hooks import KernelAttend
 from tinkex.engine.cuda.paged_layout import layout_of
 from tinkex.engine.cuda.prefill_graphs import (
@@ -69,7 +70,7 @@ class Captured:
 
     def __init__(self, decoder: Decoder) -> None:
         self._sites = {
-            site: kernel.TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
+            site: TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
             for site, (i, parts) in decoder.sites().items()
         }
         self.count = 0
@@ -81,7 +82,7 @@ class Captured:
             raise self.error
         return Replayed(step)
 
-    def hook(self, table: kernel.AdapterTable, tiles: kernel.RowTiles) -> Any:
+    def hook(self, table: AdapterTable, tiles: RowTiles) -> Any:
         def add(site: Site, x: Tensor, y: Tensor, **_: Any) -> Tensor:
             kernel.expand(
                 kernel.shrink(x, table, tiles, self._sites[site]), y, table, tiles, self._sites[site]
@@ -151,7 +152,7 @@ def test_a_graph_serves_what_is_no_larger():
 def test_adapters_rows_are_cut_into_tiles():
     segments = [(3, 0, 5), (0, 5, 37), (3, 40, 41), (1, 41, 305), (2, 305, 305), (2, 305, 306)]
     for rows in (16, 64, 128):
-        cells = kernel.cut_tiles(segments, rows)
+        cells = cut_tiles(segments, rows)
         slots, starts, counts, firsts, alike, after = cells.tolist()
         held = [(slot, at + i) for slot, at, n in zip(slots, starts, counts, strict=True) for i in range(n)]
         assert held == [(slot, at) for slot, start, stop in segments for at in range(start, stop)]

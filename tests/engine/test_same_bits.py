@@ -25,6 +25,7 @@ from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite, cut_tiles, tile_rows
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.decode_graphs import CapturedLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
@@ -56,18 +57,18 @@ class Case:
 
     def __init__(self, group: str, rows: int, scale: float) -> None:
         width, outs = SITES[group]
-        self.at, self.site = Site(0, group), lora.TableSite(1, width, outs)
+        self.at, self.site = Site(0, group), TableSite(1, width, outs)
         self.x = random(rows, width)
         self.weight = random(sum(outs), width, seed=1) / width**0.5
         self.a = random(len(outs) * RANK, width, seed=2) / width**0.5
         self.bs = [random(RANK, out, seed=3 + i) for i, out in enumerate(outs)]
         addresses = [RANK, self.a.data_ptr(), *(b.data_ptr() for b in self.bs)]
-        self.table = lora.AdapterTable(
+        self.table = AdapterTable(
             torch.tensor([addresses], device=DEVICE), torch.full((1,), scale, device=DEVICE), RANK
         )
 
-    def tiles(self, rows: int, of: int) -> lora.RowTiles:
-        return lora.RowTiles(torch.from_numpy(lora.cut_tiles([(0, 0, rows)], of)).to(DEVICE), of)
+    def tiles(self, rows: int, of: int) -> RowTiles:
+        return RowTiles(torch.from_numpy(cut_tiles([(0, 0, rows)], of)).to(DEVICE), of)
 
     def trained(self) -> Tensor:
         tiles = self.tiles(len(self.x), 64)
@@ -75,7 +76,7 @@ class Case:
 
     def projected(self, rows: int) -> Tensor | PartialProjection:
         """The first rows, by the sampler."""
-        tiles = self.tiles(rows, 64 if rows <= 64 else lora.tile_rows(rows))
+        tiles = self.tiles(rows, 64 if rows <= 64 else tile_rows(rows))
         hook = CapturedLora({self.at: self.site}, self.table, tiles, torch.cuda.Stream())
         return hook.project(
             self.at, self.x[:rows].contiguous(), Frozen(self.weight, None, None, BACKEND.linear)

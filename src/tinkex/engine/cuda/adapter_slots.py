@@ -14,7 +14,7 @@ import torch
 
 from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels as kernel
+from tinkex.engine.cuda.adapter_table import AdapterTable, cut_tiles, tile_rows
 from tinkex.engine.cuda.attention_hooks import MIN_SPLIT_KEYS
 from tinkex.engine.cuda.sizes import power_of_2
 from tinkex.engine.torch.adapters import Adapter
@@ -40,7 +40,7 @@ def matches_trainer(decoder: Decoder) -> bool:
 
 
 class SlotTiles(NamedTuple):
-    """`kernel.RowTiles` on the host, and what holds for all ranks."""
+    """`RowTiles` on the host, and what holds for all ranks."""
 
     cells: np.ndarray  # int32 [6, tiles]
     rows: int
@@ -64,9 +64,9 @@ class AdapterSlots:
         if decoder.backend.invariant:
             self._max_fused_rows = 0
 
-    def table(self, rank: int, vectors: bool) -> kernel.AdapterTable:
+    def table(self, rank: int, vectors: bool) -> AdapterTable:
         """The table for kernels; `rank` and `vectors` are those that `place` returned."""
-        return kernel.AdapterTable(self._addresses, self._scales, rank, self._invariant, vectors)
+        return AdapterTable(self._addresses, self._scales, rank, self._invariant, vectors)
 
     def place(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> SlotTiles:
         """Put the adapters of `segments` (adapter, first row, past the last) into the table.
@@ -78,10 +78,10 @@ class AdapterSlots:
             self._fill(used)
         places = [(self._none if a is None else self._slots[a], start, stop) for a, start, stop in segments]
         total = segments[-1][2]
-        rows = kernel.tile_rows(total // len(places))
+        rows = tile_rows(total // len(places))
         if len(used) == 1 and total <= self._max_fused_rows:
             rows = fused.MAX_ROWS_LARGE if self._matches_trainer else fused.tile_rows(total)
-        tiles = kernel.cut_tiles(places, rows)
+        tiles = cut_tiles(places, rows)
         cells = np.zeros((6, power_of_2(tiles.shape[1])), np.int32)
         cells[:, : tiles.shape[1]] = tiles
         cells[3, tiles.shape[1] :] = tiles.shape[1]  # further rows have no tile

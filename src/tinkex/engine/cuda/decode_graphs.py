@@ -27,6 +27,7 @@ from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.cuda.adapter_slots import AdapterSlots
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.deferred_expand import DeferredExpand, holds
 from tinkex.engine.rng import stream_keys
@@ -76,15 +77,15 @@ class CapturedLora(Projecting):
 
     def __init__(
         self,
-        sites: dict[Site, lora.TableSite],
-        table: lora.AdapterTable,
-        tiles: lora.RowTiles,
+        sites: dict[Site, TableSite],
+        table: AdapterTable,
+        tiles: RowTiles,
         beside: torch.cuda.Stream,
     ) -> None:
         self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
-        adapters, rows = lora.SiteAdapters(self._table, self._tiles, self._sites[site]), x.shape[0]
+        adapters, rows = SiteAdapters(self._table, self._tiles, self._sites[site]), x.shape[0]
         free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if free and many and lora.writes(self._table, adapters.site):
@@ -103,7 +104,7 @@ class CapturedLora(Projecting):
         return y
 
     def _overlapped(
-        self, adapters: lora.SiteAdapters, x: Tensor, splits: int | None, product: Callable[[], Tensor]
+        self, adapters: SiteAdapters, x: Tensor, splits: int | None, product: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """u = x·Aᵀ and, on another stream at the same time, the frozen product."""
         here = torch.cuda.current_stream()
@@ -129,7 +130,7 @@ class DecodeGraphs:
         self.device, self.capacity = device, bucket(capacity)
         self.width = -(-context // PAGE)
         self._sites = {
-            site: lora.TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
+            site: TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
             for site, (i, parts) in decoder.sites().items()
         }
 
@@ -191,7 +192,7 @@ class DecodeGraphs:
                 gc.enable()
         return graph
 
-    def hook(self, table: lora.AdapterTable, tiles: lora.RowTiles) -> LoraHook:
+    def hook(self, table: AdapterTable, tiles: RowTiles) -> LoraHook:
         """The hook for a step to be captured with `table` and `tiles`."""
         return CapturedLora(self._sites, table, tiles, self._beside)
 
@@ -207,7 +208,7 @@ class DecodeGraphs:
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = None
         if key.tiles:
-            tiles = lora.RowTiles(self.cells(key.tiles), key.tile_rows)
+            tiles = RowTiles(self.cells(key.tiles), key.tile_rows)
             lora = self.hook(self.slots.table(key.rank, key.vectors), tiles)
         h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
@@ -243,10 +244,7 @@ class DecodePipeline:
         self._orders = pinned(begin.ORDERS, capacity)
         self._results = [Results.of(turn) for turn in pinned(2, capacity)]
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
-        self._key, self._spare = (
-            DecodeGraphKey(1),
-            0,
-        )  # what graph serves the rows, and for how many steps too large
+        self._key, self._spare = DecodeGraphKey(1), 0  # the graph in use; steps for which it was too large
 
     def serves(self, request: RunningRequest) -> bool:
         """Whether captured steps can serve `request`."""

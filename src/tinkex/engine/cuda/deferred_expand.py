@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda.adapter_table import AdapterTable, SiteAdapters, TableSite
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.lora_kernels import AdapterTable, SiteAdapters, TableSite, b_of, scaled, tile_at
+from tinkex.engine.cuda.lora_kernels import b_of, scaled, tile_at
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.cuda.sums import sum_loaded_rows

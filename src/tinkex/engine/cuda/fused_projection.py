@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda import elementwise
+from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.lora_kernels import (
-    SiteAdapters,
     b_of,
     part_at,
     part_of_block,

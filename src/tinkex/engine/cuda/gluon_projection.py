@@ -29,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tinkex.engine.cuda.adapter_table import ALIGNED, AdapterTable, RowTiles, TableSite
 from tinkex.engine.cuda.fused_projection import MAX_FEATURES, large
 from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.lora_kernels import ALIGNED, AdapterTable, RowTiles, TableSite, triple
+from tinkex.engine.cuda.lora_kernels import triple
 from tinkex.engine.cuda.sizes import MULTIPROCESSORS, cdiv
 
 # renamed in Triton 3.7

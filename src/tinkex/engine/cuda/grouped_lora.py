@@ -23,6 +23,14 @@ from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import gluon_projection as projection
 from tinkex.engine.cuda import lora_gradients
 from tinkex.engine.cuda import lora_kernels as kernel
+from tinkex.engine.cuda.adapter_table import (
+    AdapterTable,
+    RowTiles,
+    TableSite,
+    cut_tiles,
+    tile_rows,
+    whole_segments,
+)
 from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Frozen, Site
@@ -73,13 +81,13 @@ def table_rows(
     return rows
 
 
-def kernel_site(adapter: Adapter, site: Site) -> kernel.TableSite:
+def kernel_site(adapter: Adapter, site: Site) -> TableSite:
     shape = adapter.shapes[site]
-    return kernel.TableSite(column_of(site), shape.in_features, shape.outs)
+    return TableSite(column_of(site), shape.in_features, shape.outs)
 
 
 def product_with(
-    x: Tensor, weight: Tensor, table: kernel.AdapterTable, tiles: kernel.RowTiles, site: kernel.TableSite
+    x: Tensor, weight: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite
 ) -> tuple[Tensor, Tensor]:
     """The frozen product plus the adapters' part, and u = x·Aᵀ; tiles cover every row.
 
@@ -128,15 +136,15 @@ class GroupedLora:
     ) -> None:
         self._adapters = list(dict.fromkeys(adapter for adapter, _, _ in segments if adapter is not None))
         self._device, self._invariant = device, invariant
-        self._grads: list[kernel.AdapterTable] = []  # at most one, made when needed, shared by all parts
-        self._sites: dict[Site, kernel.TableSite | None] = {}
+        self._grads: list[AdapterTable] = []  # at most one, made when needed, shared by all parts
+        self._sites: dict[Site, TableSite | None] = {}
         matrices = table_rows(self._adapters, [a.flat_as(dtype) for a in self._adapters])
         scales = np.array([adapter.scale for adapter in self._adapters], np.float32)
         ranks = [adapter.lora.rank for adapter in self._adapters]
         cells, rows = self._lay_out(segments)
         sent, vectors = all_to_device([matrices, scales, cells], device), all(rank % 8 == 0 for rank in ranks)
-        self._table = kernel.AdapterTable(sent[0], sent[1], max(ranks), invariant, vectors)
-        self._tiles = kernel.RowTiles(sent[2], rows)
+        self._table = AdapterTable(sent[0], sent[1], max(ranks), invariant, vectors)
+        self._tiles = RowTiles(sent[2], rows)
 
     def _lay_out(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> tuple[np.ndarray, int]:
         """Lay the segments out in tiles; returns them, and the rows of a whole tile."""
@@ -144,18 +152,18 @@ class GroupedLora:
         self._places = [(slots[a], start, stop) for a, start, stop in segments if a is not None]
         self._whole = len(self._places) == len(segments)
         tokens = max(stop for _, _, stop in segments)
-        rows = kernel.tile_rows(tokens // max(1, len(self._places)))
+        rows = tile_rows(tokens // max(1, len(self._places)))
         self._back: lora_gradients.GradientTable | None = None
-        return kernel.cut_tiles(self._places, rows), rows
+        return cut_tiles(self._places, rows), rows
 
     def part(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> GroupedLora:
         """The same adapters, or some of them, over other rows."""
         other = copy(self)
         cells, rows = other._lay_out(segments)
-        other._tiles = kernel.RowTiles(to_device(cells, self._device), rows)
+        other._tiles = RowTiles(to_device(cells, self._device), rows)
         return other
 
-    def site(self, site: Site) -> kernel.TableSite | None:
+    def site(self, site: Site) -> TableSite | None:
         """`site` in the table; None if no adapter has it."""
         if site not in self._sites:
             self._sites[site] = next((kernel_site(a, site) for a in self._adapters if site in a.shapes), None)
@@ -167,14 +175,14 @@ class GroupedLora:
             self.add(place, x, y)
         return y
 
-    def add(self, site: kernel.TableSite, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, site: TableSite, x: Tensor, y: Tensor) -> Tensor:
         """y += scale·x·Aᵀ·Bᵀ in place; returns u, which the backward needs."""
         u = kernel.shrink(x, self._table, self._tiles, site)
         kernel.expand(u, y, self._table, self._tiles, site)
         return u
 
     def project(
-        self, site: kernel.TableSite, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, site: TableSite, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The frozen product plus the adapters' contribution, and u."""
         writes = kernel.writes(self._table, site) or (fused.large(weight) and weight.shape[0] < _HEAD)
@@ -183,7 +191,7 @@ class GroupedLora:
             return y, self.add(site, x, y)
         return product_with(x, weight, self._table, self._tiles, site)
 
-    def backward(self, site: kernel.TableSite, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
+    def backward(self, site: TableSite, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
         """Accumulate the adapters' gradients; returns the gradient to u, for `grad_x`."""
         if self._back is None:
             self._back = self._gradient_table()
@@ -191,7 +199,7 @@ class GroupedLora:
 
     def grad_x(
         self,
-        site: kernel.TableSite,
+        site: TableSite,
         grad_y: Tensor,
         grad_u: Tensor,
         weight: Tensor,
@@ -213,7 +221,7 @@ class GroupedLora:
             addresses = to_device(table_rows(self._adapters, grads), self._device)
             self._grads.append(replace(self._table, addresses=addresses))
         longest = max(stop - start for _, start, stop in self._places)
-        segments = kernel.RowTiles(to_device(kernel.whole_segments(self._places), self._device), longest)
+        segments = RowTiles(to_device(whole_segments(self._places), self._device), longest)
         atomic = len(self._places) > len({slot for slot, _, _ in self._places})
         return lora_gradients.GradientTable(self._grads[0], segments, atomic)
 

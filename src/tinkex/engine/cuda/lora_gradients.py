@@ -18,12 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite
 from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.lora_kernels import (
     PROGRAMS,
-    AdapterTable,
-    RowTiles,
-    TableSite,
     even,
     part_at,
     part_of_block,

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels as lora_kernel
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_slots import AdapterSlots, SlotTiles
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.paged_layout import PagedLayout, layout_of
 from tinkex.engine.cuda.sizes import power_of_2
@@ -122,7 +122,7 @@ class Captures(Protocol):
 
     def capture(self, step: Callable[[], None]) -> CapturedGraph: ...
 
-    def hook(self, table: lora_kernel.AdapterTable, tiles: lora_kernel.RowTiles) -> LoraHook: ...
+    def hook(self, table: AdapterTable, tiles: RowTiles) -> LoraHook: ...
 
 
 class CapturedPrefill:
@@ -217,7 +217,7 @@ class CapturedPrefill:
         lora = None
         if key.cells:
             lora = self._captures.hook(
-                self._slots.table(key.rank, key.vectors), lora_kernel.RowTiles(cells, key.cell_rows)
+                self._slots.table(key.rank, key.vectors), RowTiles(cells, key.cell_rows)
             )
         self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))
 
