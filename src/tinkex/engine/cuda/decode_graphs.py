@@ -34,7 +34,7 @@ from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Projecting, Site
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.sequences import RunningRequest, RunningSequence, lora_of
+from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, lora_of
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
@@ -223,9 +223,6 @@ class StepInFlight:
     rows: list[tuple[int, RunningSequence]]
     results: Results
     done: torch.cuda.Event
-
-
-Landed = list[tuple[RunningSequence, int, float]]  # a sequence, its new token and its logprob
 
 
 class DecodePipeline:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tinkex.engine.torch.adapters import Adapter
     from tinkex.engine.torch.continuous_batch import StepLimits
     from tinkex.engine.torch.models.decoder import Decoder
+    from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence
 
 
 class Elementwise(Protocol):
@@ -41,6 +43,38 @@ class Elementwise(Protocol):
     rotate_backward: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     swiglu_backward: Callable[..., Tensor]
+
+
+class DecodeAhead(Protocol):
+    """Decodes running sequences one step ahead of the host: a call returns the results of the step before."""
+
+    def serves(self, request: RunningRequest) -> bool:
+        """Whether it can draw as `request` asks."""
+        ...
+
+    def step(self, sequences: Sequence[RunningSequence]) -> Landed:
+        """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
+        ...
+
+    def land(self) -> Landed:
+        """Wait for the step in flight; returns its results."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the step in flight: its sequences have failed."""
+        ...
+
+
+class PrefillSteps(Protocol):
+    """Computes the tokens of prefill and mixed steps by captured graphs."""
+
+    min_split_keys: int  # what `Backend.paged_attend` takes where no graph serves a step
+
+    def __call__(
+        self, tokens: np.ndarray, pieces: Sequence[TokenSpan], lora: LoraBatch | None
+    ) -> Tensor | None:
+        """The final hidden states [T, D], valid until the next call; None if no graph serves the step."""
+        ...
 
 
 class Backend(Protocol):
@@ -71,7 +105,7 @@ class Backend(Protocol):
         windows: Sequence[int | None],
         min_split_keys: int = 0,
     ) -> Attend:
-        """Attention of a step's tokens over the paged cache; `min_split_keys` is captured prefill's."""
+        """Attention of a step's tokens over the paged cache; `min_split_keys` is that of `PrefillSteps`."""
         ...
 
     # One chunk of `logprobs.target_logprobs`.
@@ -85,8 +119,10 @@ class Backend(Protocol):
         """log_softmax(logits / temperature) in fp32; a temperature of 0 counts as 1."""
         ...
 
-    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[Any, Any]:
-        """The sampler's decode pipeline and captured prefill; (None, None) if there are none."""
+    def captured_steps(
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits
+    ) -> tuple[DecodeAhead | None, PrefillSteps | None]:
+        """What the sampler uses instead of eager steps; None where there is no such thing."""
         ...
 
 

@@ -30,13 +30,19 @@ from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import TorchRows, draw_next
-from tinkex.engine.torch.sequences import Listener, PublishedAdapter, RunningRequest, RunningSequence, lora_of
+from tinkex.engine.torch.sequences import (
+    Landed,
+    Listener,
+    PublishedAdapter,
+    RunningRequest,
+    RunningSequence,
+    lora_of,
+)
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
-    from tinkex.engine.cuda.decode_graphs import DecodePipeline, Landed
-    from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
+    from tinkex.engine.torch.backend import DecodeAhead, PrefillSteps
 
 T = TypeVar("T")
 Plan = list[tuple[RunningSequence, int]]  # sequences, and the tokens each advances by
@@ -66,9 +72,9 @@ class ContinuousBatch:
         decoder: Decoder,
         cache: KVCache,
         limits: StepLimits,
-        pipeline: DecodePipeline | None = None,
+        pipeline: DecodeAhead | None = None,
         compiled: CompiledStep | None = None,
-        prefill: CapturedPrefill | None = None,
+        prefill: PrefillSteps | None = None,
         probe: Callable[[], None] = lambda: None,
     ) -> None:
         """`probe`, called when a step has failed, raises if the device is lost."""
@@ -197,7 +203,7 @@ class ContinuousBatch:
             self._fail(request, failure)
         self._probe()
 
-    def _step_ahead(self, pipeline: DecodePipeline) -> bool:
+    def _step_ahead(self, pipeline: DecodeAhead) -> bool:
         """Launch the next decode step before the last one's tokens are read; True if that was all to do.
 
         Anything but decoding (admission, prefill, preemption) first waits for the steps in flight.

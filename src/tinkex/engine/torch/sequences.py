@@ -113,6 +113,9 @@ class RunningSequence(Sample):
         return np.concatenate([prompt[start:stop], np.asarray(rest, np.int32)])
 
 
+Landed = list[tuple[RunningSequence, int, float]]  # sequences, their new tokens and these logprobs
+
+
 def lora_of(
     backend: Backend, sequences: Sequence[RunningSequence], counts: Sequence[int]
 ) -> LoraBatch | None:
