@@ -60,7 +60,8 @@ def _swiglu(
     m, col = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (start + m).to(tl.int64)
     have_m, have_n = (m < count)[:, None], (col < F)[None, :]
-    dtype, r = out.dtype.element_ty, tl.arange(0, RANK)
+    dtype = out.dtype.element_ty
+    r = tl.arange(0, RANK)
     b_gate, rank, scale = b_of(table, scales, slot, columns, column, 0, F, r, col, have_n, dtype, VECTORS)
     b_up, rank_up, _ = b_of(table, scales, slot, columns, column, 1, F, r, col, have_n, dtype, VECTORS)
     wait_for_previous()
@@ -93,7 +94,8 @@ def _rotate(
     have_m, have_n = (m < count)[:, None], (at < C // 2)[None, :]
     low = (head - first) * C + at
     high = low + C // 2
-    dtype, r = q.dtype.element_ty, tl.arange(0, RANK)
+    dtype = q.dtype.element_ty
+    r = tl.arange(0, RANK)
     b_low, rank, scale = b_of(
         table, scales, slot, columns, column, part, width, r, low, have_n, dtype, VECTORS
     )
