@@ -218,7 +218,7 @@ def engines(tmp_path: Path) -> ServedModels:
     (shelf / "org" / "small.gguf").write_bytes(b"GGUF")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "config.json").write_text("{}")
-    config = ServiceConfig(tmp_path, model_shelf=shelf, engine=EngineConfig(model="", kind="fake"))
+    config = ServiceConfig(tmp_path, models_directory=shelf, engine=EngineConfig(model="", kind="fake"))
     return ServedModels(config)
 
 

@@ -108,7 +108,7 @@ def service_config(settings: Settings) -> ServiceConfig:
     """How a service in one's own process is set up: any model on this machine can be named by its path."""
     return ServiceConfig(
         home=settings.home,
-        model_shelf=settings.home / "models",
+        models_directory=settings.home / "models",
         any_path=True,
         resume=False,
         offline=settings.offline,

@@ -99,7 +99,7 @@ def test_only_ones_own_process_fetches_what_a_caller_names(tmp_path: Path):
     assert own.find(DEFAULT) is own.find(f"{DEFAULT}:variant")
     assert own.find("org/name").source == "org/name"
     assert list(own) == []  # named is not there
-    served = ServedModels(ServiceConfig(tmp_path, model_shelf=tmp_path / "models"))
+    served = ServedModels(ServiceConfig(tmp_path, models_directory=tmp_path / "models"))
     with pytest.raises(Refusal, match=f"no base model is called '{DEFAULT}'"):
         served.find(DEFAULT)
 

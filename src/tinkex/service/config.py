@@ -17,7 +17,7 @@ class ServiceConfig:
 
     home: Path
     models: Mapping[str, str] = field(default_factory=dict[str, str])  # name -> directory or GGUF file
-    model_shelf: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
+    models_directory: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
     any_path: bool = False  # a base model may also be named by its path: for embedded mode only
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))  # `model` is filled in
     preload: bool = False  # load every model at start, instead of on first use

@@ -65,7 +65,9 @@ class ServedModel:
         self._config = replace(config.engine, model=source, name=models.hub_name(name))
         self._build = build
         self._offline = config.offline
-        self._shelf = config.model_shelf or config.home / "models"  # where it is put if it is downloaded
+        self._models_directory = (
+            config.models_directory or config.home / "models"
+        )  # where it is put if it is downloaded
         self._tokenizers = config.home / "tokenizers"  # unpacked from GGUF files
         self.place = Path(source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None
@@ -145,7 +147,7 @@ class ServedModel:
     def _files(self) -> Path:
         """Where its files are; they are downloaded first if need be, which may take minutes."""
         if self._config.kind == "torch" and not self.place.exists():
-            self.place = models.obtain(self.source, self._shelf, offline=self._offline)
+            self.place = models.obtain(self.source, self._models_directory, offline=self._offline)
         return self.place
 
     def max_context(self) -> int | None:
@@ -225,7 +227,7 @@ class ServedModels:
             if (model := self._models.get(spelling) or self._fetched.get(spelling)) is not None:
                 return model
         for spelling in spellings:
-            if (place := self._on_shelf(spelling)) is not None:
+            if (place := self._in_models_directory(spelling)) is not None:
                 return self._add(spelling, str(place))
         for spelling in given if self._config.any_path else ():
             if (place := models.local_files.model_at(Path(spelling).expanduser())) is not None:
@@ -240,8 +242,8 @@ class ServedModels:
         any_path, known = self._config.any_path, [model.name for model in self]
         return models.unknown_model(name, [*models.CATALOGUE, *known] if any_path else known, paths=any_path)
 
-    def _on_shelf(self, name: str) -> Path | None:
-        place = self._config.model_shelf
+    def _in_models_directory(self, name: str) -> Path | None:
+        place = self._config.models_directory
         return None if place is None else models.local_files.named(place, name)
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -253,7 +255,7 @@ class ServedModels:
         return iter([*self._models.values(), *fetched])
 
     def _nameable(self) -> Iterable[tuple[str, Path]]:
-        place = self._config.model_shelf
+        place = self._config.models_directory
         if place is None:
             return ()
         # In embedded mode any model on the machine may be named, so the hub's cache counts too.
