@@ -1,4 +1,4 @@
-"""Talk to a base model or an adapter. (`tinkex chat` does it with more comfort.)
+"""Chat with a base model or an adapter. (`tinkex chat` is the comfortable version.)
 
 python examples/chat.py SmolLM2-135M-Instruct
 python examples/chat.py tinker://…/sampler_weights/sft

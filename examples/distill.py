@@ -1,9 +1,9 @@
-"""On-policy distillation: a student answers, a bigger model scores every token, the student moves towards it.
+"""On-policy distillation: a student samples, a larger teacher scores its tokens.
 
     python examples/distill.py --teacher path/to/a/bigger/model --steps 10
 
-A token's advantage is how much likelier the teacher finds it than the student did. Both must share a
-tokenizer. Several base models live side by side in one process, or on one server.
+A token's advantage is the teacher's logprob minus the student's. Both must share a tokenizer. One process, or
+one server, can hold several base models.
 """
 
 import argparse

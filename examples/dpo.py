@@ -1,9 +1,9 @@
-"""Direct preference optimisation with a custom loss: numpy in, numpy gradients out.
+"""Direct preference optimisation with a custom loss in torch.
 
     python examples/dpo.py pairs.jsonl          # {"prompt": …, "chosen": …, "rejected": …} a line
 
-The reference is the base model itself: its logprobs are computed once, before the first step. The loss runs
-here, on the logprobs that the engine returns; the engine turns its gradients into the adapter's.
+The reference is the base model: its logprobs are computed once, before the first step. The loss runs in this
+script, on the logprobs of a forward pass; a second pass applies its gradients to the adapter.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How good is a checkpoint? Greedy answers checked by a program, and the likelihood of the right ones.
+"""Evaluate a checkpoint: check greedy answers, and score the right answers.
 
     python examples/evaluate.py questions.jsonl tinker://…/sampler_weights/sft
     python examples/evaluate.py questions.jsonl SmolLM2-135M-Instruct           # {"question": …, "answer": …}
 
-A question counts as answered if the answer's text occurs in what the model says.
+An answer is right if it contains the expected text.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Take an adapter along: as a PEFT directory, and merged into a full model that needs no adapter.
+"""Export an adapter: as a PEFT directory, and merged into a full model.
 
     python examples/export.py tinker://…/sampler_weights/sft out --base path/to/the/base/model
 
-The adapter is what PEFT loads, and vLLM too if the unembedding was not trained. Without --base nothing is
-merged; `tinkex model path SmolLM2-135M-Instruct` says where the default model is.
+PEFT loads the adapter, and so does vLLM if the unembedding was not trained. Without --base nothing is merged;
+`tinkex model path SmolLM2-135M-Instruct` prints the default model's directory.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Many runs at once in one process: a sweep over learning rates, each run beside all the others.
+"""Many concurrent runs in one process: a sweep over learning rates.
 
     python examples/many_runs.py --runs 32 --steps 10
 
-Every run is one task; they share the client's connections and the server's batches fairly, which the last
-line shows: how far the slowest run was when the fastest was done. Runs in this process with no key set;
-against a server with TINKER_BASE_URL and TINKER_API_KEY set.
+Every run is one asyncio task. Runs share the client's connections and the server's batches fairly: the last
+line shows how far the slowest run was when the fastest had finished. With no key set, models run in this
+process; with TINKER_BASE_URL and TINKER_API_KEY set, on a server.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""A loop that can be stopped anywhere, by Ctrl-C or a crash, and goes on where it was.
+"""A training loop that resumes after Ctrl-C or a crash.
 
-    python examples/resume.py --steps 40        # stop it half-way, and run the same line again
+    python examples/resume.py --steps 40        # interrupt it, and run the same command again
 
-Every few steps the adapter and the optimizer's state are saved, and the checkpoint's path is written to a
-file beside the step that it belongs to. Data comes in a fixed order, so the losses are those of one long run.
+Every few steps it saves the adapter and the optimizer state, and writes the checkpoint's path and step to a
+file. Data comes in a fixed order, so the losses equal those of one uninterrupted run.
 """
 
 import argparse

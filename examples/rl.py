@@ -1,10 +1,10 @@
-"""Reinforcement learning with a reward function of your own, and `importance_sampling`.
+"""Reinforcement learning with your own reward function and `importance_sampling`.
 
     python examples/rl.py --steps 20
     python examples/rl.py --track wandb         # or trackio
 
-Every prompt is answered several times; an answer's advantage is its reward less the mean of its group. The
-reward here: answer with a single word. Change `PROMPTS` and `reward`, and it is your experiment.
+Each prompt is sampled several times; a sample's advantage is its reward minus the mean of its group. The
+reward here is for answers of a single word. Change `PROMPTS` and `reward` for your own experiment.
 """
 
 import argparse

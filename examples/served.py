@@ -1,4 +1,4 @@
-"""The same script against a server: start `tinkex serve`, and run any of these examples on it unchanged.
+"""Run any of these examples, unchanged, against a server that this script starts.
 
     python examples/served.py --model tiny=path/to/model -- examples/sft.py data.jsonl --model tiny
 

@@ -3,8 +3,8 @@
     python examples/sft.py src/tinkex/demo/pirate.jsonl --steps 20       # or a file of your own
     python examples/sft.py data.jsonl --track wandb                      # or trackio
 
-The loss counts on what the assistant says. Runs in this process with no key set; against a server with
-TINKER_BASE_URL and TINKER_API_KEY set. Metrics land in metrics.jsonl.
+The loss covers the assistant's tokens only. With no key set, models run in this process; with TINKER_BASE_URL
+and TINKER_API_KEY set, on a server. Metrics go to metrics.jsonl.
 """
 
 import argparse
