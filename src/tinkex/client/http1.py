@@ -165,7 +165,10 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._place: memoryview | None = None  # the part of a long body that is yet to come
-        self._used = self._streaming = self._paused = False
+        self._used = self._reused = self._streaming = self._paused = False
+        self._has_head = self._until_eof = False
+        self._received = 0  # bytes, until the head is complete
+        self._silence = 0.0  # seconds that a stream may be silent
         self._is_active = False  # is a response expected, or arriving?
         self._chunks: list[bytes] = []  # of the body, as they arrived
         self.reusable = False
@@ -220,8 +223,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
         if self._socket is None:
             raise StaleConnectionError("the server closed the connection")
         self._reused, self._used = self._used, True
-        self._received = 0  # bytes, until the head is complete
-        self._has_head = self._until_eof = False
+        self._received, self._has_head, self._until_eof = 0, False, False
         self._streaming, self._is_active, self.reusable = streaming, True, False
         self._error = self._place = None
         self.status, self.headers, self._chunks = 0, {}, []
@@ -319,9 +321,11 @@ class _Http1Connection(asyncio.BufferedProtocol):
 
     def _receive_in_place(self) -> None:
         """Receive the rest of a long body where it will stay."""
-        length = int(self.headers.get("content-length", 0))
+        length = int(self.headers.get("content-length", 0))  # chunked bodies have none
+        if length <= SCRATCH:
+            return
         arrived = sum(map(len, self._chunks))
-        if SCRATCH < length - arrived < MAX_BODY and "transfer-encoding" not in self.headers:
+        if SCRATCH < length - arrived < MAX_BODY:
             body = bytearray(length)
             body[:arrived] = b"".join(self._chunks)
             self._place = memoryview(body)[arrived:]
