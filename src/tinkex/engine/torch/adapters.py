@@ -1,9 +1,9 @@
-"""One adapter's tensors: all parameters in one flat fp32 buffer, gradients and moments in others like it.
+"""One adapter's tensors: all parameters in one flat fp32 buffer, gradients and moments in buffers like it.
 
-A step, a save, an eviction is then one operation on one tensor. Views cut the buffer by Hugging Face module
-name for files, and by site for computing. The matrices of a site's parts (q, k, v; gate, up) lie side by side
-and B lies transposed: that is how products of few columns are quickest. A dense site is a mixture of one
-expert. Knows nothing of passes, optimizers or files.
+A step, a save or an eviction is one operation on one tensor. Views of the buffer are named by Hugging Face
+module for files, and by site for computing. The A matrices of a site's parts (q, k, v; gate, up) are stacked,
+and B is stored transposed: products with few columns are fastest so. A dense site counts as one expert.
+Knows nothing of passes, optimizers or files.
 
 Shapes: I in-features, O out-features, R rank, P parts of a site, E experts.
 """
@@ -61,7 +61,7 @@ class SiteShape:
         return a.view(e, -1, self.in_features), [piece.unflatten(1, (r, -1)) for piece in pieces]
 
     def matrices(self, flat: Tensor) -> list[Matrices]:
-        """The same, expert by expert and ready for use: every view is made once and not in each pass."""
+        """`views` expert by expert; `Adapter` caches them, since making a view in every pass costs time."""
         (a, b_t), outs = self.views(flat), self.outs
         return [
             Matrices(a[e], a[e].t(), [part[e].t() for part in b_t], [part[e] for part in b_t], outs)
@@ -70,7 +70,7 @@ class SiteShape:
 
 
 def lay_out(sites: Sites, lora: LoraConfig, experts: int = 1) -> dict[Site, SiteShape]:
-    """The sites that `lora`'s train flags cover, one after the other."""
+    """The layout of the sites that `lora`'s train flags cover, one after the other in the flat buffer."""
     trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     shapes: dict[Site, SiteShape] = {}
     start = 0
@@ -98,7 +98,7 @@ class Adapter:
         self.step = 0
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
-        self._grad_buffer: Tensor | None = None  # kept between steps
+        self._grad_buffer: Tensor | None = None  # reused from step to step
         self._grad_matrices: dict[Site, list[Matrices]] = {}
         self.offsets: np.ndarray | None = None  # of matrices in `flat`, kept for `grouped`
         self._copies: dict[torch.dtype, Tensor] = {}
@@ -123,7 +123,7 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Memory held: parameters, gradients and moments, as far as there are any."""
+        """Memory of parameters, gradients and moments, as far as they exist."""
         held = (self.flat, self._grad_buffer, self.exp_avg, self.exp_avg_sq)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -156,12 +156,12 @@ class Adapter:
         return {site: shape.matrices(flat) for site, shape in self.shapes.items()}
 
     def changed(self) -> None:
-        """`flat` was written to: copies of it in other dtypes are stale."""
+        """Drop the copies in other dtypes: `flat` was written to."""
         self._copies = {}
         self._matrices = {dtype: cut for dtype, cut in self._matrices.items() if dtype == self.flat.dtype}
 
     def open_grad(self) -> None:
-        """Be ready to accumulate: from here on a step has something to apply, if only zeros."""
+        """Start accumulating gradients: the next step applies them, even if they are zeros."""
         if self._grad_buffer is None:
             self._grad_buffer = torch.empty_like(self.flat)
         if self.grad is None:
@@ -175,12 +175,12 @@ class Adapter:
         return self._grad_matrices[site]
 
     def take_grad(self) -> Tensor | None:
-        """The accumulated gradients, which are thereby cleared: they are good until the next pass."""
+        """Return the accumulated gradients and clear them; the tensor is valid until the next pass."""
         grad, self.grad = self.grad, None
         return grad
 
     def snapshot(self) -> Adapter:
-        """A copy of the parameters alone, for a sampler: later steps do not change it."""
+        """A copy of the parameters alone, which later steps do not change."""
         copy = Adapter(self.lora, self.shapes, self.flat.device)
         copy.flat.copy_(self.flat)
         copy.offsets = self.offsets

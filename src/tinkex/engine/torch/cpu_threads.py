@@ -1,15 +1,13 @@
-"""How many CPU threads compute: as many as there are cores that nobody else uses.
+"""How many CPU threads compute: as many as there are cores that other processes leave idle.
 
-OpenMP threads wait for each other by spinning, so one thread too many does not slow a pass down a little but
-many times over (two threads on a busy two-core machine: 19 times). The choice is made at the start from the
-load average, which still counts our own start and what has ended since; so it is looked at again soon, and
-then every few seconds, from what other processes used meanwhile. A number given by the user
-(`EngineConfig.threads`) is final. Made on the thread that computes: OpenMP counts per thread.
+OpenMP threads wait for each other by spinning, so one thread too many slows a pass down many times over (two
+threads on a busy two-core machine: 19 times). The first choice comes from the load average, which also counts
+our own start; later ones from the CPU time that other processes used in the last seconds. A number given by
+the user (`EngineConfig.threads`) is final. OpenMP counts per thread, so the computing thread itself sets it.
 
-OpenMP also keeps a team for every thread that ever computed, as long as that lives, and once all teams
-together have more threads than there are cores, none waits by spinning any more: every operation has to wake
-its helpers, and a small pass takes three times as long. So nothing but the engine's own thread may keep a
-team: what others must compute, they do `apart`.
+OpenMP also keeps a team for every live thread that ever computed. Once all teams together have more threads
+than there are cores, none spins any more: every operation wakes its helpers, and a small pass takes three
+times as long. So only the engine's own thread may keep a team; other threads compute inside `apart`.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ import torch
 
 T = TypeVar("T")
 
-_SECONDS = 3.0  # between two looks
-_FIRST = 0.5  # before the first one: 50 ticks of the system's clock for each core
-SHARED = 1 << 22  # multiplications of one product; with fewer, a second thread saves a fifth of the time
-_BUSY = 0.4  # of a core: what others must use for us to leave it to them
+_SECONDS = 3.0  # between two adjustments
+_FIRST = 0.5  # before the first one: 50 clock ticks per core
+SHARED = 1 << 22  # multiplications from which on a second thread saves more than a fifth of the time
+_BUSY = 0.4  # of a core: other processes that use more keep it
 
 
 class ComputeThreads:
-    """Sets torch's threads for the calling thread: now, and when `adjust` finds that others came or went."""
+    """Sets torch's thread count for the calling thread: now, and when `adjust` finds another load."""
 
     def __init__(self, given: int | None) -> None:
         self._fixed = given
@@ -54,14 +52,14 @@ class ComputeThreads:
             torch.set_num_threads(count)
 
     def _used(self) -> tuple[float, float, float]:
-        """Now, and the CPU seconds used so far on our cores by everyone and by this process."""
+        """The time, and the CPU seconds used so far on our cores by all processes and by this one."""
         own = time.process_time()
         return time.monotonic(), _cpu_seconds() or own, own
 
 
 @contextmanager
 def shared(work: int, least: int) -> Iterator[None]:
-    """One thread for less work than `least`: helpers that wait spin, and take a core from others."""
+    """Compute with one thread if `work` is below `least`: waiting helpers spin, and keep a core busy."""
     count = torch.get_num_threads()
     if count == 1 or work >= least:
         yield
@@ -74,7 +72,7 @@ def shared(work: int, least: int) -> Iterator[None]:
 
 
 def apart(function: Callable[[], T]) -> T:
-    """Run `function` on a thread that ends with it, and its team with that."""
+    """Run `function` on a thread of its own, whose OpenMP team ends with it."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -91,7 +89,7 @@ def apart(function: Callable[[], T]) -> T:
 
 
 def threads_beside(load: float, cores: int) -> int:
-    """Threads for us where others keep `load` of the `cores` busy.
+    """Our threads, if other processes keep `load` of the `cores` busy.
 
     >>> [threads_beside(load, 4) for load in (0.2, 0.7, 2.1, 9.0)]
     [4, 3, 2, 1]

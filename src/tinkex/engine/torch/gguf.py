@@ -8,6 +8,7 @@ supported is refused by name. The tokenizer part is in `gguf_tokenizer`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex import store
+from tinkex.engine.torch.backend import TorchBackend
 from tinkex.engine.torch.models.architecture import ModelConfig, model_config
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.rotary import llama3_frequencies
 from tinkex.errors import InvalidInputError
 
@@ -29,22 +32,6 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _SHARD_BYTES = 2 << 30
 _UNUSED = 5  # tokenizer.ggml.token_type of ids that only pad the vocabulary
 
@@ -178,22 +165,34 @@ class GgufModel:
     # -- tensors ---------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, dequantised to fp32 one at a time."""
+        """Every weight under its Hugging Face name, dequantised to fp32 one at a time.
+
+        A tensor that our decoder does not have keeps its own name, so that a loader can refuse it.
+        """
+        named = self._hugging_face_names()
         for name in self._tensors:
             if name == "rope_freqs.weight":
                 continue
-            stem, _, kind = name.rpartition(".")
-            block, _, part = stem.removeprefix("blk.").partition(".")
-            if stem in _TOP:
-                yield f"{_TOP[stem]}.{kind}", self._dequantise(name)
-            elif part in _EXPERTS:
-                for i, weight in enumerate(self._dequantise(name)):
-                    yield f"model.layers.{block}.mlp.experts.{i}.{_EXPERTS[part]}.{kind}", weight
-            else:
-                tensor = self._dequantise(name)
-                if self.arch == "llama" and part in ("attn_q", "attn_k"):
-                    tensor = self._halves(tensor, part)
-                yield (f"model.layers.{block}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name), tensor
+            tensor, names = self._dequantise(name), named.get(name, [name])
+            if self.arch == "llama" and (part := re.search(r"\.(attn_[qk])\.", name)):
+                tensor = self._halves(tensor, part[1])
+            yield from zip(names, tensor if "_exps." in name else [tensor], strict=True)
+
+    def _hugging_face_names(self) -> dict[str, list[str]]:
+        """The decoder's weights by the tensor that holds them: one, or one for each expert."""
+        from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+        (arch,) = (one for one in MODEL_ARCH if MODEL_ARCH_NAMES[one] == self.arch)
+        table = get_tensor_name_map(arch, self.require("{arch}.block_count"))
+        config = self.config()
+        with torch.device("meta"):
+            weights = Decoder(config, TorchBackend()).weights()
+        named: dict[str, list[str]] = {}
+        for name in weights:
+            merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+            if found := table.get_name(merged, (".weight", ".bias")):
+                named.setdefault(found, []).append(name)
+        return named
 
     def _dequantise(self, name: str) -> Tensor:
         from gguf.quants import dequantize

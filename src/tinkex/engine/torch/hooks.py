@@ -27,9 +27,8 @@ class Site(NamedTuple):
 class Part(NamedTuple):
     """One Hugging Face module inside a site; `kind` says which train_* flag covers it."""
 
-    name: (
-        str  # "model.layers.0.self_attn.q_proj"; of experts, for all at once: "model.layers.0.mlp.experts.w1"
-    )
+    # "model.layers.0.self_attn.q_proj"; one name for all experts of a layer: "model.layers.0.mlp.experts.w1"
+    name: str
     out_features: int
     kind: Literal["attn", "mlp", "unembed"]
 
@@ -38,7 +37,7 @@ Sites = dict[Site, tuple[int, tuple[Part, ...]]]  # in-features and parts
 
 
 class PartialProjection(Protocol):
-    """A projection that was not added up yet: whatever reads it does so, as `ops` has it."""
+    """A split-K projection whose partial sums are not added yet: the kernel that reads it adds them."""
 
     def swiglu(self) -> Tensor: ...
 
@@ -54,7 +53,7 @@ class PartialProjection(Protocol):
     def total(self) -> Tensor: ...
 
     def addend(self) -> Tensor:
-        """The total, or parts of it [S, N, O], for a norm that adds it to the residual stream."""
+        """The total, or its partial sums [S, N, O], for a norm that adds it to the residual stream."""
         ...
 
 
@@ -86,12 +85,12 @@ class Projecting:
     """A `LoraHook` that computes a frozen product and its adapters together."""
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
-        """frozen(x) plus the adapters' contribution. May be pending where no gradients are needed."""
+        """frozen(x) plus the adapters' contribution. Partial only without gradients."""
         raise NotImplementedError
 
 
 class Attend(Protocol):
-    """Attention over sequences that only the caller knows; q and k come rotated, q is scaled inside."""
+    """Attention within the caller's sequences; q and k are rotated already, q is scaled inside."""
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor: ...
 

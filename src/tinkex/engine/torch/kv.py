@@ -1,10 +1,10 @@
-"""The paged KV cache: who holds which page, the tensors behind the pages, and attention over them.
+"""The paged KV cache: page allocation with prefix caching, the tensors, and attention over page tables.
 
-A page keeps the keys and values of PAGE consecutive tokens of every layer. Pages are counted by reference:
-samples of one prompt share its full pages, and full pages stay findable by what they hold (a hash chained
-over the adapter and all tokens so far) until their memory is needed, least recently used first.
-Promises: no page is in two hands unless both only read it; `Pages.check` proves that none is lost.
-Knows nothing of requests, sampling or adapters' weights.
+A page holds the keys and values of PAGE consecutive tokens of every layer. Pages are reference-counted:
+samples of one prompt share its full pages. A full page stays in the prefix cache, keyed by a hash chained
+over the adapter and all tokens so far, until it is evicted, least recently used first. Promises: a page with
+two owners is only read; `Pages.check` proves that no page is lost. Knows nothing of requests or adapters'
+weights.
 
 Shapes: T tokens in the step, H query heads, G kv heads, C head dim, B sequences of a group, L padded length.
 """
@@ -25,9 +25,9 @@ PAGE = 16  # tokens
 
 
 def chain(root: bytes, tokens: np.ndarray, links: list[bytes]) -> list[bytes]:
-    """Extend `links` by one digest per full page of `tokens`, which come after those that it stands for.
+    """Extend `links` by one digest per full page of `tokens`, the tokens after those that it covers.
 
-    Each digest stands for all tokens up to its page's end.
+    Each digest covers all tokens up to its page's end.
     """
     content, size = tokens.astype(np.int32).tobytes(), 4 * PAGE
     for end in range(size, len(content) + 1, size):
@@ -43,17 +43,17 @@ class Pages:
         self.count = count
         self._refs = [0] * count
         self._free = list(range(count - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # findable, held by nobody; oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and without owner; oldest first
         self._by_digest: dict[bytes, int] = {}
         self._digest: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
-        """Pages that `take` could hand out: free ones, and cached ones that nobody holds."""
+        """Pages that `take` could allocate: free ones, and cached ones without owner."""
         return len(self._free) + len(self._idle)
 
     def take(self, n: int) -> list[int] | None:
-        """`n` pages for one holder, or None if there are not as many; cached ones are given up as needed."""
+        """Allocate `n` pages, evicting cached ones as needed; None if there are not as many."""
         if n > self.available:
             return None
         return [self._take_one() for _ in range(n)]
@@ -68,14 +68,14 @@ class Pages:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of `pages`."""
+        """Add an owner to each of `pages`."""
         for page in pages:
             self._refs[page] += 1
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each; a page that nobody holds is free, or idle if it can be found again."""
-        for page in reversed(pages):  # ends become idle first: a prefix outlives what follows it
+        """Remove an owner from each; a page without owner is free, or idle if it is cached."""
+        for page in reversed(pages):  # the end of a sequence is evicted before its prefix
             assert self._refs[page] > 0, f"page {page} released twice"
             self._refs[page] -= 1
             if self._refs[page] == 0:
@@ -85,7 +85,7 @@ class Pages:
                     self._free.append(page)
 
     def find(self, links: Sequence[bytes]) -> list[int]:
-        """The longest run of cached pages along `links`, now also held by the caller."""
+        """The cached pages of the longest known prefix of `links`; the caller becomes an owner."""
         found: list[int] = []
         for digest in links:
             page = self._by_digest.get(digest)
@@ -96,13 +96,13 @@ class Pages:
         return found
 
     def remember(self, page: int, digest: bytes) -> None:
-        """Make a full page findable, unless another one with the same content already is."""
+        """Enter a full page into the prefix cache, unless one with the same content is there."""
         if digest not in self._by_digest and page not in self._digest:
             self._by_digest[digest] = page
             self._digest[page] = digest
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that the references are exactly `holders`', and that every page is free, idle or held."""
+        """Assert that the owners are exactly `holders`, and that every page is free, idle or owned."""
         held = Counter(page for pages in holders for page in pages)
         assert all(self._refs[p] == held.get(p, 0) for p in range(self.count)), "references leak"
         assert sorted([*self._free, *self._idle, *held]) == list(range(self.count)), "pages lost or doubled"
@@ -129,13 +129,13 @@ class KVCache:
         self.heads, self.head_dim = kv_heads, head_dim
         self._pool = _zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
         self._k, self._v = (list(half.unbind()) for half in self._pool.chunk(2))
-        self._used: set[int] = set()  # pages that somebody has had: all others are still zero
+        self._used: set[int] = set()  # pages written to before: all others are still zero
 
     def take(self, n: int) -> list[int] | None:
-        """`Pages.take`, with nothing left in the pages of whoever had them before.
+        """Allocate pages as `Pages.take` does, and zero reused ones if `clears`.
 
-        What is masked out is still multiplied by 0, and 0 · NaN is NaN: one adapter that has diverged would
-        otherwise reach another's sequences.
+        Attention multiplies masked values by 0, and 0 · NaN is NaN: an adapter that has diverged would
+        otherwise spoil the sequences that get its pages next.
         """
         taken = self.pages.take(n)
         if not self._clears:
@@ -171,7 +171,9 @@ def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     if device.type == "cpu" and dtype == torch.float32:
-        return torch.from_numpy(np.zeros(shape, np.float32))  # memory is only taken when it is written
+        return torch.from_numpy(
+            np.zeros(shape, np.float32)
+        )  # the system allocates a page when it is first written
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
@@ -179,15 +181,15 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 class TokenSpan(NamedTuple):
-    """The `new` tokens of one sequence, from position `start` on; `pages` holds all that it has."""
+    """The `new` tokens of one sequence, from position `start` on; `pages` is its whole page table."""
 
     pages: Sequence[int]
     start: int
     new: int
 
 
-class _Group:
-    """Pieces of `new` tokens each that attend together, padded to the longest."""
+class _SpanGroup:
+    """Spans of `new` tokens each that attend in one call, padded to the longest."""
 
     def __init__(self, pieces: Sequence[TokenSpan], firsts: Sequence[int], device: torch.device) -> None:
         self.new, self.first = pieces[0].new, firsts[0]
@@ -196,14 +198,14 @@ class _Group:
         table = np.empty((len(pieces), max(widths)), np.int64)
         for row, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
             table[row, :width] = piece.pages[:width]
-            table[row, width:] = piece.pages[0]  # masked, but read: another's might hold NaN
+            table[row, width:] = piece.pages[0]  # masked but read: a page of another sequence might hold NaN
         self.table_BN = torch.from_numpy(table).to(device)
         self.starts_B = torch.tensor([p.start for p in pieces], device=device)
         self.no_history = max(p.start for p in pieces) == 0
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 where a query may look, -inf elsewhere: [B, 1, new, L]."""
+        """0 at visible positions, -inf elsewhere: [B, 1, new, L]."""
         if window not in self._masks:
             device = self.starts_B.device
             at = self.starts_B[:, None, None, None] + torch.arange(self.new, device=device)[:, None]
@@ -218,9 +220,9 @@ class _Group:
 
 
 class PagedAttend:
-    """Attention of one step's tokens over the cache; writes their keys and values on the way.
+    """Attention of one step's tokens over the cache; it writes their keys and values first.
 
-    The step's tokens are its pieces' tokens, one piece after the other. `windows` is each layer's sliding
+    The step's tokens are its spans' tokens, one span after the other. `windows` is each layer's sliding
     window, or None.
     """
 
@@ -232,7 +234,7 @@ class PagedAttend:
         slots = np.concatenate([slots_of(p) for p in pieces])
         self._slots_T = torch.from_numpy(slots).to(device)
         self._groups = [
-            _Group([pieces[i] for i in members], [firsts[i] for i in members], device)
+            _SpanGroup([pieces[i] for i in members], [firsts[i] for i in members], device)
             for members in group_pieces(pieces)
         ]
 
@@ -247,16 +249,16 @@ class PagedAttend:
                 o_THC[at] = self._prefill(group, layer, q_THC[at], k_TGC[at], v_TGC[at])
         return o_THC
 
-    def _decode(self, group: _Group, layer: int, q_BHC: Tensor) -> Tensor:
-        """One query per sequence: the heads that share a kv head are its rows, so no key is read twice."""
+    def _decode(self, group: _SpanGroup, layer: int, q_BHC: Tensor) -> Tensor:
+        """One query per sequence. Heads that share a kv head are rows of one product: keys are read once."""
         k_BGLC, v_BGLC = self._cache.read(layer, group.table_BN)
         B, H, C = q_BHC.shape
         q = q_BHC.view(B, self._cache.heads, -1, C)
         mask = group.mask(self._windows[layer], q.dtype)
         return F.scaled_dot_product_attention(q, k_BGLC, v_BGLC, attn_mask=mask).reshape(B, H, C)
 
-    def _prefill(self, group: _Group, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
-        """Many queries of one sequence, with what came before them read from the cache."""
+    def _prefill(self, group: _SpanGroup, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+        """Many queries of one sequence; earlier keys and values are read from the cache."""
         window = self._windows[layer]
         causal = group.no_history and (window is None or group.new <= window)
         if causal:
@@ -271,16 +273,16 @@ class PagedAttend:
 
 
 def slots_of(piece: TokenSpan) -> np.ndarray:
-    """Where in a layer's pages the new tokens go."""
+    """The cache slots of a span's new tokens."""
     at = np.arange(piece.start, piece.start + piece.new)
     return np.asarray(piece.pages, np.int64)[at // PAGE] * PAGE + at % PAGE
 
 
 def group_pieces(pieces: Sequence[TokenSpan]) -> list[list[int]]:
-    """Which pieces attend together: each longer one alone, single tokens by similar length.
+    """Which spans attend in one call: a prefill span alone, decoding ones grouped by similar length.
 
-    A group costs a few calls per layer; padding costs memory traffic. Sorted by length, a group is closed
-    where padding would waste more than a third of it.
+    A group costs a few calls per layer; padding costs memory traffic. Spans are sorted by length, and a group
+    ends where padding would waste more than a third of it.
     """
     groups = [[i] for i, piece in enumerate(pieces) if piece.new > 1]
     singles = sorted((i for i, p in enumerate(pieces) if p.new == 1), key=lambda i: -pieces[i].start)

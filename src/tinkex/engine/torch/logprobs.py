@@ -1,10 +1,9 @@
 """Logprobs of target tokens from hidden states, and their gradient, a chunk of tokens at a time.
 
-Never holds a [T, V] tensor: each chunk's logits (the unembedding's adapters included) are made, read for the
-targets' logprobs, turned into their own gradient and overwritten by the next chunk's. If the caller can say
-a cell's gradient from its logprob alone (`grad_of`), logits are made once; else it calls twice, the second
-time with a gradient that it has worked out from all logprobs. Ids of the padded vocabulary are part of the
-normaliser. Knows nothing of losses.
+There is never a [T, V] tensor: each chunk's logits (with the unembedding's adapters) are computed, read for
+the targets' logprobs, and overwritten by their own gradient. If a cell's gradient depends on its logprob
+alone (`grad_of`), logits are computed once; otherwise the caller calls twice, the second time with a gradient
+computed from all logprobs. Ids of the padded vocabulary take part in the normaliser. Knows nothing of losses.
 
 Shapes: T tokens, D width, V padded vocabulary, M target cells, N rows of a chunk.
 """
@@ -24,7 +23,7 @@ from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.models.decoder import UNEMBED
 
 # Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU
-# below 32 MiB, from where on malloc gives fresh pages to every chunk, which cost more than their use.
+# below 32 MiB: from there on malloc maps fresh pages for every chunk, and clearing them costs more time.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 2 << 30}
 
 
@@ -36,7 +35,7 @@ class GradOf(Protocol):
 
 @dataclass(frozen=True)
 class Targets:
-    """Which token's logprob is asked for at which position: cells in the order of their rows."""
+    """The target cells: which token's logprob at which position, in the order of positions."""
 
     rows_M: Tensor  # int64, ascending
     ids_M: Tensor  # int64

@@ -1,10 +1,9 @@
 """Many adapters on one frozen Linear in one pass.
 
 `LoraBatch` is the hook that a decoder calls at each of its sites: it adds scale·x·Aᵀ·Bᵀ to every contiguous
-segment of tokens with that segment's adapter, whatever its rank, and in the backward adds gradients to that
-adapter's buffer and to no other. Only x and x·Aᵀ are kept for the backward. `PlainLora` does the same with
-ordinary autograd operations: slow, readable, and the oracle of the tests. Knows nothing of losses, of
-runs or of files.
+segment of tokens with that segment's adapter, of any rank; the backward adds gradients to that adapter's
+buffer alone. Only x and its down-projection x·Aᵀ ("shrink") are saved for the backward. Knows nothing of
+losses, runs or files.
 
 Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a site, E experts.
 """
@@ -23,7 +22,7 @@ from tinkex.engine.torch.hooks import Frozen, Projecting, Site
 
 
 class AdapterRows(NamedTuple):
-    """Rows start:stop of a projection go through one adapter's expert."""
+    """Rows start:stop of a projection belong to one adapter, and there to one expert."""
 
     start: int
     stop: int
@@ -52,7 +51,9 @@ class LoraBatch(Projecting):
         if train:
             for adapter in {a for a in adapters if a is not None}:
                 adapter.open_grad()
-        self._anchor = torch.zeros((), requires_grad=train)  # what makes autograd record a frozen input's use
+        self._anchor = torch.zeros(
+            (), requires_grad=train
+        )  # makes autograd record functions of frozen inputs
 
     def __call__(
         self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
@@ -81,7 +82,7 @@ class LoraBatch(Projecting):
         rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> list[AdapterRows]:
-        """What to do at `site`, for the tokens start:stop, or for `rows` (ascending within each expert)."""
+        """The adapters at `site` of tokens start:stop, or of `rows` (ascending within each expert)."""
         if rows is not None:
             return self._row_jobs(site, rows, experts)
         stop = self.tokens if stop is None else stop
@@ -109,7 +110,7 @@ class LoraBatch(Projecting):
 
 
 def add(site: Site, jobs: Sequence[AdapterRows], x: Tensor, y: Tensor) -> list[Tensor]:
-    """y += scale·x·Aᵀ·Bᵀ in place, job by job; returns what the backward needs."""
+    """y += scale·x·Aᵀ·Bᵀ in place; returns the down-projections, which the backward needs."""
     kept = shrink(site, jobs, x)
     for job, y_job, u in zip(jobs, _rows(y, jobs), kept, strict=True):
         matrices = job.adapter.matrices(x.dtype)[site][job.expert]
@@ -119,7 +120,7 @@ def add(site: Site, jobs: Sequence[AdapterRows], x: Tensor, y: Tensor) -> list[T
 
 
 def shrink(site: Site, jobs: Sequence[AdapterRows], x: Tensor) -> list[Tensor]:
-    """Each job's x·Aᵀ, of all parts side by side: [rows, P·R]."""
+    """The down-projection x·Aᵀ of each adapter's rows, all parts side by side: [rows, P·R]."""
     return [
         x_job @ job.adapter.matrices(x.dtype)[site][job.expert].a_t
         for job, x_job in zip(jobs, _rows(x, jobs), strict=True)
@@ -134,7 +135,7 @@ def add_backward(
     kept: Sequence[Tensor],
     grad_x: Tensor | None,
 ) -> None:
-    """Add to each job's adapter's gradients, and to `grad_x` in place where one is wanted."""
+    """Add to each adapter's gradients, and to `grad_x` in place if it is given."""
     grad_x_rows = _rows(grad_x, jobs) if grad_x is not None else [None] * len(jobs)
     rows = zip(jobs, _rows(grad_y, jobs), _rows(x, jobs), kept, grad_x_rows, strict=True)
     for job, grad_y_job, x_job, u, grad_x_job in rows:
@@ -151,16 +152,16 @@ def add_backward(
 
 
 def _rows(x: Tensor, jobs: Sequence[AdapterRows]) -> list[Tensor]:
-    """The rows of every job, as views made in one go."""
+    """The rows of each adapter, as views made in one call."""
     sizes, done = [], 0
     for job in jobs:
         sizes += [job.start - done, job.stop - job.start]
         done = job.stop
-    return list(x.split_with_sizes([*sizes, x.shape[0] - done]))[1::2]  # quicker than split
+    return list(x.split_with_sizes([*sizes, x.shape[0] - done]))[1::2]  # faster than split
 
 
 def _parts(matrices: Matrices, y: Tensor, *us: Tensor) -> list[Sequence[Tensor]]:
-    """The columns of each part: of an output, and of any number of x·Aᵀ."""
+    """The columns of each part: of an output, and of any number of down-projections."""
     count = len(matrices.outs)
     if count == 1:
         return [(y,), *((u,) for u in us)]

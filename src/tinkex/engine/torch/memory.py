@@ -1,7 +1,7 @@
-"""How much memory a pass takes and how much there is: what micro-batches and recomputation are planned by.
+"""Memory estimates: what a pass needs and what is free, for the sizes of micro-batches and for recomputation.
 
-Estimates, on the safe side; nothing is allocated here. Also has the process keep the pages that a small
-model's passes need again and again. Knows shapes, not tensors.
+Estimates are on the safe side, and nothing is allocated here. `keep_pages` makes malloc keep the memory that
+every pass needs again. Knows shapes, not tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from tinkex.engine.torch.models.architecture import ModelConfig
 
-# Tokens of a micro-batch: enough for efficient products; sampling gets its turn in between.
+# Tokens of a micro-batch: enough for efficient products, few enough not to delay sampling for long.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 _SHARE = 0.5  # of the free memory that one pass may plan with
-_KEPT = 1 << 30  # bytes of a pass's activations that may stay with the process
-_KEPT_SHARE = 1 / 8  # and what share of the free memory they may be
+_KEPT = 1 << 30  # bytes of a pass's activations that malloc may keep
+_KEPT_SHARE = 1 / 8  # of the free memory, at most
 # mallopt's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD; the last two have these as their largest values
 _KEEPING = {-1: _KEPT, -2: 64 << 20, -3: 32 << 20}
 
@@ -28,7 +28,7 @@ def free_bytes(device: torch.device) -> float:
     """Memory that could be allocated now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        stats = torch.cuda.memory_stats_as_nested_dict(device)  # other ways to ask take ten times as long
+        stats = torch.cuda.memory_stats_as_nested_dict(device)  # ten times as fast as memory_reserved()
         return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -39,16 +39,16 @@ def free_bytes(device: torch.device) -> float:
 
 
 def container_free(group: Path) -> float:
-    """What the limit of a container's control group leaves; without one, no bound."""
+    """What the memory limit of the control group leaves; infinite without a limit."""
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no such group, or the limit is "max"
         return math.inf
-    return max(0, limit - used + _given_up(group))
+    return max(0, limit - used + _page_cache(group))
 
 
-def _given_up(group: Path) -> int:
-    """What counts as used and is only kept while nobody needs it: pages of files, as of a model just read."""
+def _page_cache(group: Path) -> int:
+    """Page cache: counted as used, but given up as soon as memory is needed."""
     try:
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         return sum(int(size) for name, size in lines if name in ("inactive_file", "active_file"))
@@ -76,7 +76,7 @@ def must_recompute(config: ModelConfig, itemsize: int, device: torch.device, tok
 
 
 def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int:
-    """How many tokens a micro-batch should have: rather fewer than recomputed, if that is enough of them."""
+    """Tokens of a micro-batch: as many as fit without recomputation, unless those are too few."""
     room, most = int(free_bytes(device) * _SHARE), PASS_TOKENS.get(device.type, 2048)
     fitting = room // activation_bytes(config, itemsize, recompute=False)
     if fitting < most // 4:
@@ -85,10 +85,10 @@ def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int
 
 
 def keep_pages(config: ModelConfig, itemsize: int, tokens: int) -> bool:
-    """Have malloc keep what a CPU pass of `tokens` frees, if it is little; whether it does.
+    """Make malloc keep the memory that a CPU pass of `tokens` frees, if that is little; whether it does.
 
-    Every pass allocates the same activations again. Given back to the system in between, their pages are
-    cleared anew each time, which takes 5 % of a small model's pass. Only glibc can be asked for this.
+    Every pass allocates the same activations again. If malloc returns them to the system, the system clears
+    their pages each time, which takes 5 % of a small model's pass. Works with glibc alone.
     """
     needed = tokens * activation_bytes(config, itemsize, recompute=False)
     if needed > min(_KEPT, free_bytes(torch.device("cpu")) * _KEPT_SHARE):
