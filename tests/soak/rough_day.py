@@ -85,9 +85,9 @@ class Server:
         self._log.close()
         assert ended == 0, f"the server ended with {ended}: see {self._log.name}"
 
-    def has_put_away(self, run: str) -> bool:
-        """Whether it says that this run's session was not heard of."""
-        return f"run {run} was put on disk: its session" in Path(self._log.name).read_text()
+    def has_evicted(self, run: str) -> bool:
+        """Whether its log says that this run was evicted because its session lapsed."""
+        return f"run {run} was evicted: its session" in Path(self._log.name).read_text()
 
     def gauge(self, name: str) -> float:
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
@@ -133,7 +133,7 @@ def work(server: Server, seeds: range, actions: int, calm: threading.Event | Non
     if calm is None:
         calm = threading.Event()
         calm.set()
-    tenants = {seed: Tenant(server.url, seed, actions, server.has_put_away, calm) for seed in seeds}
+    tenants = {seed: Tenant(server.url, seed, actions, server.has_evicted, calm) for seed in seeds}
     for tenant in tenants.values():
         tenant.start()
     for tenant in tenants.values():

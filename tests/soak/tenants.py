@@ -28,14 +28,14 @@ class Tenant(threading.Thread):
     """One user in a thread; `notes` are what its plan came to, `trouble` what must not have happened."""
 
     def __init__(
-        self, url: str, seed: int, actions: int, put_away: Callable[[str], bool], calm: threading.Event
+        self, url: str, seed: int, actions: int, evicted: Callable[[str], bool], calm: threading.Event
     ) -> None:
-        """`put_away` tells whether the server has put a run on disk for want of a sign of life.
+        """`evicted` tells whether the server has put a run on disk for want of a sign of life.
 
         After a kill all runs are on disk, so that is waited for once the last one is over and it is `calm`.
         """
         super().__init__(name=f"tenant-{seed}", daemon=True)
-        self._url, self._seed, self._actions, self._put_away = url, seed, actions, put_away
+        self._url, self._seed, self._actions, self._evicted = url, seed, actions, evicted
         self._calm = calm
         self._random = random.Random(seed)
         self.notes: list[Any] = []
@@ -129,7 +129,7 @@ class Tenant(threading.Thread):
         self._calm.wait(PATIENCE)
         self._train(run)
         for _ in range(150):
-            if self._put_away(run.model_id):
+            if self._evicted(run.model_id):
                 self.happened["lapses"] += 1
                 break
             time.sleep(0.2)

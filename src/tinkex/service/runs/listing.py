@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
@@ -97,7 +98,7 @@ class RunListing:
         if row.corrupted:
             return "failed", row.problem or None
         session = self._ledger.session(row.session_id)
-        status = {"type": "active"} if session is None else session.status
+        status: dict[str, Any] = {"type": "active"} if session is None else session.status
         detail = status.get("detail") or status.get("message")
         if status["type"] == "active":
             return "active", None
