@@ -8,7 +8,7 @@ Knows nothing of sessions, users or text, and needs numpy alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -261,7 +261,7 @@ class Sampler(Protocol):
         """Cancelling the task that awaits this frees the request's pages at once."""
         ...
 
-    def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
+    def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
         """Tokens as they are drawn, then the whole response. Closing the iterator cancels the request."""
         ...
 

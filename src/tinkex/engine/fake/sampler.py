@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,7 +108,7 @@ class FakeSampler:
                 request.advance()
             return request.response()
 
-    async def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
+    async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
         table = await self._table.get() if work.stop_bytes else ()
         with self._admitted(work, table) as request:
             while request.going:

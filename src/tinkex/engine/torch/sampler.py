@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
 
 from tinkex.engine.protocol import EngineLost, ExportedAdapter, Location, SampledTokens, SampleWork
@@ -44,7 +44,7 @@ class TorchSampler:
         with self._submitted(work, table) as future:
             return await asyncio.wrap_future(future)
 
-    async def stream(self, work: SampleWork) -> AsyncIterator[SampledTokens | SampleResponse]:
+    async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
         table = await self._table.get() if work.stop_bytes else ()
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         pieces: deque[SampledTokens] = deque()
