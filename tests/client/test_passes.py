@@ -56,10 +56,6 @@ RL: dict[str, Any] = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones
             "cross_entropy", None, r"has shape \[2\]; cross_entropy takes \[3\] or \[3, K\]",
         ),
         (
-            [datum(4, mask=np.ones(4, np.float32))],
-            "cross_entropy", None, "does not read 'mask'; to leave positions out, set their 'weights' to 0",
-        ),
-        (
             [datum(1, target_tokens=np.array([-3]))],
             "cross_entropy", None, r"data\[0\].*\['target_tokens'\]\[0\] is -3; token ids are 0\.\.",
         ),
@@ -102,6 +98,7 @@ def test_what_is_wrong_is_said_at_the_call_and_nothing_is_sent(
 def test_good_passes_are_let_through(loss_fn: str) -> None:
     check_pass([datum(**RL)], loss_fn, {"clip_low_threshold": 0.8})
     check_pass([datum(extra=np.ones(2))], "cross_entropy", None)
+    check_pass([datum(mask=np.ones(4, np.float32))], "cross_entropy", None)  # a server may read it
     check_pass([datum(weights=np.array([0, 1, 1, 0]))], "cross_entropy", None)  # a mask becomes floats
     check_pass([datum(1, target_tokens=np.array([2**31 - 1]))], "cross_entropy", None)
     check_pass([datum(anything=np.ones(2))], "custom", None)

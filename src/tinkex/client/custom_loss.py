@@ -165,8 +165,7 @@ def submit(queue: RunQueue, given: Sequence[Datum], loss_fn: CustomLoss) -> APIF
                 f"session {session_id}: create it with this run's ServiceClient"
             )
     else:
-        passes.check_pass(given, "custom", None)
-        passes.check_pass(probe(given), "cross_entropy", None)
+        passes.check_pass(given, "cross_entropy", None)
         if not callable(loss_fn) and not isinstance(loss_fn, ArrayLoss):
             raise InvalidInputError(
                 f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"

@@ -145,7 +145,7 @@ def _reads(name: str, given: tuple[str, ...], strict: bool) -> tuple[str, ...]:
     for key in () if spec.open else given:
         if key in LIST_DTYPES:
             continue  # one datum may serve several losses
-        hint = mask_hint(name) if key == "mask" else did_you_mean(key, missing, cutoff=0.75)
+        hint = mask_hint(name) if strict and key == "mask" else did_you_mean(key, missing, cutoff=0.75)
         if strict or hint != ".":
             takes = ", ".join(spec.inputs)
             raise InvalidInputError(f"loss_fn_inputs: {name} does not read {key!r}{hint} It takes: {takes}")
