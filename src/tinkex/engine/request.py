@@ -1,8 +1,8 @@
-"""What every sampler does with a request beside computing: check it, know when to stop, collect its scores.
+"""What every sampler does with a request beside computing: checks, stop conditions, prompt scores, samples.
 
-Promises: a request that an engine cannot serve is refused with category "user" before it costs anything;
-stops and scores mean the same on every engine. Numpy alone: logprobs come in through the `Rows` protocol, so
-a table of [prompt, vocabulary] need never exist. Knows no models, queues or pages.
+Promises: a request that an engine cannot serve is refused with category "user" before anything is computed;
+stops and scores mean the same on every engine. Needs numpy alone: logprobs come in through the `Rows`
+protocol, so there is never a table of [prompt, vocabulary]. Knows no models, queues or pages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tinkex.types.outputs import (
 )
 from tinkex.types.tensor import TensorData
 
-# How many likely tokens may be listed at once, and how many be drawn for a prompt: everyone waits for them.
+# Bounds of one request, since all others wait meanwhile: likely tokens listed, tokens drawn for a prompt.
 _LISTED, _DRAWN = 1 << 26, 1 << 20
-_ALT_STREAMS = 1 << 32  # the streams of prompt_alt_tokens_k start here, past any sample's index
+_ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past any sample's index
 
 
 def user_error(message: str) -> EngineError:
@@ -40,7 +40,7 @@ def user_error(message: str) -> EngineError:
 
 
 def check_work(work: SampleWork, vocab: int, context: int) -> int:
-    """Refuse what cannot be served; returns how many tokens may be drawn for each sample."""
+    """Refuse a request that cannot be served; returns how many tokens may be drawn for each sample."""
     length = len(work.prompt)
     if length == 0:
         raise user_error("the prompt is empty; give at least one token")
@@ -62,12 +62,12 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
 
 
 def _check_lists(work: SampleWork, length: int) -> None:
-    for name, rows, most in (
-        ("topk_prompt_logprobs", length, _LISTED),
-        ("topk_sample_logprobs", work.num_samples, _LISTED),
-        ("prompt_alt_tokens_k", length, _DRAWN),
+    for name, given, rows, most in (
+        ("topk_prompt_logprobs", work.topk_prompt_logprobs, length, _LISTED),
+        ("topk_sample_logprobs", work.topk_sample_logprobs, work.num_samples, _LISTED),
+        ("prompt_alt_tokens_k", work.prompt_alt_tokens_k, length, _DRAWN),
     ):
-        if not 0 <= (given := getattr(work, name)) <= most // rows:
+        if not 0 <= given <= most // rows:
             raise user_error(f"{name} must be 0 to {most // rows} for this request, got {given}")
 
 
@@ -87,7 +87,7 @@ def _check_targets(targets: TensorData, length: int, vocab: int) -> None:
 def _max_tokens(work: SampleWork, length: int, context: int) -> int:
     asked = work.params.max_tokens
     count = max(1, context - length) if asked is None else asked
-    # The one token drawn after a prompt that fills the context and is scored needs no position of its own.
+    # Scoring a prompt that fills the context draws one token, which needs no position of its own.
     if length + count > context and not (length == context and count == 1 and PromptScores.asked(work)):
         raise user_error(
             "Prompt length plus max_tokens exceeds the model's context window: "
@@ -97,7 +97,7 @@ def _max_tokens(work: SampleWork, length: int, context: int) -> int:
 
 
 def seed_of(work: SampleWork) -> int:
-    """The request's seed as 64 bits; a fresh one where none was given."""
+    """The request's seed as 64 bits; a random one if none was given."""
     return secrets.randbits(64) if work.params.seed is None else work.params.seed % 2**64
 
 
@@ -164,9 +164,9 @@ class Rows(Protocol):
 
 
 class PromptScores:
-    """What a request asks about its prompt. Row i of a prompt's logits scores position i + 1.
+    """The scores that a request asks for its prompt. Row i of a prompt's logits scores position i + 1.
 
-    Fed with `add` from `first` on, in order; adding a position again changes nothing that matters.
+    `add` takes rows in order, from position `next` on.
     """
 
     def __init__(self, work: SampleWork, seed: int) -> None:
@@ -215,7 +215,7 @@ class PromptScores:
     def add(self, rows: Rows, count: int) -> None:
         """Score positions `next` … `next + count - 1` from their `count` rows of logprobs."""
         at, end = self.next, self.next + count
-        skip = max(0, self._last_n_from - at)  # rows that only targets or draws asked for
+        skip = max(0, self._last_n_from - at)  # rows that only targets or alternatives need
         if self._logprobs is not None and skip < count:
             kept = np.arange(skip, count)
             self._logprobs[at + skip : end] = rows.pick(kept, self._prompt[at + skip : end].astype(np.int64))
@@ -258,7 +258,7 @@ class PromptScores:
 
 @dataclass(eq=False)
 class Sample:
-    """One sample on its way: its tokens so far, their logprobs, and why it ended, once it has."""
+    """One sample under way: its tokens so far, their logprobs, and why it ended, once it has."""
 
     index: int
     tokens: list[int] = field(default_factory=list)

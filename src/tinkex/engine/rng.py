@@ -1,7 +1,7 @@
-"""Random streams by counter: the same (seed, sample, position) gives the same numbers, whoever asks and when.
+"""A counter-based random-number generator: the same (seed, sample, position) always gives the same numbers.
 
-No state is kept, so a sequence that is preempted and recomputed, moved or joined by strangers draws as if
-alone. Numpy alone; knows nothing of what the numbers are for.
+There is no state, so a sequence draws the same tokens after preemption, on another engine and in any batch.
+Needs numpy alone; knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def stream_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np
 
 
 def stream_key(seed: int, index: int, position: int) -> int:
-    """`stream_keys` of one, in plain numbers: a tenth of what so small an array costs."""
+    """`stream_keys` for one, in plain integers: ten times as fast as an array of one."""
     key = 0
     for part in (seed, index, position):
         key = (key * 0x9E3779B97F4A7C15 + part + 1) & _64_BITS

@@ -1,8 +1,8 @@
-"""A whole engine with no model behind it: deterministic, instant, numpy alone.
+"""A whole engine over a bigram model: deterministic, fast, numpy alone.
 
-Everything an engine promises holds, so that what is built on one can be tested in milliseconds: steps change
-logprobs, gradients accumulate and clear, saves come back exactly, the sampler's logprobs are the trainer's.
-What it says is nonsense, and it has only the losses that need no graph.
+It keeps every promise of the contract, so a service can be tested on it in milliseconds: steps change
+logprobs, gradients accumulate and clear, saves restore exactly, the sampler's logprobs are the trainer's.
+Its text is nonsense, and it has no uploaded losses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PAGE = 16
 
 
 class FakeEngine:
-    """Any model name will do.
+    """Any model name works.
 
     >>> engine = FakeEngine(EngineConfig("anything", kind="fake"))
     """

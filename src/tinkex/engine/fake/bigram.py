@@ -1,6 +1,6 @@
-"""The fake engine's decoder: the last token's features through one 8x8 matrix, and a LoRA pair on it.
+"""The fake engine's model: a bigram model of one 8x8 matrix, with a LoRA pair on it.
 
-Gradients are exact and in float64. Knows nothing of commands, requests or files.
+Gradients are exact, in float64. Knows nothing of commands, requests or files.
 
 Shapes: N positions, K candidates, V vocabulary, D features, R rank.
 """
@@ -18,11 +18,11 @@ _RNG = np.random.default_rng(0)
 _EMBED = _RNG.normal(size=(VOCAB, D))
 UNEMBED = _RNG.normal(size=(VOCAB, D))
 BASE = _RNG.normal(size=(D, D)) * 0.3
-_MOST_ROWS = 64  # kept of one head: a megabyte
+_MOST_ROWS = 64  # cached for one head: a megabyte
 
 
 def features(tokens: np.ndarray) -> np.ndarray:
-    """[N, D]: each token's own; what came before it is forgotten."""
+    """[N, D]: the features of each token alone, whatever came before it."""
     return _EMBED[tokens]
 
 
@@ -32,18 +32,18 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
 
 
 class Head:
-    """From features to what comes next. Rows are made when first asked for, and then cost nothing."""
+    """From a token to the distribution of the next one. Rows are computed once and cached."""
 
     def __init__(self, matrix: np.ndarray) -> None:
         self._head_DV = matrix.T @ UNEMBED.T
         self._rows: dict[int, tuple[np.ndarray, list[float]]] = {}
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
-        """[N, V]: of what follows each of these."""
+        """[N, V]: of the token after each of `tokens`."""
         return log_softmax(features(tokens) @ self._head_DV)
 
     def after(self, token: int) -> tuple[np.ndarray, list[float]]:
-        """[V] and [V]: the logprobs of what follows `token`, and the running total of the probabilities."""
+        """[V] and [V]: the logprobs of the token after `token`, and their cumulative probabilities."""
         row = self._rows.get(token)
         if row is None:
             if len(self._rows) >= _MOST_ROWS:

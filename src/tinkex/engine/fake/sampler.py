@@ -1,4 +1,4 @@
-"""The fake engine's sampler: token by token on the event loop, giving way to others after each."""
+"""The fake engine's sampler: token by token on the event loop, yielding to other tasks after each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _PublishedHead:
 
 
 class _FakeRequest:
-    """One `SampleWork` on its way; `advance` draws one token for each of its samples."""
+    """One `SampleWork` under way; `advance` draws one token for each of its samples."""
 
     def __init__(self, work: SampleWork, head: Head, most: int, token_bytes: Sequence[bytes]) -> None:
         self._work, self._head, self._most = work, head, most
@@ -118,7 +118,7 @@ class FakeSampler:
             yield request.response()
 
     async def _turn(self) -> None:
-        """Let others run."""
+        """Yield to other tasks."""
         await asyncio.sleep(0)
         self._trainer.check_open()
 
@@ -194,7 +194,7 @@ def _draw(work: SampleWork, sample: Sample, last: int, head: Head, key: int) -> 
 
 
 def _cut(p_V: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """What top-k and top-p leave: the others are 0."""
+    """`p_V` with 0 for the ids that top-k and top-p remove."""
     order = np.argsort(-p_V, kind="stable")
     if params.top_k > 0:
         p_V[order[params.top_k :]] = 0

@@ -1,12 +1,12 @@
-"""Adapters on disk: PEFT directories, with the optimizer's state and our own facts beside the weights.
+"""Adapters on disk: PEFT directories, with the optimizer's state and our own metadata beside the weights.
 
     adapter_model.safetensors   plain Hugging Face names, fp32; experts as 3-D tensors w1, w2, w3
     adapter_config.json         what PEFT and vLLM read
     tinkex.json                 rank, train flags, which base model, AdamW's step
     optimizer.safetensors       AdamW's moments under the same names, if asked for
 
-Save and load are exact. A directory appears whole or not at all: it is written under a temporary name,
-flushed and renamed. What does not fit is refused by name. Knows nothing of runs or of where things belong.
+Save and load are exact. A directory is written atomically (`tinkex.store`). A tensor that does not fit is
+refused by name. Knows nothing of runs or of where directories belong.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BaseIdentity:
 
     @classmethod
     def of(cls, decoder: Decoder, name: str) -> BaseIdentity:
-        """The fingerprint is of the shape and the first numbers of every weight, as bfloat16 holds them."""
+        """The fingerprint hashes the shape and the first numbers of every weight, in bfloat16."""
         sums = []
         for key, weight in sorted(decoder.weights().items()):
             head = weight.reshape(-1, weight.shape[-1])[0, :16].to(torch.bfloat16).view(torch.int16)
@@ -122,7 +122,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
-    """`store.atomic_directory`; an existing directory is the user's mistake."""
+    """`store.atomic_directory`, where an existing directory is the user's error."""
     try:
         with store.atomic_directory(directory, overwrite=overwrite, sync=sync) as temporary:
             yield temporary

@@ -366,7 +366,7 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def _draw(self, plan: Plan, h_TD: Tensor) -> None:
-        """Draw the next token of every sequence that lacks none, newly forked samples included."""
+        """Draw the next token of every fully computed sequence, and of newly forked samples."""
         ready: list[tuple[RunningSequence, int]] = []
         row = -1
         for sequence, count in plan:
@@ -392,7 +392,7 @@ class ContinuousBatch:
     def _fork(self, first: RunningSequence) -> Iterator[RunningSequence]:
         """Start the other samples of a prompt that was just computed.
 
-        Those for which there is no place or page now wait like any sequence, and will find its pages cached.
+        Samples without a slot or page now wait like any sequence; they will find the prompt's pages cached.
         """
         unforked, first.request.unforked = first.request.unforked, []
         for i, sequence in enumerate(unforked):

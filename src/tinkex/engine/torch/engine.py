@@ -172,7 +172,7 @@ def check_deterministic(decoder: Decoder) -> None:
 
 
 def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[str, int]:
-    """Bytes for each use, from what is free now that the weights are loaded.
+    """Bytes for each use, from the memory that is free after loading the weights.
 
     KV pages for one full context at least, and never more than `max_batch` of them.
     """

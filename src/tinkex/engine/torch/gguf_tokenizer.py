@@ -1,9 +1,8 @@
-"""The tokenizer and chat template inside a GGUF file, written as `tokenizer.json` + `tokenizer_config.json`.
+"""The tokenizer and chat template of a GGUF file, written as `tokenizer.json` and `tokenizer_config.json`.
 
-Byte-level BPE ("gpt2" files) with the way of splitting text that `tokenizer.ggml.pre` names, and
-SentencePiece-style BPE with scores ("llama" files). Others are refused by name: a tokenizer that splits text
-in another way than the model was trained with would be wrong without anyone noticing.
-Writes the JSON itself; does not need the tokenizers library.
+Supports byte-level BPE ("gpt2" files) with the pre-tokenizers that `tokenizer.ggml.pre` names, and
+SentencePiece-style BPE with scores ("llama" files). Others are refused by name: another pre-tokenizer than
+the model was trained with would give wrong ids silently. Does not need the tokenizers library.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# tokenizer.ggml.pre: how text is cut before merging
+# tokenizer.ggml.pre: the pre-tokenizer
 _PRE = {
     "gpt-2": _byte_level(regex=True),
     "smollm": _sequence({"type": "Digits", "individual_digits": True}, _byte_level(regex=True)),
@@ -199,7 +198,7 @@ def _sentencepiece(model: GgufModel) -> dict[str, Any]:
 
 
 def _merges(vocabulary: list[tuple[int, str, int]], scores: list[float]) -> Iterator[list[str]]:
-    """SentencePiece merges whatever pair makes the best-scored piece: list all such pairs, best first."""
+    """SentencePiece merges the pair with the best-scored result: all such pairs, best first."""
     pieces = {token: i for i, token, kind in vocabulary if kind not in (_CONTROL, _UNKNOWN, _BYTE)}
     pairs = [
         (-scores[i], pieces[token[:cut]], pieces[token[cut:]], token, cut)

@@ -37,7 +37,7 @@ MAX_ITEMS = 256  # in one list of arguments
 MAX_TEXT = 64
 MAX_ELEMENTS = 1 << 24  # of one result: a [4096, 4096] matrix
 MAX_TOTAL = 1 << 26  # of all results of one datum
-WORK_PER_ELEMENT = 64  # so many multiplications of a matrix product count as one element
+WORK_PER_ELEMENT = 64  # multiplications of a matrix product that count as one element
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -77,7 +77,7 @@ class LossGraph:
     metrics: dict[str, Any]
 
     def check(self, logprobs: tuple[int, ...], inputs: Shapes) -> None:
-        """Refuse what these shapes make impossible or too costly; computes nothing."""
+        """Refuse shapes that the graph cannot compute or that are too costly; runs on the meta device."""
         given = [torch.empty(logprobs, device="meta")]
         for key in self.inputs[1:]:
             shape, dtype = inputs[key]
@@ -151,7 +151,7 @@ def _call_node(
         if on_result:
             on_result(node, value, product_work(node.function, args, kwargs))
         return value
-    except Exception as error:  # what torch thinks of a client's arguments is the client's to read
+    except Exception as error:  # torch's complaint about a client's arguments is a user error
         reason = str(error).split("\n")[0][:300]
         raise user_error(f"custom loss node {node.name!r} ({node.target}): {reason}") from None
 
@@ -163,7 +163,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _resolve(value: Any, values: Mapping[str, Any], device: torch.device) -> Any:
-    """Arguments with references replaced by results, and any device by the one we run on."""
+    """Arguments with references replaced by results, and devices by `device`."""
     match value:
         case NodeRef(name):
             return values[name]

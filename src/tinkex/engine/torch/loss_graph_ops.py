@@ -1,9 +1,9 @@
-"""The allow-list of operations that an uploaded loss may use, and how one is called.
+"""The allow-list of operations that an uploaded loss may use, and `call`, which executes one.
 
-Tables from wire names to functions, made once from the fixed names below: no name that a client sends ever
+The tables map wire names to functions and are built once, from the names below: no name that a client sends
 reaches getattr. `call` refuses what the tables cannot: Python containers and huge integers in arithmetic, and
-math functions of tensors. In-place methods, random numbers, results whose
-shape depends on values and everything that touches files, devices or other code are not on the list.
+math functions of tensors. In-place methods, random numbers, results whose shape depends on values, and
+everything that touches files, devices or other code are not on the list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc exp expm1
 isfinite isinf isnan ldexp log log10 log1p log2 pow sin sinh sqrt tan tanh trunc
 """
 
-# Those that make a tensor from nothing: they are told where, or the size check would really allocate.
+# Functions that create a tensor: their device is set, or the check of sizes would allocate memory.
 FACTORIES = ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
 ATTRIBUTES = ("shape", "ndim", "dtype", "device", "T", "mT", "values", "indices")
 _DTYPES = "float16 bfloat16 float32 float64 int32 int64 bool"
@@ -75,7 +75,7 @@ def _read_attribute(value: Any, name: str) -> Any:
 
 
 def _item(container: Any, index: Any) -> Any:
-    """container[index]. On shapes alone, as many rows as a mask has stand for those it will choose."""
+    """container[index]. On the meta device a mask counts as choosing all of its rows."""
     if isinstance(container, Tensor) and container.is_meta:
         parts = index if isinstance(index, tuple) else (index,)
         if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
@@ -98,7 +98,7 @@ def _table(prefix: str, owner: Any, *names: str) -> dict[str, Any]:
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Tensor.to, of dtypes: everything is on one device already, whatever a client calls it."""
+    """Tensor.to for dtypes alone: all tensors are on one device, whatever a client calls it."""
     return tensor.to(*(a for a in args if not isinstance(a, str)), **kwargs)
 
 

@@ -1,8 +1,8 @@
 """The losses: pure functions of the trainer's logprobs, a datum's inputs and the loss's settings.
 
 Every loss is a sum over target cells (a position of a datum, or a position and one of its K candidates) and
-over datums, to be minimised. A loss function returns one term per cell; autograd gives its gradient. A cell
-whose weight or advantage is zero contributes exactly nothing, whatever its logprobs are. Knows nothing of
+over datums, to be minimised. A loss function returns one term per cell; autograd computes its gradient. A
+cell whose weight or advantage is zero contributes exactly 0, whatever its logprobs are. Knows nothing of
 models, adapters, batches or memory.
 
 For one cell: lp the trainer's logprob of the target, lq the input `logprobs`, A `advantages`, w `weights`,

@@ -1,8 +1,8 @@
-"""Merging an adapter into its base model: a full Hugging Face directory out of two.
+"""Merge an adapter into its base model: a full Hugging Face directory from the two.
 
 W + scale·B·A is computed in fp32 and written in the base's dtype, with one shard in memory at a time.
-A trained unembedding unties a tied head: `lm_head.weight` is written and the config says so. Everything
-that is not a weight is copied. The directory appears whole or not at all.
+A trained unembedding unties a tied head: `lm_head.weight` is written, and config.json says so. All other
+files are copied. The directory is written atomically.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
 
 
 def _check_known(key: str, adapter_dir: Path) -> None:
-    """Refuse what would be lost. PEFT writes the base's own weights beside the adapter of a head."""
+    """Refuse tensors that merging would lose; PEFT also writes the base weights of an adapted head."""
     if not key.endswith((".lora_B.weight", ".base_layer.weight")):
         raise user_error(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter")
 

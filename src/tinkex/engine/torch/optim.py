@@ -17,7 +17,7 @@ from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.types.params import AdamParams
 
-_BLOCK = 1 << 16  # elements whose norm is taken in fp32; the blocks' norms are added up in double
+_BLOCK = 1 << 16  # elements whose norm is computed in fp32; the blocks' norms are summed in fp64
 _LARGEST = 1e19  # beyond, squares overflow in fp32: the second moment would be infinite for good
 _PLAUSIBLE = 1e3  # of an adapter's weights; a fresh one's are below 1
 _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 0/0

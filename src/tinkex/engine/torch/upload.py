@@ -1,7 +1,7 @@
-"""Numbers on their way between the host and the device, through pinned memory: nobody waits for the device.
+"""Asynchronous copies between host and device through pinned memory.
 
-The memory is kept until a copy is done, so what was given may change or go as soon as a call returns. It is
-numpy that copies into it: torch would share larger arrays among threads, and to wake those takes longer.
+torch keeps a pinned buffer until its copy is done, so the caller may change or free the array as soon as a
+call returns. numpy fills the buffers: torch would use threads, whose waking takes longer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: what begins elsewhere would need kernels of its own
+_ALIGNED = 16  # bytes; Triton compiles a second kernel for unaligned pointers
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -21,7 +21,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The same of several, in one copy."""
+    """`to_device` of several arrays, in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays]
@@ -34,7 +34,7 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 
 def fill(target: Tensor, array: np.ndarray) -> None:
-    """Put `array` where a captured step looks for it."""
+    """Copy `array` into `target`, an input buffer of a captured graph."""
     target.copy_(_pinned(array) if target.is_cuda else torch.from_numpy(array), non_blocking=True)
 
 
@@ -45,7 +45,7 @@ def _pinned(array: np.ndarray) -> Tensor:
 
 
 def from_device(tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Let `tensor`'s numbers come to the host; the result waits for them, and for nothing launched later."""
+    """Start copying `tensor` to the host; the result waits for the copy, and for nothing launched later."""
     if not tensor.is_cuda:
         return tensor.numpy
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

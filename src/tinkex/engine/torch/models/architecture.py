@@ -1,7 +1,7 @@
-"""What a decoder looks like: `ModelConfig`, read from the fields of a Hugging Face `config.json`.
+"""The shape of a decoder: `ModelConfig`, read from the fields of a Hugging Face `config.json`.
 
 Promises: every field that changes the numbers is read, in the spellings of transformers 4 and 5, or the model
-is refused with a message that names the field; an architecture we do not have is refused by name.
+is refused with a message that names the field; an unsupported architecture is refused by name.
 Does not know files, weights or torch modules.
 """
 

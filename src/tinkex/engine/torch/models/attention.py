@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
-    """softmax(q·k / √C)·v written out. A query sees itself and what came before, `window` in all."""
+    """softmax(q·k / √C)·v written out. A query sees itself and earlier positions, `window` in all."""
     (b, s, h, c), (_, l, g, _) = q_BSHC.shape, k_BLGC.shape
     q = q_BSHC.reshape(b, s, g, h // g, c)
     scores = torch.einsum("bsgrc,blgc->bgrsl", q.float(), k_BLGC.float()) / c**0.5
@@ -70,7 +70,7 @@ def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | N
 
 
 def attend(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
-    """The same, through torch's fused kernel."""
+    """`attend_plain` through torch's fused kernel."""
     s, l = q_BSHC.shape[1], k_BLGC.shape[1]
     if window is not None and window < l:
         return _attend_window(q_BSHC, k_BLGC, v_BLGC, window)
@@ -94,7 +94,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Queries in blocks of a window's length, each with only the keys that some query of it sees."""
+    """Queries in blocks of a window's length, each with the keys that any of its queries sees."""
     s, l = q.shape[1], k.shape[1]
     blocks = []
     for start in range(0, s, window):
@@ -110,7 +110,7 @@ class PackedAttend:
 
     def __init__(self, lengths: Sequence[int], windows: Sequence[int | None]) -> None:
         self.windows = windows
-        # neighbours of equal length share one call: (how many, how long)
+        # Neighbours of equal length share one call: (count, length).
         self.groups = [(len(list(group)), length) for length, group in groupby(lengths)]
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:

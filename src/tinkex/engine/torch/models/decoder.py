@@ -41,7 +41,7 @@ UNEMBED = Site(-1, "unembed")
 
 
 class DecoderLayer(nn.Module):
-    """One block. The residual is passed as (stream, what to add to it), so that adding joins the norm."""
+    """One block. The residual is a pair (stream, term to add), so that one kernel adds and norms."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class DecoderLayer(nn.Module):
         return stream, self.mlp(h_TD, context)
 
     def recomputed(self, stream: Stream, context: ForwardContext) -> Stream:
-        """The block with only its input kept for the backward, without what rounding took from that."""
-        rest = [stream.rest]  # for the first time alone: a gradient is not worth the memory
+        """The block under activation checkpointing: only its input is saved, without the rounding error."""
+        rest = [stream.rest]  # used in the forward alone: gradients do not need it
 
         def block(x_TD: Tensor) -> Stream:
             after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A frozen decoder, its memory not yet filled; `load.load_decoder` makes a whole one.
+    """A frozen decoder with uninitialised weights; `load.load_decoder` loads one.
 
     `backend` computes everything that has a faster implementation on some device.
     """
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         *,
         checkpoint: bool = False,
     ) -> Tensor:
-        """The same where cos and sin of the positions are at hand: [T, C / 2] each, as `Rope` gives them."""
+        """`forward` with the cos and sin of the positions given: [T, C / 2] each, from `Rope.angles`."""
         stream, delta_TD = Stream(F.embedding(tokens_T, self.embedding)), None
         context, eps = ForwardContext(self.backend, angles, attend, lora), self.config.norm_eps
         for layer in self.layers:
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         return frozen(h_ND) if lora is None else lora(UNEMBED, h_ND, frozen(h_ND), rows=rows)
 
     def with_backend(self, backend: Backend) -> Decoder:
-        """The same weights, computed with by `backend`."""
+        """A decoder that shares these weights and computes with `backend`."""
         other = copy.copy(self)
         other.backend = backend
         return other
@@ -163,17 +163,17 @@ class Decoder(nn.Module):
 
     @property
     def multiplied_bytes(self) -> int:
-        """Of the weights that tokens are multiplied with, experts aside."""
+        """Bytes of the weights that are multiplied with tokens, without experts."""
         return self.unembed_weight.nbytes + sum(p.weight.nbytes for p in self._projections())
 
     @property
     def packed_bytes(self) -> int:
-        """What `pack` took."""
+        """Bytes of the copies that `pack` made."""
         packed = [self.packed_head, *(projection.packed for projection in self._projections())]
         return sum(copy.numel() * copy.dtype.itemsize for copy in packed if copy is not None)
 
     def sites(self) -> Sites:
-        """Every site that an adapter can sit on."""
+        """Every site that an adapter can train."""
         sites: Sites = {}
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         return sites | {UNEMBED: (self.config.width, (Part("lm_head", self.config.padded_vocab, "unembed"),))}
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight by its Hugging Face name, as a view of where it lives. A tied head has no entry."""
+        """Views of all weights by their Hugging Face names. A tied head has no entry."""
         named = {
             "model.embed_tokens.weight": self.embedding.detach(),
             "model.norm.weight": self.norm.detach(),

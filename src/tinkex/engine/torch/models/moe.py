@@ -1,7 +1,7 @@
-"""A mixture of experts in place of the dense MLP: route, sort rows by expert, project, put back.
+"""A mixture of experts in place of the dense MLP: route, sort rows by expert, project, unsort.
 
-Every token's rows are moved by permutations whose backward is a permutation too, so the result does not
-depend on the order in which a device adds. `expert_linear` has a fast path and a plain loop that agree.
+Rows move by permutations whose backward is a permutation too, so results do not depend on the order of
+atomic additions. `expert_linear` has a fast path, and a plain loop as its oracle.
 
 Shapes: T tokens, K experts of a token, N = T·K rows, D width, F expert width, E experts, I in, O out.
 """
@@ -37,7 +37,7 @@ class ExpertMlp(nn.Module):
         lora = context.lora
         weight_TK, expert_TK = self.route(x_TD)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
-        place_N = torch.empty_like(order_N)  # where each (token, choice) went: the inverse of `order`
+        place_N = torch.empty_like(order_N)  # the inverse permutation of `order_N`
         place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
         rows_N, counts_E = (
             order_N // self.experts.per_token,
