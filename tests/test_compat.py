@@ -1,4 +1,4 @@
-"""`import tinker` answered by tinkex: every official name and module that programs use, each in a process."""
+"""`import tinker` resolved to tinkex: every official name and module that programs use, each in a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door over a real socket: statuses, content types and headers that clients of any age depend on."""
+"""The HTTP API over a real socket: statuses, content types and headers that old and new clients depend on."""
 
 from __future__ import annotations
 
