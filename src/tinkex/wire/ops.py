@@ -78,18 +78,10 @@ _SESSION = f"{_V1}/sessions/{{session_id}}"
 
 
 def _with_future(
-    name: str, request: type[Req], result: type[Any], request_type: str, **more: Any
+    name: str, request: type[Req], result: type[Any], *, path: str | None = None, pool: Pool = Pool.TRAIN
 ) -> Op[Req, UntypedAPIFuture]:
-    settings: dict[str, Any] = {"pool": Pool.TRAIN, "path": f"{_V1}/{name}", **more}
-    return Op(
-        name,
-        "POST",
-        request=request,
-        reply=UntypedAPIFuture,
-        result=result,
-        request_type=request_type,
-        **settings,
-    )
+    request_type = name.title().replace("_", "")
+    return Op(name, "POST", path or f"{_V1}/{name}", request, UntypedAPIFuture, result, request_type, pool)
 
 
 # -- server and credentials ------------------------------------------------------------------------------
@@ -153,24 +145,17 @@ EXPORT_SESSION_TRACE = Op(
 
 # -- runs ------------------------------------------------------------------------------------------------
 
-CREATE_MODEL = _with_future(
-    "create_model", training.CreateModelRequest, training.CreateModelResponse, "CreateModel"
-)
-UNLOAD_MODEL = _with_future(  # used by clients up to 0.25.0
-    "unload_model", training.UnloadModelRequest, training.UnloadModelResponse, "UnloadModel"
-)
+CREATE_MODEL = _with_future("create_model", training.CreateModelRequest, training.CreateModelResponse)
+# Used by clients up to 0.25.0
+UNLOAD_MODEL = _with_future("unload_model", training.UnloadModelRequest, training.UnloadModelResponse)
 GET_INFO = Op("get_info", "POST", f"{_V1}/get_info", training.GetInfoRequest, training.GetInfoResponse)
-FORWARD_BACKWARD = _with_future(
-    "forward_backward", training.ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward"
-)
-FORWARD = _with_future(  # used by clients up to 0.24.1; newer ones set forward_only
-    "forward", training.ForwardBackwardRequest, ForwardBackwardOutput, "Forward"
-)
-OPTIM_STEP = _with_future("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
+FORWARD_BACKWARD = _with_future("forward_backward", training.ForwardBackwardRequest, ForwardBackwardOutput)
+# Used by clients up to 0.24.1; newer ones set forward_only
+FORWARD = _with_future("forward", training.ForwardBackwardRequest, ForwardBackwardOutput)
+OPTIM_STEP = _with_future("optim_step", training.OptimStepRequest, training.OptimStepResponse)
 CREATE_CUSTOM_LOSS = _with_future(
-    "create_custom_loss", training.CreateCustomLossRequest, training.CreateCustomLossResponse,
-    "CreateCustomLoss",
-)  # fmt: skip
+    "create_custom_loss", training.CreateCustomLossRequest, training.CreateCustomLossResponse
+)
 LIST_TRAINING_RUNS = Op(
     "list_training_runs", "GET", f"{_V1}/training_runs", training.ListTrainingRunsRequest,
     training.TrainingRunsResponse,
@@ -182,20 +167,18 @@ GET_RUN_METRICS = Op(  # our extension: JSON lines, one per step
 
 # -- checkpoints -----------------------------------------------------------------------------------------
 
-SAVE_WEIGHTS = _with_future(
-    "save_weights", checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse, "SaveWeights"
-)
+SAVE_WEIGHTS = _with_future("save_weights", checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse)
 SAVE_WEIGHTS_FOR_SAMPLER = _with_future(
-    "save_weights_for_sampler", checkpoints.SaveWeightsForSamplerRequest,
-    checkpoints.SaveWeightsForSamplerResponseInternal, "SaveWeightsForSampler",
-)  # fmt: skip
-SAVE_WEIGHTS_EXTERNAL = _with_future(
-    "save_weights_external", checkpoints.SaveWeightsExternalRequest,
-    checkpoints.SaveWeightsExternalResponseInternal, "SaveWeightsExternal",
-)  # fmt: skip
-LOAD_WEIGHTS = _with_future(
-    "load_weights", checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse, "LoadWeights"
+    "save_weights_for_sampler",
+    checkpoints.SaveWeightsForSamplerRequest,
+    checkpoints.SaveWeightsForSamplerResponseInternal,
 )
+SAVE_WEIGHTS_EXTERNAL = _with_future(
+    "save_weights_external",
+    checkpoints.SaveWeightsExternalRequest,
+    checkpoints.SaveWeightsExternalResponseInternal,
+)
+LOAD_WEIGHTS = _with_future("load_weights", checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse)
 GET_WEIGHTS_INFO = Op(
     "get_weights_info", "POST", f"{_V1}/weights_info", checkpoints.WeightsInfoRequest,
     checkpoints.WeightsInfoResponse,
@@ -243,7 +226,7 @@ JOIN_SAMPLING_SESSION = Op(
     sampling.JoinSamplingSessionResponse, pool=Pool.SAMPLE,
 )  # fmt: skip
 SAMPLE = _with_future(
-    "sample", sampling.SampleRequest, SampleResponse, "Sample", path=f"{_V1}/asample", pool=Pool.SAMPLE
+    "sample", sampling.SampleRequest, SampleResponse, path=f"{_V1}/asample", pool=Pool.SAMPLE
 )
 GET_SAMPLER = Op(
     "get_sampler", "GET", f"{_V1}/samplers/{{sampler_id}}", sampling.GetSamplerRequest,
