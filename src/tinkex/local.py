@@ -43,7 +43,7 @@ NOT_INSTALLED = (
 )
 
 EXIT_PATIENCE = 120.0  # seconds that an engine has to end its micro-batch when the process ends
-EXIT_NOTICE = 0.5  # seconds after which whoever waits for that is told
+EXIT_NOTICE = 0.5  # seconds after which a message says what is waited for
 ENDING = "tinkex: the engine ends the micro-batch in hand; Ctrl-C leaves at once"
 
 
@@ -147,7 +147,7 @@ def _close(engine: Engine) -> None:
 def _leave() -> None:
     """End as a process does that Ctrl-C ends, and without the interpreter's help: it would wait, or abort."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # there may be none, or nobody at its other end
+        with suppress(AttributeError, OSError, ValueError):  # closed, or a broken pipe
             stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
@@ -161,7 +161,7 @@ def connection(settings: Settings) -> ServerConnection:
             raise TinkerError(NOT_INSTALLED)
         made = LocalTransport(Service(service_config(settings)))
         first = _transports.setdefault(home, made) is made  # else another thread has just made one
-        if first and settings.base_url != LOCAL:  # whoever asked for it need not be told
+        if first and settings.base_url != LOCAL:  # a caller who asked for it need not be told
             print(  # noqa: T201
                 f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
                 file=sys.stderr,

@@ -82,7 +82,7 @@ class Access:
         return row
 
     def any_checkpoint(self, path: str) -> CheckpointRow | None:
-        """The checkpoint at a path, whoever asks; None if there is none or it has expired."""
+        """The checkpoint at a path, for any caller; None if there is none or it has expired."""
         try:
             parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
         except InvalidInputError as error:

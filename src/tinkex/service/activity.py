@@ -24,7 +24,7 @@ class Activity:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.seen: dict[str, float] = {}  # when each session was last heard of
-        self.awake_since = time.time()  # nobody could be heard of before
+        self.awake_since = time.time()  # no client could be heard of before
         self._clocks = time.time(), time.monotonic()
         self._usage: defaultdict[tuple[Any, ...], float] = defaultdict(float)
         self._heard: dict[str, float] = {}  # since the last flush: sessions

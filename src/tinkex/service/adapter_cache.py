@@ -73,7 +73,7 @@ class AdapterCache:
         if row.adapter in self._sizes:
             self._sizes.move_to_end(row.adapter)
             return
-        # Shielded from whoever waits for it: what the engine holds must be known here.
+        # Not cancelled with the sample that waits for it: what the engine holds must be known here.
         await asyncio.shield(asyncio.create_task(self._load(row, exported)))
 
     async def remove(self, adapter: str) -> None:

@@ -51,7 +51,7 @@ class Archive:
         return sum(len(head) + size + _padding(size) for head, _, size in self._entries) + len(_END)
 
     def close(self) -> None:
-        """Nobody will read it."""
+        """Close the files without reading them."""
         self._files.close()
 
     def __iter__(self) -> Iterator[bytes]:

@@ -79,8 +79,8 @@ class Billing:
         )
 
     def count_storage(self) -> None:
-        """Count what checkpoints have taken up since the last time."""
-        now = time.monotonic()  # so that setting the clock bills nobody
+        """Bill the storage of checkpoints since the last time."""
+        now = time.monotonic()  # setting the wall clock must not bill anybody
         hours, self._stored_at = (now - self._stored_at) / 3600, now
         self._ledger.add_usage(
             UsageRow(time.time(), item.owner, "storage", item.size_bytes / 1e9 * hours, item.project_id)

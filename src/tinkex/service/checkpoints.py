@@ -126,7 +126,9 @@ class Checkpoints:
     async def expire(self) -> None:
         for row in self._ledger.expired_checkpoints(time.time()):
             async with self._home.locked(row.directory):
-                if self._ledger.checkpoint(row.run_id, row.kind, row.name) == row:  # not saved anew
+                if (
+                    self._ledger.checkpoint(row.run_id, row.kind, row.name) == row
+                ):  # not saved again meanwhile
                     await self._remove(row)
 
     # -- downloads and copies ----------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class Checkpoints:
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
         target = self._home.run_dir(run.run_id) / source.kind / source.name
-        async with self._home.locked(source.directory):  # it may have been saved anew meanwhile
+        async with self._home.locked(source.directory):  # it may have been saved again meanwhile
             source = self._access.checkpoint(request.source_path, caller, token=request.weights_access_token)
             await asyncio.to_thread(_copy, self._home.root / source.directory, target)
         now = time.time()

@@ -66,7 +66,7 @@ class Completions:
         wake(self._add(feed, request_id, failed).waiters)
 
     def fetched(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more."""
+        """The results of these were fetched, or dropped."""
         gone = [(i, feed) for i in request_ids if (feed := self._open.pop(i, None)) is not None]
         if gone:
             self._write("".join(f"-{request_id}\n" for request_id, _ in gone))

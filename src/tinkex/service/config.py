@@ -33,7 +33,7 @@ class ServiceConfig:
     # how long things are kept
     session_lapse: float = 300.0  # without a heartbeat, before a session's runs are evicted
     session_expiry: float = 7 * DAY  # without a heartbeat, before a session ends and its runs are deleted
-    keep_results: float = HOUR  # that nobody fetched
+    keep_results: float = HOUR  # results that no client fetched
     keep_delivered: float = 300.0  # results that were fetched: the answer may have been lost
     keep_superseded: float = HOUR  # an unused unnamed sampler of a run that has a newer one
     keep_unused: float = DAY  # an unused unnamed sampler

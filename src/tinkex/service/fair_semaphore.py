@@ -22,7 +22,7 @@ class FairSemaphore:
         return sum(map(len, self._waiting.values()))
 
     def try_acquire(self, owner: str, permits: int) -> bool:
-        """Acquire, if the permits are free and nobody waits for any."""
+        """Acquire, if the permits are free and no other request waits."""
         if self._waiting or not self._fits(permits):
             return False
         self._take(owner, permits)

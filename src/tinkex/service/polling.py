@@ -87,7 +87,7 @@ class Polling:
             self._samplers.cancel(future)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget results: nobody will ask for them."""
+        """Forget results that were delivered or have expired."""
         if dropped := self._futures.drop(request_ids):
             self._completions.fetched(dropped)
             self._runs.forget_results(dropped)

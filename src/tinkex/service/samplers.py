@@ -46,9 +46,9 @@ Pieces = asyncio.Queue[types.SampleEvent]  # of a sample that is streamed
 
 
 class SampleObserver(Protocol):
-    """Somebody who counts or records finished samples."""
+    """Counts or records finished samples."""
 
-    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome) -> None: ...
+    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome, /) -> None: ...
 
 
 class Samplers:
@@ -347,7 +347,7 @@ def _check(request: types.SampleRequest, limit: int | None) -> None:
     except InvalidInputError as error:
         raise Refusal(400, f"this model reads text alone: {error}") from None
     tokens = request.sampling_params.max_tokens or 1
-    # A prompt that is scored needs no room for the token that nobody reads.
+    # Scoring a prompt draws one token that is not returned, and needs no room for it.
     scoring = tokens == 1 and bool(
         request.prompt_logprobs
         or request.topk_prompt_logprobs

@@ -36,7 +36,7 @@ class QueuedRequest:
     is_pass: bool
     tokens: int = 0  # how much of a batch's budget a pass takes
     digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
-    payload: Any = None  # for whoever executes it
+    payload: Any = None  # for the training loop
     shares: bool = False  # a barrier that may be executed together with others like it, of other runs
 
 

@@ -58,7 +58,7 @@ Method = Callable[[Any, Caller], Awaitable[Any]]
 
 
 class Observer(TrainingObserver, SampleObserver, Protocol):
-    """Somebody who counts finished work, as a server's metrics do."""
+    """Counts finished work, as a server's metrics do."""
 
 
 @dataclass(frozen=True)

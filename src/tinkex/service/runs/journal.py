@@ -41,7 +41,7 @@ class JournalEntry:
 class Restored:
     """What a run needs to go on.
 
-    Load `snapshot` (None: begin anew), then execute `entries` in order. One whose id is in `done` was
+    Load `snapshot` (None: create the adapter), then execute `entries` in order. One whose id is in `done` was
     executed before, so a seq id missing below it was given up for good; if its outcome is in `outcomes`, that
     one holds, whatever the replay computes. `undelivered` are the entries below `next_seq` whose outcomes are
     still to be fetched, without their requests: a client may send one again and must get the same id.
@@ -99,7 +99,7 @@ class Journal:
             self._index.accepted(self._requests.append(["accept", *_described(entry)], request))
 
     def resolve(self, request_id: str, outcome: Any) -> None:
-        """Keep a request's outcome. The first one holds; one that nobody waits for any more is not kept."""
+        """Keep a request's outcome. The first one holds; that of a trimmed request is not kept."""
         content = pack(outcome)
         with self._lock:
             entry = self._index.known.get(request_id)
@@ -107,7 +107,7 @@ class Journal:
                 self._index.resolved(self._results.append(["resolve", *_described(entry)], content))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These outcomes were delivered, or nobody will ask for them."""
+        """Write a tombstone: these outcomes were delivered, or have expired."""
         with self._lock:
             self._forget(request_ids)
 
@@ -137,8 +137,8 @@ class Journal:
     def commit_snapshot(self, path: Path, delivered: Iterable[str] = ()) -> None:
         """From now on a restart begins here; what only led up to it is deleted.
 
-        So are the outcomes of those requests among `delivered` that it covers: nobody will ask for them, and
-        no replay either. What is in `path` must be on the disk by now. JournalError if the outcome of a
+        So are the outcomes of those requests among `delivered` that it covers: neither a client nor a replay
+        will need them. What is in `path` must be on the disk by now. JournalError if the outcome of a
         request that it covers was not kept: that could never be delivered.
         """
         with self._lock:

@@ -90,22 +90,24 @@ class RunManager:
         if row.state == "closed":
             raise Refusal(410, f"run {row.run_id} ended with its session; go on from one of its checkpoints")
         model = self._models.find(row.base_model)
-        try:
-            journal, restored = await asyncio.to_thread(self._open_journal, row.run_id)
-        except JournalError as error:
-            problem = f"run {row.run_id} could not be restored ({error}); go on from one of its checkpoints"
-            log.error("%s", problem)
-            self._ledger.update_run(row.run_id, corrupted=True, problem=problem)
-            raise Refusal(422, problem) from error
-        except OSError as error:  # too many open files, a full disk: the files may be good
-            raise Refusal(503, f"run {row.run_id} cannot be read now: {error}") from error
+        journal, restored = await self._open_journal(row.run_id)
         if row.state != "live":
             self._ledger.update_run(row.run_id, state="live")
         return self._resume(row, model, journal, restored)
 
-    def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
-        journal = Journal(self._home.run_dir(run_id) / "journal", fsync=self._config.fsync)
-        return journal, journal.restored()
+    async def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
+        def read() -> tuple[Journal, Restored]:
+            journal = Journal(self._home.run_dir(run_id) / "journal", fsync=self._config.fsync)
+            return journal, journal.restored()
+
+        try:
+            return await asyncio.to_thread(read)
+        except JournalError as error:
+            problem = f"run {run_id} could not be restored ({error}); go on from one of its checkpoints"
+            self._ledger.update_run(run_id, corrupted=True, problem=problem)
+            raise Refusal(422, problem) from error
+        except OSError as error:  # too many open files, a full disk: the files may be good
+            raise Refusal(503, f"run {run_id} cannot be read now: {error}") from error
 
     async def recover(self, row: RunRow) -> None:
         """After a restart, go on with a run that has unanswered requests; any other stays on disk.
@@ -115,19 +117,15 @@ class RunManager:
         """
         try:
             model = self._models.find(row.base_model)
-            journal, restored = await asyncio.to_thread(self._open_journal, row.run_id)
-        except JournalError as error:
-            problem = f"run {row.run_id} could not be restored ({error}); go on from one of its checkpoints"
-            log.error("%s", problem)
-            self._ledger.update_run(row.run_id, corrupted=True, problem=problem)
-        except (Refusal, OSError) as error:  # its base model is not configured any more, say
-            log.error("run %s waits: %s", row.run_id, error)
+            journal, restored = await self._open_journal(row.run_id)
+        except Refusal as error:  # it is damaged, or its base model is not configured any more
+            log.error("run %s was not restored: %s", row.run_id, error)
+            return
+        if all(entry.request_id in restored.done for entry in restored.entries):
+            journal.close()
+            self._ledger.update_run(row.run_id, state="evicted")
         else:
-            if all(entry.request_id in restored.done for entry in restored.entries):
-                journal.close()
-                self._ledger.update_run(row.run_id, state="evicted")
-            else:
-                self._resume(row, model, journal, restored)
+            self._resume(row, model, journal, restored)
 
     def _resume(self, row: RunRow, model: ServedModel, journal: Journal, restored: Restored) -> Run:
         """Queue what the journal holds in order again. What was answered keeps its answer.
@@ -141,7 +139,7 @@ class RunManager:
         if model.engine is not None:
             self._residency.check_weights(run, model.engine)
         scheduler.open(run.id, row.owner, restored.next_seq)
-        for entry in restored.undelivered:  # the snapshot covers them, and nobody has fetched the results
+        for entry in restored.undelivered:  # the snapshot covers them; their results were not fetched
             self._future(run, entry).resolve(restored.outcomes[entry.request_id])
             scheduler.remember(run.id, entry.seq_id, entry.request_id, entry.digest)
         # Of those without an outcome only the first can have been executed before.

@@ -81,7 +81,7 @@ def pack(value: Any) -> list[Bytes]:
 
 
 def unpack(body: bytes) -> Any:
-    """The value of a body. Its arrays are views of the body: nobody can write to them."""
+    """The value of a body. Its arrays are read-only views of the body."""
     (count,) = _COUNT.unpack_from(body)
     sizes = struct.unpack_from(f"<{count}Q", body, _COUNT.size)
     at, view = _COUNT.size * (1 + count), memoryview(body)

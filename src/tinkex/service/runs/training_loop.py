@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 
 class TrainingObserver(Protocol):
-    """Somebody who counts or records what was executed."""
+    """Counts or records executed training requests."""
 
-    def worked(self, work: FinishedWork) -> None: ...
+    def worked(self, work: FinishedWork, /) -> None: ...
 
 
 class TrainingLoop:
