@@ -43,18 +43,18 @@ test: setup      ## the whole test suite
 demo: setup      ## watch a real model learn, on this machine's CPU
 	$(BIN)/tinkex demo $(ARGS)
 
-compat: compat-sdk compat-cookbook  ## both of them
+compat: compat-sdk compat-cookbook  ## all of other people's clients: half an hour
 
-compat-sdk: setup compat-env cookbook-env  ## other people's clients, old and new, unmodified, against `tinkex serve`
+compat-sdk: setup compat-env cookbook-env  ## official SDKs, old and new, and OpenAI's, unmodified, on `tinkex serve`
 	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 
-compat-ci: setup .venv-cookbook/.ready  ## of both, what every change must pass: the newest SDK, some recipes
+compat-ci: setup .venv-cookbook/.ready  ## what every change must pass: the newest SDK, some recipes
 	TINKEX_TEST_CLIENTS=tinker-0.36.0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 	TINKEX_TEST_CLIENTS=cookbook $(BIN)/python -m pytest tests/compat/cookbook -m ci $(ARGS)
 
 compat-env: .venv-cookbook/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
 
-compat-cookbook: setup cookbook-env  ## whole recipes of the tinker-cookbook, unmodified, offline; ARGS='-m ci' for some
+compat-cookbook: setup cookbook-env  ## tinker-cookbook recipes and tutorials, unmodified, offline; ARGS='-m ci' for some
 	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest tests/compat/cookbook $(ARGS)
 
 cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the cookbook with the official SDK, and with ours
@@ -66,14 +66,14 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 	    pytest-asyncio
 	touch $@
 
-# Its tutorials and tests are in the source distribution alone.
+# Only the source distribution has the tutorials and tests.
 .venv-cookbook/source/.ready: .venv-cookbook/.ready
 	.venv-cookbook/bin/pip --disable-pip-version-check --retries 10 download -q --no-deps \
 	    --no-binary tinker-cookbook -d $(@D) tinker-cookbook==$(COOKBOOK)
 	tar xzf $(@D)/tinker_cookbook-$(COOKBOOK).tar.gz -C $(@D) --strip-components=1
 	touch $@
 
-# The same packages without the official SDK: there is no `tinker` here but ours.
+# The same packages without the official SDK: `tinker` is ours here.
 .venv-cookbook-tinkex/.ready: tests/compat/cookbook/constraints.txt pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -v '^tinker==' $< > $(@D)/packages.txt
@@ -113,7 +113,7 @@ proto: .venv-proto/.ready  ## regenerate wire/tinkex_pb2.py from wire/tinkex.pro
 	.venv-proto/bin/python -m grpc_tools.protoc -I src/tinkex/wire \
 	    --python_out=src/tinkex/wire tinkex.proto
 
-# Pinned: newer ones write code that only the newest protobuf reads.
+# Pinned: newer versions generate code that only the newest protobuf reads.
 .venv-proto/.ready:
 	$(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/pip --disable-pip-version-check install -q grpcio-tools==1.73.1

@@ -164,11 +164,11 @@ def retrieval(promise: bytes) -> bytes:
     return post("retrieve_future", {"request_id": name, "allow_metadata_only": True}, WANTS_PROTO)
 
 
-async def samples(port: int, bodies: list[bytes], lanes: int) -> tuple[int, int]:
-    """Submit and retrieve each, `lanes` at a time on as many connections; the sizes of the two answers."""
+async def samples(port: int, bodies: list[bytes], connections: int) -> tuple[int, int]:
+    """Submit and retrieve each, on `connections` connections at a time; the sizes of the two responses."""
     left, sizes = iter(bodies), (0, 0)
 
-    async def lane() -> None:
+    async def worker() -> None:
         nonlocal sizes
         connection = await Connection.open("127.0.0.1", port)
         for body in left:
@@ -179,7 +179,7 @@ async def samples(port: int, bodies: list[bytes], lanes: int) -> tuple[int, int]
             sizes = len(promise), len(result)
         connection.close()
 
-    await asyncio.gather(*(lane() for _ in range(lanes)))
+    await asyncio.gather(*(worker() for _ in range(connections)))
     return sizes
 
 
@@ -190,12 +190,12 @@ async def open_sampler(port: int) -> str:
 
 
 async def measure_sample(options: argparse.Namespace) -> Figures:
-    count, lanes = 2_000, 32
+    count, connections = 2_000, 32
     seen: dict[str, list[float]] = defaultdict(list)
     with our_server("fake") as (fake, fake_port), our_server("instant") as (instant, instant_port):
         samplers = {port: await open_sampler(port) for port in (fake_port, instant_port)}
         for port, sampler in samplers.items():
-            sizes = await samples(port, [submission(sampler, n) for n in range(500)], lanes)
+            sizes = await samples(port, [submission(sampler, n) for n in range(500)], connections)
         with child("echo", *map(str, sizes)) as echo:
             sides = {"echo": (echo, echo.hear()["port"]), "instant": (instant, instant_port)}
             sides["fake"] = fake, fake_port
@@ -205,7 +205,7 @@ async def measure_sample(options: argparse.Namespace) -> Figures:
                     process, port = sides[name]
                     bodies = [submission(samplers[port], 1000 + (turn + 1) * count + n) for n in range(count)]
                     cpu, wall = process.cpu(), time.perf_counter()
-                    await samples(port, bodies, lanes)
+                    await samples(port, bodies, connections)
                     if turn >= 0:
                         seen[f"{name}_us"].append((process.cpu() - cpu) / count * 1e6)
                         seen[f"{name}_per_s"].append(count / (time.perf_counter() - wall))

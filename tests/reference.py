@@ -1,7 +1,7 @@
-"""docs/reference.md, from the code: `python -m tests.reference` writes it.
+"""Write docs/reference.md from the code: `python -m tests.reference`.
 
-Signatures, defaults and returns are read from the classes, first sentences from their docstrings, and what
-neither says from reference.toml beside this file. tests/test_reference.py fails where page and code differ.
+Signatures, defaults and return types come from the classes, first sentences from their docstrings, and the
+rest from reference.toml beside this file. tests/test_reference.py fails if page and code differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every example in a docstring is run: as doctests, and those of the clients on a stub."""
+"""Run every example in a docstring: as a doctest, or, in client modules, on a stub server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
 pytestmark = pytest.mark.slow
 
 ROOT = Path(tinkex.__file__).parent
-# What an example there needs is not in reach of a test, or would hide what it is to show.
+# Examples that no test can run, and what they would need.
 SKETCHES = {
     "tinkex.engine.torch.load": "a model on a GPU",
-    "tinkex.service.runs.journal": "what must come before what, in the words of the caller",
+    "tinkex.service.runs.journal": "a caller with requests to journal",
     "tinkex.service.ledger": "rows of every kind",
 }
 

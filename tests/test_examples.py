@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it, on a tiny model; the losses that should fall do."""
+"""Run every example as a user would, on a tiny model; losses that should fall must fall."""
 
 from __future__ import annotations
 

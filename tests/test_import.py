@@ -1,4 +1,4 @@
-"""The package's face: light to import, every name there, the official signatures."""
+"""The public names of the package: light to import, complete, with the official signatures."""
 
 from __future__ import annotations
 

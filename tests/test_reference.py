@@ -1,4 +1,4 @@
-"""docs/reference.md says what the code has, all of it, and nothing else."""
+"""docs/reference.md describes everything public in the code, and nothing else."""
 
 from __future__ import annotations
 
