@@ -1,0 +1,134 @@
+"""Compiles every Triton kernel of engine/cuda for Hopper, without a GPU: a script, not for the interpreter.
+
+Triton's interpreter accepts code that does not compile. Host functions are called with tensors on the CPU,
+and a launch compiles its kernel instead of running it. Prints the kernels that were compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tinkex.engine.cuda import (
+    deferred_expand,
+    draw,
+    elementwise,
+    fused_projection,
+    invariant_product,
+    launch,
+    logprob_kernels,
+    lora_gradients,
+    packed_attention,
+    paged_attention,
+    step_inputs,
+)
+from tinkex.engine.cuda import lora_kernels as lora
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED = 232_448  # bytes of shared memory on Hopper
+INT64, INT32, FP32 = torch.int64, torch.int32, torch.float32
+compiled: set[str] = set()
+
+
+def compile_instead(
+    self: launch.Launcher, grid: tuple[int, ...], *args: Any, clusters: bool = False, **constants: Any
+) -> None:
+    """In place of `Launcher._launch`."""
+    backend, kernel = make_backend(TARGET), self._kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, special, rest = bind(*args, **constants)
+    options, *given = kernel._pack_args(backend, constants, bound, special, rest)
+    done = triton.compile(ASTSource(kernel, *given), target=TARGET, options=options.__dict__)
+    assert done.metadata.shared <= SHARED, (kernel.__name__, done.metadata.shared)
+    compiled.add(f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}")
+
+
+def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def lora_of(rows: int, tile: int, count: int, invariant: bool) -> None:
+    table = AdapterTable(some(3, 32, dtype=INT64), some(3, dtype=FP32), 32, invariant, vectors=True)
+    tiles, segments = RowTiles(some(6, count, dtype=INT32), tile), RowTiles(some(3, 2, dtype=INT32), 1500)
+    heads, angles, norms = (16, 8), (some(rows, 64), some(rows, 64)), (some(128), some(128))
+    sites = [
+        TableSite(5, 1024, [2048, 1024, 1024]),
+        TableSite(9, 1024, [3072, 3072]),
+        TableSite(13, 3072, [1024]),
+    ]
+    for site in sites:
+        adapters = SiteAdapters(table, tiles, site)
+        x, y = some(rows, site.in_features), some(rows, sum(site.outs))
+        fused = fused_projection.FusedProjection(x, some(site.in_features, y.shape[1]).t(), adapters)
+        fused.addend()
+        for splits in (None, 1, 2):
+            u = lora.shrink(x, *adapters, splits, beside=True)
+            lora.expand(u, y, *adapters)
+            lora.unite(u, some(len(u), *y.shape, dtype=FP32), x.dtype, *adapters)
+            lora.write(u, y, *adapters)
+            deferred = deferred_expand.DeferredExpand(y, u, adapters)
+            if len(site.outs) == 2:
+                fused.swiglu()
+                deferred.swiglu()
+            if len(site.outs) == 3:
+                deferred.rotate(*angles, heads, norms, 1e-6)
+        gradients = lora_gradients.GradientTable(table, segments, atomic=not invariant)
+        lora.expand_back(
+            lora_gradients.backward(y, x, some(1, rows, 96), table, tiles, gradients, site), x, *adapters
+        )
+
+
+def elementwise_steps() -> None:
+    x, rstd, angles = some(40, 1024), some(40, 1, dtype=FP32), (some(40, 64), some(40, 64))
+    for delta in (None, x, some(4, 40, 1024, dtype=FP32)):
+        elementwise.normalise(x, x, delta, some(1024), 1e-6)
+    elementwise.add(x, x, x)
+    elementwise.normalise_backward(x, x, rstd, some(1024), x)
+    for norms in (None, (some(128), some(128))):
+        qkv, grads = some(40, 32 * 128), (some(40, 16, 128), some(40, 8, 128), some(40, 8, 128))
+        elementwise.rotate(qkv, *angles, (16, 8), norms, 1e-6)
+        elementwise.rotate_backward(grads, qkv, *angles, norms, some(40, 24, dtype=FP32))
+    elementwise.swiglu(some(40, 6144))
+    elementwise.swiglu_backward(some(40, 3072), some(40, 6144))
+    for rows in (1, 40, 300, 2000):
+        invariant_product.product(some(rows, 1024), some(1024, 4096).t(), some(4096))
+
+
+def logits_and_steps() -> None:
+    logits, ids, fp32 = some(40, 151_936), some(40, dtype=INT64), some(40, dtype=FP32)
+    logprob_kernels.gradient_(logits, logprob_kernels.normaliser(logits), ids, fp32)
+    draw.draw(logits, fp32, ids, 151_669, ids, fp32, invariant=True)
+    known, tiles, table = (some(512, 64), some(512, 64)), some(4, 40, dtype=INT32), some(40, 32, dtype=INT32)
+    angles = (some(40, 64), some(40, 64))
+    step_inputs.begin(some(5, 40, dtype=INT64), ids, ids, ids, tiles, table, 16, known, angles)
+
+
+def attention(window: int | None) -> None:
+    q, k, tiles = some(700, 16, 128), some(700, 8, 128), packed_attention.cut([300, 400], torch.device("cpu"))
+    out, lse = packed_attention.forward(q, k, k, tiles, window)
+    packed_attention.backward(q, q, k, k, out, lse, tiles, window)
+    pool = some(64, 16 * 8 * 128)
+    paged_attention.write(some(44, 8, 128), some(44, 8, 128), pool, pool, some(44, dtype=INT64))
+    for tokens, splits, exact, count in ((16, 1, 0, 44), (1, 1, 0, 256), (1, 1, 2048, 256), (1, 16, 0, 4)):
+        cells, table = some(4, count, dtype=INT32), some(count, 32, dtype=INT32)
+        queries = paged_attention.Queries(cells, table, tokens, splits, exact)
+        q, k = some(count, 16, 128), some(count, 8, 128)
+        paged_attention.attend(q, k, k, pool, pool, queries, 8, 16, window)
+
+
+if __name__ == "__main__":
+    launch.Launcher._launch = compile_instead
+    for rows, tile, count, invariant in ((16, 16, 1, False), (256, 64, 4, False), (256, 16, 16, True)):
+        lora_of(rows, tile, count, invariant)
+    elementwise_steps()
+    logits_and_steps()
+    attention(None)
+    attention(100)
+    print(*sorted(compiled))
