@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from typing import Any
 
+from tinkex.service.rows import SamplerRow
 from tinkex.service.runs.execution import FinishedWork
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
@@ -54,7 +54,9 @@ class Metrics:
         if isinstance(future.outcome, RequestFailedResponse):
             self.failures[str(future.outcome.category)] += 1
 
-    def sampled(self, sampler: Any, seconds: float, outcome: SampleResponse | RequestFailedResponse) -> None:
+    def sampled(
+        self, row: SamplerRow, seconds: float, outcome: SampleResponse | RequestFailedResponse
+    ) -> None:
         """A sample request ended, `seconds` after it was accepted."""
         self.samples.add(seconds)
         if isinstance(outcome, RequestFailedResponse):
