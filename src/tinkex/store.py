@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
@@ -19,7 +19,7 @@ class LocationExistsError(FileExistsError):
 
 
 @contextlib.contextmanager
-def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
+def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: bool = True) -> Generator[Path]:
     """A temporary directory to write into; it becomes `location` on success and is removed on failure.
 
     Raises LocationExistsError if `location` exists and `overwrite` is not given.

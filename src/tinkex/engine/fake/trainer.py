@@ -27,9 +27,9 @@ _PASS_TOKENS = 1 << 20  # of a micro-batch
 
 
 class _FakeExample(NamedTuple):
-    """One checked datum of the pass with this index in its command."""
+    """One checked datum, and the index of its pass in the command."""
 
-    index: int
+    pass_index: int
     tokens: np.ndarray
     targets: np.ndarray  # [N] or [N, K]
     inputs: Mapping[str, np.ndarray]
@@ -160,7 +160,7 @@ class FakeTrainer:
 
     def _compute(self, passes: Sequence[_FakePass | p.Failure], batch: list[_FakeExample]) -> None:
         for example in batch:
-            running = passes[example.index]
+            running = passes[example.pass_index]
             if isinstance(running, _FakePass) and running.failure is None:
                 terms, lp, grad = _forward_backward(self._adapter(running.run), running, example)
                 running.total += float(terms.sum())
