@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import draw
+from tinkex.engine.cuda import draw, lora_kernels
 from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.cuda.adapter_slots import AdapterSlots
@@ -88,7 +87,7 @@ class CapturedLora(Projecting):
         adapters, rows = SiteAdapters(self._table, self._tiles, self._sites[site]), x.shape[0]
         free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
-        if free and many and lora.writes(self._table, adapters.site):
+        if free and many and lora_kernels.writes(self._table, adapters.site):
             return grouped.product_with(x, frozen.weight, *adapters)[0]
         pending = free and holds(self._table, adapters.site)
         if pending and fused.suits(rows, frozen.weight, adapters):
@@ -96,11 +95,11 @@ class CapturedLora(Projecting):
         large = free and fused.large(frozen.weight)  # bitwise identical to the trainer: split-K as there
         if large and fused.split_in_two(frozen.weight):
             u, splits = self._overlapped(adapters, x, 2, lambda: grouped.split_product(2, x, frozen.weight))
-            return lora.unite(u, splits, x.dtype, *adapters)
+            return lora_kernels.unite(u, splits, x.dtype, *adapters)
         u, y = self._overlapped(adapters, x, 1 if large else None, lambda: frozen(x))
         if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
             return DeferredExpand(y, u, adapters)
-        lora.expand(u, y, *adapters)
+        lora_kernels.expand(u, y, *adapters)
         return y
 
     def _overlapped(
@@ -110,7 +109,7 @@ class CapturedLora(Projecting):
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            u = lora.shrink(x, *adapters, splits, beside=True)
+            u = lora_kernels.shrink(x, *adapters, splits, beside=True)
         y = product()
         here.wait_stream(self._beside)
         return u, y
