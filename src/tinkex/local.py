@@ -98,6 +98,10 @@ class LocalTransport:
         """Those that are loaded."""
         return self._service.models.engines()
 
+    def begin_closing(self) -> None:
+        """The process ends: load no engine from now on."""
+        self._service.models.begin_closing()
+
 
 def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
     response = FailedResponse(refusal.status, {}, refusal.message, FailedRequest(op.method, op.name))
@@ -124,6 +128,7 @@ def _stop_engines() -> None:
     if not background.is_running_here():
         return  # a forked child: its engines are its parent's
     for transport in _transports.values():
+        transport.begin_closing()
         for engine in transport.engines():
             try:
                 _close(engine)
@@ -170,5 +175,5 @@ def connection(settings: Settings) -> ServerConnection:
 
 
 def look(settings: Settings) -> ServerConnection:
-    """A connection to what is in the home, for commands: takes nothing up, and needs no engine installed."""
+    """A connection to what is in the home, for commands: restores no run, and needs no engine installed."""
     return ServerConnection(LocalTransport(Service(service_config(settings)), only_look=True), settings)

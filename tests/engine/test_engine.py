@@ -285,7 +285,7 @@ def test_a_device_that_is_gone_ends_the_thread_and_everyone_is_told():
     broken = thread.submit(lambda: (begun.wait(), gone.set(), 1 // 0))
     behind = thread.submit(lambda: None)
     begun.set()
-    with pytest.raises(EngineError, match="ZeroDivisionError"):
+    with pytest.raises(EngineLost, match="only a restart helps"):  # so that it is replayed, not answered
         broken.result(timeout=10)
     with pytest.raises(EngineError, match="only a restart helps: CUDA error: an illegal"):
         behind.result(timeout=10)

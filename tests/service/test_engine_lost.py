@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from tests.service.harness import MODEL, Failed, User, datum, serving, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineLost, ForwardBackward, OptimStep
+from tinkex.errors import ModelError
 from tinkex.service.refusal import Refusal
 from tinkex.service.served_models import MAX_LOSSES
 from tinkex.types.config import EmptyRequest
@@ -135,3 +138,65 @@ async def test_requests_that_arrive_meanwhile_are_answered(home: Path):
         second = await user.forward_backward(run, 3, datum(1))
         losses = [(await user.result(promise)).metrics["loss:sum"] for promise in (first, second)]
         assert losses == await user.train(twin, 1, 2)
+
+
+async def test_a_model_that_cannot_be_reloaded_corrupts_no_run(home: Path):
+    away = False
+
+    def build(config: EngineConfig) -> Mortal:
+        if away:
+            raise ModelError("the directory of models is not mounted")
+        return Mortal(config)
+
+    async with serving(home, build) as service:
+        user = User(service)
+        run = await user.run()
+        twin = await user.run()
+        losses = await user.train(run, 1, 2)
+        assert await user.train(twin, 1, 2) == losses
+        away = True
+        engine = service.models.find(MODEL).engine
+        assert engine is not None
+        engine.close()
+        with pytest.raises(Failed, match="not mounted") as failed:
+            await user.result(await user.forward_backward(run, 5, datum(0)))
+        assert failed.value.category == "server"
+        row = service.ledger.run(run)
+        assert row is not None
+        assert not row.corrupted
+    away = False
+    async with serving(home, build) as service:
+        user = User(service)
+        assert (await user.train(twin, 5, 2))[0] > 0
+
+
+async def test_a_lost_engine_is_freed_before_the_next_is_built(home: Path):
+    engines: list[weakref.ref[Mortal]] = []
+
+    def build(config: EngineConfig) -> Mortal:
+        gc.collect()
+        assert not any(engine() for engine in engines)
+        engine = Mortal(config)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    async with serving(home, build) as service:
+        user = User(service)
+        run = await user.run()
+        await user.train(run, 1, 1)
+        await user.loss(run, 3)  # the step before it is done: nothing is being executed
+        service.models.find(MODEL).engine.close()  # type: ignore[union-attr]
+        await user.result(await user.sample(await user.sampler(run.split(":")[0])))
+        await user.train(run, 4, 1)
+        assert len(engines) == 2
+
+
+async def test_no_engine_is_built_for_a_service_that_ends(home: Path):
+    async with serving(home, Mortal) as service:
+        user = User(service)
+        run = await user.run()
+        service.models.begin_closing()
+        service.models.find(MODEL).engine.close()  # type: ignore[union-attr]
+        with pytest.raises(Failed, match="stopping"):
+            await user.result(await user.sample(await user.sampler(run.split(":")[0])))
+        assert Mortal.built == 1

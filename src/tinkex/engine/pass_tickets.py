@@ -59,7 +59,11 @@ class PassTickets(Generic[P, B]):
         if ticket is None:
             raise EngineError(f"no passes with the ticket {name!r} are under way")
         if ticket.batches:
-            self._compute(ticket.passes, ticket.batches[ticket.done])
+            try:
+                self._compute(ticket.passes, ticket.batches[ticket.done])
+            except BaseException:
+                del self._tickets[name]  # nobody can continue it
+                raise
             ticket.done += 1
         if ticket.done < len(ticket.batches):
             return PassProgress(name, ticket.done, len(ticket.batches))

@@ -68,7 +68,8 @@ class CustomLosses:
                 if model.engine is not None:
                     await execute(model.engine, CheckLoss(_graph(row)))
             except EngineError as error:
-                return error.message
+                if error.category == "user":  # else the engine is in trouble, and the loss may be good
+                    return error.message
         return ""
 
     def find_future(self, request_id: str) -> Future | None:

@@ -237,6 +237,7 @@ class Samplers:
                 return await self._sample_on(engine, future, row, model, request, pieces)
             except EngineLost as error:
                 model.lose_engine(str(error), engine)
+            del engine  # it must be free before the next one is built
 
     async def _loaded(self, future: Future, model: ServedModel, request: types.SampleRequest) -> Engine:
         future.queue_state = "paused_capacity", f"the base model {model.name} is being loaded"

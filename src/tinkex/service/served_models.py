@@ -73,6 +73,7 @@ class ServedModel:
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
         self._lost: Engine | None = None  # to be closed before a new one is built
+        self.closing = False  # from `begin_closing` on
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)  # when engines were lost
         self._why_lost = ""
         self._token_bytes: list[bytes] | None = None
@@ -82,6 +83,8 @@ class ServedModel:
         """The engine, loading it if it is not there."""
         if self.engine is not None:
             return self.engine
+        if self.closing:
+            raise Refusal(503, "the service is stopping")
         if len(self._losses) == MAX_LOSSES and time.monotonic() - self._losses[0] < LOSS_WINDOW:
             raise Refusal(503, f"{self.trouble}; restart the server")
         if self._loading is None or self._loading.done():
@@ -96,10 +99,17 @@ class ServedModel:
         """This engine can do nothing any more: the next `load` builds a new one."""
         if self.engine is None or engine is not self.engine:
             return  # it was noticed before
+        if self.closing:
+            self.engine = None
+            return
         log.error("the engine of the base model %s was lost: %s", self.name, why)
         self._lost, self.engine, self._loading = self.engine, None, None
         self._losses.append(time.monotonic())
         self._why_lost = why
+
+    def begin_closing(self) -> None:
+        """Load no engine from now on; that the present one ends is expected."""
+        self.closing = True
 
     @property
     def was_loaded(self) -> bool:
@@ -138,6 +148,7 @@ class ServedModel:
             self._lost = None
             with contextlib.suppress(Exception):  # it was lost: what it can still free is a bonus
                 lost.close()
+            del lost  # its memory is needed by the next one
         config = replace(self._config, model=str(self._files()))
         with contextlib.suppress(Refusal, InvalidInputError, OSError):  # it may have none
             tokenizer = self.tokenizer_dir()
@@ -266,6 +277,11 @@ class ServedModels:
         served = (*self._models.values(), *self._fetched.values())
         return [model.engine for model in served if model.engine is not None]
 
+    def begin_closing(self) -> None:
+        """Load no engine from now on; that the present ones end is expected."""
+        for model in (*self._models.values(), *self._fetched.values()):
+            model.begin_closing()
+
     def trouble(self) -> str:
         """Why a base model cannot work: one that was loaded, or that this service is configured with."""
         configured = self._config.models
@@ -281,5 +297,6 @@ class ServedModels:
         await asyncio.gather(*(model.load() for model in self))
 
     async def close(self) -> None:
+        self.begin_closing()
         for engine in self.engines():
             await in_daemon_thread(engine.close)

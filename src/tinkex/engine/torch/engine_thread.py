@@ -161,7 +161,8 @@ class EngineThread:
         except Exception as error:
             outcome = EngineError(f"{type(error).__name__}: {error}")
             outcome.__cause__ = error
-            self._device_works()
+            if not self._device_works():
+                outcome = EngineLost(self._why)
         if report:
             self._take_report()
         settle(future, outcome)

@@ -26,7 +26,7 @@ from tinkex.service.rows import RunRow
 from tinkex.service.runs.barriers import Barriers
 from tinkex.service.runs.execution import Unreadable, plan, plan_replay, tokens_of
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
-from tinkex.service.runs.lifecycle import Run, run_of
+from tinkex.service.runs.lifecycle import Run, RunState, run_of
 from tinkex.service.runs.residency import Residency, not_created
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
 from tinkex.service.scheduler import QueuedRequest, Scheduler
@@ -199,22 +199,29 @@ class RunManager:
             try:
                 return await loop.run()
             except EngineLost:
-                if self._stopping:
+                if self._stopping or loop.model.closing:
                     return
-                await self._reopen_runs(loop.model)
             except Exception:
                 log.exception("the training loop of %s failed; it goes on", loop.model.name)
+                continue
+            try:
+                await self._reopen_runs(loop.model)
+            except Exception:
+                log.exception("runs of %s could not be reopened", loop.model.name)
 
     async def _reopen_runs(self, model: ServedModel) -> None:
         """After the loss of an engine: runs go back to their files, those with unanswered requests return."""
         unanswered: list[str] = []
         for run in self._residency.runs(model):
-            run.write_outcomes()
-            await self._residency.committed(run)
-            async with run.accepting:
-                if not run.idle:
-                    unanswered.append(run.id)
-                self._residency.forget(run)
+            try:
+                run.write_outcomes()
+                await self._residency.committed(run)
+                async with run.accepting:
+                    if not run.idle:
+                        unanswered.append(run.id)
+                    self._residency.forget(run)
+            except Exception:  # the other runs go on
+                log.exception("run %s could not be closed", run.id)
         for run_id in unanswered:
             row = self._ledger.run(run_id)
             try:
@@ -278,7 +285,8 @@ class RunManager:
     async def evict_idle(self, sessions: set[str]) -> None:
         """Evict the idle runs of sessions that have lapsed."""
         for run in self._residency.runs():
-            if run.row.session_id in sessions and run.idle and await self.evict(run):
+            gone = run.state is RunState.EVICTED  # while another run was being evicted
+            if run.row.session_id in sessions and not gone and run.idle and await self.evict(run):
                 log.info("run %s was evicted: its session has lapsed", run.id)
 
     async def close(self, row: RunRow) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
@@ -65,7 +66,8 @@ class TrainingLoop:
         self._barriers = barriers
         self._observers = observers
         self._between: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
-        self._engine: Engine | None = None  # the one that resident runs are on
+        # The engine that resident runs are on; weak, so that a lost one frees its memory before the next.
+        self._engine: weakref.ref[Engine] | None = None
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -92,11 +94,13 @@ class TrainingLoop:
             while not self._stopping:
                 await self._turn()
         except EngineLost as error:
-            self.model.lose_engine(str(error), self._engine)
+            self.model.lose_engine(str(error), None if self._engine is None else self._engine())
             self._engine = None
             raise
-        for _, done in self._between:
-            done.cancel()
+        finally:
+            if self._stopping:
+                for _, done in self._between:
+                    done.cancel()
 
     async def _turn(self) -> None:
         self._wake.clear()
@@ -126,10 +130,12 @@ class TrainingLoop:
         try:
             engine = await self.model.load()
         except Exception as error:
-            return self._finish(batch, started, error)
-        if self._engine not in (None, engine):
+            for item in batch:
+                self._finish([item], started, _load_failure(item, error))
+            return
+        if self._engine is not None and self._engine() is not engine:
             raise EngineLost("a sample noticed that the engine was lost")
-        self._engine = engine
+        self._engine = weakref.ref(engine)
         ready: list[QueuedRequest] = []
         for item in batch:  # one after the other: each may need room on the device
             try:
@@ -161,18 +167,25 @@ class TrainingLoop:
         """The runs may go on: at once, not when everything in the same batch has ended."""
         now = time.monotonic()
         for item in batch:
-            if error is not None:
-                self._fail(item, error)
-            self.scheduler.done(item, now)
-            work: Execution = item.payload
-            if work.future is not None:
-                one_pass = work.one_pass
-                finished = FinishedWork(
-                    work.run.row, work.op, item.seq_id, item.tokens, now - started, work.future,
-                    item.is_pass, one_pass is not None and one_pass.backward,
-                )  # fmt: skip
-                for observer in self._observers:
-                    observer.worked(finished)
+            try:
+                if error is not None:
+                    self._fail(item, error)
+                self._observe(item, now - started)
+            except Exception:  # a ledger that cannot be written, say: the run must not wait for ever
+                log.exception("%s of %s could not be recorded", item.payload.op, item.run)
+            finally:
+                self.scheduler.done(item, now)
+
+    def _observe(self, item: QueuedRequest, seconds: float) -> None:
+        work: Execution = item.payload
+        if work.future is not None:
+            one_pass = work.one_pass
+            finished = FinishedWork(
+                work.run.row, work.op, item.seq_id, item.tokens, seconds, work.future,
+                item.is_pass, one_pass is not None and one_pass.backward,
+            )  # fmt: skip
+            for observer in self._observers:
+                observer.worked(finished)
 
     async def _passes(self, engine: Engine, batch: list[QueuedRequest]) -> None:
         passes: list[Pass] = [item.payload.one_pass for item in batch]
@@ -235,6 +248,17 @@ class TrainingLoop:
         if work.must_succeed:
             self._residency.diverged(work, item.seq_id, message, category)
         self._residency.resolve(work, failure(message, category))
+
+
+def _load_failure(item: QueuedRequest, error: Exception) -> Exception:
+    """Why a base model could not be loaded, as a failure of `item`.
+
+    Only for a run that is being created can it be the user's mistake. Any other run stays on disk as it is.
+    """
+    work: Execution = item.payload
+    if item.seq_id == 0 and not work.must_succeed:
+        return error
+    return EngineError(str(error), "server")
 
 
 async def _compute(engine: Engine, passes: tuple[Pass, ...]) -> list[ForwardBackwardOutput | Failure]:
