@@ -126,9 +126,8 @@ class Checkpoints:
     async def expire(self) -> None:
         for row in self._ledger.expired_checkpoints(time.time()):
             async with self._home.locked(row.directory):
-                if (
-                    self._ledger.checkpoint(row.run_id, row.kind, row.name) == row
-                ):  # not saved again meanwhile
+                present = self._ledger.checkpoint(row.run_id, row.kind, row.name)
+                if present == row:  # else it was saved again meanwhile
                     await self._remove(row)
 
     # -- downloads and copies ----------------------------------------------------------------------------

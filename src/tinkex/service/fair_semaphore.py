@@ -66,10 +66,8 @@ class FairSemaphore:
                 return
             queue = self._waiting.pop(owner)
             queue.popleft()
-            if queue:
-                self._waiting[owner] = (
-                    queue  # at the end: among equals, the owner that has waited longest goes next
-                )
+            if queue:  # at the end: among equals, the owner that has waited longest goes next
+                self._waiting[owner] = queue
             if not turn.done():
                 self._take(owner, permits)
                 turn.set_result(None)

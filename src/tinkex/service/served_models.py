@@ -65,9 +65,8 @@ class ServedModel:
         self._config = replace(config.engine, model=source, name=models.hub_name(name))
         self._build = build
         self._offline = config.offline
-        self._models_directory = (
-            config.models_directory or config.home / "models"
-        )  # where it is put if it is downloaded
+        # Downloads go there.
+        self._models_directory = config.models_directory or config.home / "models"
         self._tokenizers = config.home / "tokenizers"  # unpacked from GGUF files
         self.place = Path(source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None

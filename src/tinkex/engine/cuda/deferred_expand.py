@@ -44,7 +44,7 @@ def _projected(
         left += tl.load(place + split * split_u, mask=have, other=0.0).to(tl.float32)
     if SPLITS == 1:
         total = tl.dot(scaled(left, scale, DTYPE), b, total)
-    else:  # faster, and nothing else computes these bits
+    else:  # faster; no other kernel must match it bitwise
         total += tl.dot(left.to(DTYPE), b) * scale
     return total.to(DTYPE).to(tl.float32)
 
@@ -141,7 +141,7 @@ def _rotate(
 
 @dataclass(frozen=True)
 class DeferredExpand:
-    """A frozen product y and its adapters' u = x·Aᵀ, not added yet: a `hooks.Pending` of qkv or gate-up."""
+    """A product y and its adapters' u = x·Aᵀ, not added yet: a `hooks.PartialProjection` of qkv, gate-up."""
 
     y_MO: Tensor
     u_SMR: Tensor  # as `lora_kernels.shrink` returns it

@@ -174,7 +174,7 @@ def _gated(
 
 
 class ProductTile(NamedTuple):
-    """How a product is cut into programs."""
+    """The tile sizes and the grid of a product."""
 
     columns: int
     features: int  # of one iteration
@@ -204,7 +204,7 @@ def gated_tile_for(rows: int, tile: int) -> ProductTile:
 
 @dataclass(frozen=True)
 class FusedProjection:
-    """x · weightᵀ with every adapter's part, computed when it is read: a `hooks.Pending`."""
+    """x · weightᵀ with every adapter's part, computed when it is read: a `hooks.PartialProjection`."""
 
     x_MI: Tensor
     weight_OI: Tensor

@@ -191,7 +191,7 @@ def _expand(
                     left += more.to(tl.float32)
                 left = left.to(dtype) if SPLITS > 1 else scaled(left, scale, dtype)
                 total = tl.dot(left, right, total)
-            if SPLITS > 1:  # faster, and nothing else computes these bits
+            if SPLITS > 1:  # faster; no other kernel must match it bitwise
                 total = total * scale + held
             united += total
         tl.store(y + row[:, None] * stride_y + before + n[None, :], united, mask=have_m & have_n)
@@ -253,7 +253,7 @@ def split_count(wanted: int, most: int) -> int:
 
 
 class _ShrinkTile(NamedTuple):
-    """How `shrink` is cut into programs."""
+    """The tile sizes and the grid of `shrink`."""
 
     splits: int
     each: int  # splits that one program computes, one after the other

@@ -1,6 +1,6 @@
 /* One decode step of a dense decoder on the CPU in fp32: each row is the newest token of one sequence.
 
-   Computes what `model.Decoder` does with `kv.PagedAttend` and `lora.LoraBatch`, in one call: the overhead of a
+   Computes what `models.decoder.Decoder` does with `kv.PagedAttend` and `lora.LoraBatch`, in one call: the overhead of a
    few hundred small tensor operations is several times the arithmetic of a small model. Promises: results are
    batch-invariant and do not depend on the number of threads. `structs.py` mirrors the structs.
 
@@ -336,11 +336,11 @@ void decode(const Model *m, const Step *s) {
     project(s, &m->head, 4 * m->layers, h, s->logits);
 }
 
-/* -- drawing: what `sample.draw` does with rows that have no top-k or top-p ------------------------------ */
+/* -- drawing: what `next_tokens.draw` does with rows that have no top-k or top-p ------------------------------ */
 
 #define BLOCK 256 /* sample.BLOCK */
 
-/* The counter-th standard exponential of a stream, as in engine/streams.py. */
+/* The counter-th standard exponential of a stream, as in engine/rng.py. */
 INLINE float wait_of(uint64_t key, uint64_t counter) {
     uint64_t x = key + counter * 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -178,7 +178,7 @@ class CompiledStep:
     def draw(
         self, logits_NV: Tensor, temperature: np.ndarray, keys: np.ndarray
     ) -> tuple[list[int], list[float]]:
-        """A token of each row from its key's random stream, as `sample.draw` draws it, and its logprob."""
+        """Draw a token per row from its key's random stream, as `next_tokens.draw` does, with its logprob."""
         assert logits_NV.is_contiguous()
         n, padded = logits_NV.shape
         tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)

@@ -85,7 +85,7 @@ class Backend(Protocol):
     clears_pages: bool  # attention multiplies masked keys by 0, so reused pages must hold no NaN
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-        """x @ weight.T + bias for a frozen weight; `packed` is what `ops.pack` made of it."""
+        """x @ weight.T + bias for a frozen weight; `packed` is what `functions.pack` made of it."""
         ...
 
     def lora(

@@ -74,7 +74,7 @@ class Frozen(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    packed: Tensor | None  # the weight in the layout that `ops.pack` makes
+    packed: Tensor | None  # the weight in the layout that `functions.pack` makes
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # `Backend.linear`
 
     def __call__(self, x: Tensor) -> Tensor:

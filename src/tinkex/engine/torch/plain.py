@@ -1,7 +1,7 @@
 """The decoder's elementwise steps written out in torch operations, forward and backward, for any device.
 
-`kernels.elementwise` has the same functions as single kernels; `ops` picks between the two and wraps either
-in autograd. Base weights are frozen: no function computes a gradient for one.
+`cuda.elementwise` has the same functions as single kernels. `functions` picks one of the two and wraps it in
+autograd. Base weights are frozen: no function computes a gradient for one.
 
 Shapes: T tokens, H query heads, G kv heads, P = H + G, C head dim, F MLP width.
 """
