@@ -60,7 +60,7 @@ LOSSES: Mapping[str, LossSpec] = {
 def unknown_loss(name: str, known: Iterable[str] = LOSSES) -> str:
     """The message for a loss that a server or an engine does not have."""
     why = " (its rule is not public)" if name == "stable_reinforce" else ""
-    return f"there is no loss {name}{why}; allowed: {', '.join(known)}"
+    return f"there is no loss {name!r}{why}; allowed: {', '.join(known)}"
 
 
 def loss_settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
