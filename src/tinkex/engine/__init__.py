@@ -1,1 +1,1 @@
-"""WHO COMPUTES: a trainer and a sampler over one base model. No HTTP, no SQL, no users, no text."""
+"""Engines: a trainer and a sampler over one base model. They know no HTTP, SQL, users or text."""

@@ -1,1 +1,1 @@
-"""WHO ANSWERS: sessions, runs, futures, checkpoints, and what is done when. No HTTP, no torch."""
+"""The control plane: sessions, runs, futures, checkpoints and scheduling. Knows no HTTP and no torch."""

@@ -1,4 +1,4 @@
-"""Looking up sessions, runs, samplers and checkpoints for a caller: what is another's does not exist."""
+"""Looks up sessions, runs, samplers and checkpoints for a caller; those of other users are "not found"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def project_for(asked: str | None, caller: Caller) -> str | None:
 
 
 class Access:
-    """The ledger's rows, for those who may see them."""
+    """Reads the ledger's rows on behalf of callers."""
 
     def __init__(self, ledger: Ledger, activity: Activity, opened_by: OpenedBy) -> None:
         self._ledger = ledger

@@ -1,4 +1,4 @@
-"""What clients do: when they were last heard of, what they used, what they changed.
+"""Records what clients do: the time of their last request, their usage, and audit events.
 
 Times and usage are collected in memory and written to the ledger by `flush`, every few seconds.
 """
@@ -19,7 +19,7 @@ ASLEEP = 60.0  # seconds by which the wall clock must outrun the other, to say t
 
 
 class Activity:
-    """Collects, and writes to the ledger."""
+    """Collects times and usage in memory, and writes them to the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -1,7 +1,7 @@
 """A directory as one tar file: streamed, or kept below the home while its link works.
 
-Plain tar, the directory's regular files at its root. Its length is known before the first byte, and it is
-sent whole though the directory be deleted meanwhile. A kept archive appears whole or not at all, and is
+Plain tar with the directory's regular files at its root. Its length is known before the first byte. Deleting
+the directory does not disturb an archive that is being sent. A kept archive is written atomically, and is
 deleted with its link, its directory or its process. Knows no HTTP and no checkpoints.
 """
 
@@ -31,7 +31,7 @@ _END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 class Archive:
-    """The files of `directory`, open from now on: deleting them no longer matters. Iterating closes them."""
+    """The files of `directory`. They are opened at once, so they may be deleted; iterating closes them."""
 
     def __init__(self, directory: Path) -> None:
         self._entries: list[tuple[bytes, BinaryIO, int]] = []  # header, file, size

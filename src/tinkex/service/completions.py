@@ -1,9 +1,8 @@
 """Completion feeds: which samples of a sampler have ended, in the order in which they did.
 
-A completion is reported until the poll that carried it is acknowledged by its cursor; cursors rise over
-restarts. A sample that a killed process had accepted is reported too: its client asks for the result, is told
-410, and samples again. For that a file keeps the request ids of samples not yet fetched, one short line each.
-Knows nothing of results, nor of who may poll.
+A poll returns completions and a cursor; the next poll with that cursor acknowledges them. Cursors keep rising
+after a restart. A file keeps the ids of samples not yet fetched. After a crash those are reported as ended:
+the client asks for the result, gets 410, and samples again. Knows nothing of results, nor of who may poll.
 """
 
 from __future__ import annotations

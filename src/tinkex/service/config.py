@@ -1,4 +1,4 @@
-"""What a service is told when it is built. Values and defaults alone."""
+"""The settings of a service, with their defaults."""
 
 from __future__ import annotations
 

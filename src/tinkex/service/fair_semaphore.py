@@ -1,6 +1,6 @@
 """A semaphore that many owners share: when permits are free, the owner with the fewest goes next.
 
-Within one owner it is first come, first served. No request waits for ever, however many permits it wants.
+Requests of one owner are served in order. A request for many permits is not starved by small ones.
 """
 
 from __future__ import annotations

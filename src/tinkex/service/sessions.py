@@ -1,6 +1,6 @@
 """Sessions: opened, kept alive by heartbeats, finished, listed.
 
-A session without heartbeats lapses, and is as before when it is heard of again; one that has ended stays so.
+A session without heartbeats lapses; its next request revives it. A finished session stays finished.
 """
 
 from __future__ import annotations

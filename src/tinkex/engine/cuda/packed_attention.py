@@ -32,7 +32,7 @@ ROOM = 10
 
 
 class AttentionTiles(NamedTuple):
-    """AttentionTiles of queries and of keys, int32 [5, tiles]: those with the most work first.
+    """Tiles of queries and of keys, int32 [5, tiles]: those with the most work first.
 
     A column: its sequence's first row and length, a position, and how many tiles of positions and of slopes
     the sequences before it have. Slopes have a tile where TILE queries see any of TILE keys.

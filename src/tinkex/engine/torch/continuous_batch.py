@@ -1,10 +1,9 @@
-"""Continuous batching: every step advances all running sequences by the tokens that the cache lacks of them.
+"""Continuous batching: every step computes the tokens of running sequences that are not in the KV cache yet.
 
-A sequence that lacks one token is decoding; one that lacks more is in prefill, or is recomputed after
-preemption. One forward pass of the decoder does both, for any mix of adapters. Promises: a request's pages
-are free as soon as it ends, however it ends; a failed step fails the requests in it and no others; running
-out of pages delays requests and never fails them. Runs on one thread; knows nothing of event loops, training
-or files.
+A sequence with one such token is decoding; one with more is in prefill, or is recomputed after preemption.
+One forward pass of the decoder does both, for any mix of adapters. Promises: a request's pages are free as
+soon as it ends, however it ends; a failed step fails the requests in it and no others; running out of pages
+delays requests and never fails them. Runs on one thread; knows nothing of event loops, training or files.
 
 Shapes: T tokens of a step, D width, N rows whose logits are needed, V vocabulary.
 """

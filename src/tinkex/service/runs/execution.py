@@ -1,7 +1,7 @@
 """What a journaled request does when its turn comes: for the first time, or again after a restart.
 
-A request that was answered before does what it did, and nothing else: a failed pass fails its step again
-though it might now succeed, a save is not written twice, and a deleted checkpoint stays deleted. Knows
+Replaying an answered request repeats its effect and nothing else. A pass that failed is not computed again
+and still fails its step. A save is not written again. A checkpoint that was deleted stays deleted. Knows
 nothing of order; barriers.py executes everything that is not a pass.
 """
 

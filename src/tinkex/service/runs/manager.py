@@ -1,8 +1,8 @@
-"""Runs brought into memory from disk, driven by one training loop per base model, evicted and closed.
+"""Restores runs from disk, drives one training loop per base model, evicts and closes runs.
 
-A run comes back as its snapshot and its journal say, in whichever process. Requests that were executed and
-answered before are executed again to the same effect, and never answered differently. An engine that is lost
-is replaced, and its runs are opened again. Knows nothing of what requests mean (barriers.py does).
+A restored run has the state of its snapshot, and then replays its journal: requests that were answered before
+have the same effect again and keep their answers. When an engine is lost, its runs are restored on a new one.
+Knows nothing of what requests mean (barriers.py does).
 """
 
 from __future__ import annotations
