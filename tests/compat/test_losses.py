@@ -53,7 +53,7 @@ def test_every_loss_of_the_official_client(served: Served) -> None:
     assert [facts[name]["csr"] for name in ("soft", "sparse")] == [False, True]
 
     refused = facts["stable_reinforce"]["error"]
-    assert "no loss stable_reinforce" in refused["message"]
+    assert "no loss 'stable_reinforce'" in refused["message"]
     assert refused["seconds"] < AT_ONCE
 
     # a custom loss, computed by the client or uploaded, steps as the loss it spells out

@@ -151,13 +151,13 @@ async def test_a_loss_that_we_do_not_have_is_accepted_and_fails(user: User):
     promises = [await user.forward_backward(run, n, loss_fn="stable_reinforce") for n in (2, 3)]
     step = await user.step(run, 4)
     for promise in promises:  # two chunks of one call: a 4xx on either would leave official clients stuck
-        with pytest.raises(Failed, match="no loss stable_reinforce") as failed:
+        with pytest.raises(Failed, match="no loss 'stable_reinforce'") as failed:
             await user.result(promise)
         assert failed.value.category == "user"
     with pytest.raises(Failed, match="no step was taken"):
         await user.result(step)
     only_forward = await user.forward_backward(run, 5, loss_fn="stable_reinforce", forward_only=True)
-    with pytest.raises(Failed, match="no loss stable_reinforce"):
+    with pytest.raises(Failed, match="no loss 'stable_reinforce'"):
         await user.result(only_forward)
     assert (await user.result(await user.step(run, 6))).metrics["skipped"] == 1  # it broke no window
     assert await user.loss(run, 7) == before

@@ -192,7 +192,7 @@ async def test_a_pass_that_we_do_not_offer_stays_failed_with_its_window(home: Pa
         user = User(service)
         run = await user.run()
         await user.result(await user.forward_backward(run, 1))
-        with pytest.raises(Failed, match="no loss stable_reinforce"):
+        with pytest.raises(Failed, match="no loss 'stable_reinforce'"):
             await user.result(await user.forward_backward(run, 2, loss_fn="stable_reinforce"))
         async with serving(killed_copy(home)) as second:
             again = User(second)
