@@ -34,8 +34,8 @@ check: setup     ## ruff, pyright, import-linter, and gates of our own
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.gates
 
-test-fast: setup ## what to run before every commit: under a minute on two cores
-	$(BIN)/python -m pytest -n 2 -m '$(FAST)' $(ARGS)
+test-fast: setup ## what to run before every commit: about a minute on two cores
+	$(BIN)/python -m pytest -n 4 -m '$(FAST)' $(ARGS)
 
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
