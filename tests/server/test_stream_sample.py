@@ -176,7 +176,7 @@ async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -
         params = SamplingParams(max_tokens=50, stop=[])
         request = SampleRequest(ModelInput.from_ints([1]), params, 1, sampler)
         events = service.stream(request, user.caller)
-        response = stream_sample.SampleStreamResponse(events)
+        response = stream_sample.EventStream(stream_sample._encoded(events), contextlib.aclosing(events))
 
         async def broken(*_: Any) -> Any:
             raise OSError("nobody is there")
@@ -193,13 +193,15 @@ async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -
 
 
 @pytest.mark.anyio
-async def test_silence_is_filled_with_comments() -> None:
+async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow():
         yield b"first"
         await asyncio.sleep(0.15)
         yield b"last"
 
-    chunks = [chunk async for chunk in stream_sample.with_pings(slow(), every=0.04)]
+    monkeypatch.setattr(stream_sample, "PING_SECONDS", 0.04)
+    response = stream_sample.EventStream(slow(), contextlib.nullcontext())
+    chunks = [chunk async for chunk in response.body_iterator]
     assert (chunks[0], chunks[-1]) == (b"first", b"last")
     assert chunks.count(b": still here\n\n") >= 2
 

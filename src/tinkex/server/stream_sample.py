@@ -1,15 +1,14 @@
-"""POST /api/v1/stream_sample: a sample's tokens as server-sent events, while they are drawn.
+"""POST /api/v1/stream_sample: a sample's tokens while they are drawn, as events of wire/event_codec.py.
 
 An invalid request is an HTTP error, not an event. The response begins as soon as the request is accepted,
-and a comment fills every long silence. A client that disconnects cancels the sample. wire/event_codec.py has
-the form of the events.
+and a comment fills every long silence. A client that disconnects cancels the sample.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import orjson
@@ -33,13 +32,24 @@ def server_sent(name: str, value: Any) -> bytes:
     return f"{lead}data: ".encode() + orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n"
 
 
-async def with_pings(chunks: AsyncIterator[bytes], every: float = PING_SECONDS) -> AsyncIterator[bytes]:
-    """The chunks, with a comment after every `every` seconds of silence."""
-    async with aclosing(chunks):  # type: ignore[type-var]
+class EventStream(StreamingResponse):
+    """Sends events as they come; leaves `samples` when sending ends, even before the first byte."""
+
+    def __init__(self, events: AsyncGenerator[bytes], samples: AbstractAsyncContextManager[Any]) -> None:
+        super().__init__(_with_pings(events), headers=SSE_HEADERS)
+        self._samples = samples
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._samples:
+            await super().__call__(scope, receive, send)
+
+
+async def _with_pings(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):
         upcoming = asyncio.ensure_future(anext(chunks))
         try:
             while True:
-                done, _ = await asyncio.wait([upcoming], timeout=every)
+                done, _ = await asyncio.wait([upcoming], timeout=PING_SECONDS)
                 if not done:
                     yield b": still here\n\n"
                     continue
@@ -63,25 +73,12 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
         caller = gateway.admit(http)
         body = await read_body(http.receive, http.headers, gateway.bodies.limit)
         request = await gateway.bodies.decode(ops.SAMPLE, {}, {}, http.headers, body)
-        return SampleStreamResponse(gateway.service.stream(request, caller))
+        events = gateway.service.stream(request, caller)
+        return EventStream(_encoded(events), aclosing(events))
 
     return Endpoint(gateway, "stream_sample", handle)
 
 
-class SampleStreamResponse(StreamingResponse):
-    """Sends events as they come, and cancels the sample when sending ends, even before the first byte."""
-
-    def __init__(self, events: SampleEvents) -> None:
-        super().__init__(with_pings(_encoded(events)), headers=SSE_HEADERS)
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-
-
-async def _encoded(events: SampleEvents) -> AsyncIterator[bytes]:
+async def _encoded(events: SampleEvents) -> AsyncGenerator[bytes]:
     async for event in events:
         yield server_sent(*write_event(event))

@@ -1,7 +1,6 @@
 """Incremental detokenization: the text that is certain so far, cut before a stop string.
 
-The pieces join to the same text however the tokens are split. An incomplete character, and the beginning of a
-possible stop string, are held back until they are certain. Needs the tokenizer's `decode` alone.
+The pieces join to the same text however the tokens are split. Needs the tokenizer's `decode` alone.
 """
 
 from __future__ import annotations
@@ -12,8 +11,13 @@ from typing import Any
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens, without special ones."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 class Detokenizer:
-    """The text of one sequence.
+    """The text of one sequence. Holds back an incomplete character and what may begin a stop string.
 
     >>> text = Detokenizer(tokenizer, stop=["END"])             # doctest: +SKIP
     >>> text.add([72, 105]) + text.finish()                     # doctest: +SKIP
@@ -23,7 +27,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._context = 0  # new tokens are decoded together with those from here: some join with a space
         self._decoded = 0  # tokens before this index are in the text
         self._text = ""
@@ -37,7 +41,7 @@ class Detokenizer:
 
     def add(self, tokens: Iterable[int]) -> str:
         """The text that these tokens make certain."""
-        self._tokens.extend(tokens)
+        self.tokens.extend(tokens)
         self._decode_new()
         return self._emit(self._held_back())
 
@@ -47,22 +51,17 @@ class Detokenizer:
         return self._emit(0)
 
     def _decode_new(self, unfinished: bool = False) -> None:
-        if self._stopped:
+        if self._stopped or self._decoded == len(self.tokens):
             return
-        known = self._decode(self._tokens[self._context : self._decoded])
-        text = self._decode(self._tokens[self._context :])
+        known = decode(self._tokenizer, self.tokens[self._context : self._decoded])
+        text = decode(self._tokenizer, self.tokens[self._context :])
         if len(text) <= len(known) or (text.endswith(_UNFINISHED) and not unfinished):
             return
         self._text += text[len(known) :]
-        self._context, self._decoded = self._decoded, len(self._tokens)
+        self._context, self._decoded = self._decoded, len(self.tokens)
         cut = min((at for stop in self._stop if (at := self._text.find(stop)) >= 0), default=len(self._text))
         self._stopped = cut < len(self._text)
         self._text = self._text[:cut]
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        if not tokens:
-            return ""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _held_back(self) -> int:
         """How many characters at the end could be the beginning of a stop string."""

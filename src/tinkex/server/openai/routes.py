@@ -1,33 +1,30 @@
 """/v1/models, /v1/completions and /v1/chat/completions, streaming included, as OpenAI's client expects them.
 
 The model is a base model's name or the tinker:// path of a published adapter. Requests go through the
-service's operations, with one session and one sampling session for each user and model. This module knows no
-engine.
+service's operations, with one session and one sampling session for each user and model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex._version import __version__
 from tinkex.errors import InvalidInputError, RequestErrorCategory, TokenizerError
 from tinkex.server.bodies import read_body, unless_disconnected
 from tinkex.server.gateway import JSON, Endpoint, Gateway, IncomingRequest
-from tinkex.server.openai.replies import CompletionReply, ReplyFormat, chat_format, completion_format, usage
-from tinkex.server.openai.requests import CompletionRequest, model_of, read_chat, read_completion
-from tinkex.server.stream_sample import SSE_HEADERS, server_sent, with_pings
+from tinkex.server.openai.replies import CompletionReply, ReplyWriter
+from tinkex.server.openai.requests import AnyRequest, ChatRequest, CompletionRequest, read_request
+from tinkex.server.stream_sample import EventStream, server_sent
 from tinkex.service.adapter_cache import adapter_name
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.sample_stream import SampleEvents
@@ -39,12 +36,12 @@ from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput
 from tinkex.types.futures import PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
-from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleEvent, SampleRequest
+from tinkex.types.params import SamplingParams
+from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleRequest
 from tinkex.types.sessions import CreateSessionRequest
 from tinkex.wire import ops
 
 CACHED_SAMPLERS = 1024
-PromptEvents = AsyncIterator[tuple[int, NewTokens | SampleResponse]]  # with the prompt's index
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
@@ -60,10 +57,6 @@ def _error_fields(status: int, message: str) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = "context_length_exceeded" if message.startswith("Prompt length plus") else _CODES.get(status)
     return {"message": message, "type": kind, "param": None, "code": code}
-
-
-def _failure(outcome: RequestFailedResponse) -> Refusal:
-    return Refusal(400 if outcome.category is RequestErrorCategory.User else 500, outcome.error)
 
 
 # -- samplers --------------------------------------------------------------------------------------------
@@ -90,7 +83,10 @@ class SamplerCache:
         self._opening = asyncio.Lock()
 
     async def get(self, model: str, caller: Caller) -> CachedSampler:
-        key = (caller.user, caller.project, self._weights(model, caller))
+        weights = model
+        if model.startswith("tinker://"):  # it may have been replaced, deleted or made private
+            weights = adapter_name(model, self._service.access.checkpoint(model, caller).created_at)
+        key = (caller.user, caller.project, weights)
         async with self._opening:
             sampler = self._samplers.get(key)
             if sampler is None:
@@ -100,31 +96,20 @@ class SamplerCache:
             self._samplers.move_to_end(key)
             return sampler
 
-    def _weights(self, model: str, caller: Caller) -> str:
-        """What `model` names now: a checkpoint may have been replaced, deleted or made private."""
-        if not model.startswith("tinker://"):
-            return model
-        return adapter_name(model, self._service.access.checkpoint(model, caller).created_at)
-
     def drop(self, sampler: CachedSampler) -> None:
         self._samplers.pop(sampler.key, None)
 
     async def _open(self, model: str, key: SamplerKey, caller: Caller) -> CachedSampler:
-        call, is_path = self._service.call, model.startswith("tinker://")
-        session = await call(
-            ops.CREATE_SESSION,
-            CreateSessionRequest(tags=["openai"], user_metadata={}, sdk_version=__version__),
-            caller,
-        )
+        call = self._service.call
+        about = CreateSessionRequest(tags=["openai"], user_metadata={}, sdk_version=__version__)
+        session = await call(ops.CREATE_SESSION, about, caller)
+        which = {"model_path" if model.startswith("tinker://") else "base_model": model}
         request = CreateSamplingSessionRequest(
-            session_id=session.session_id,
-            sampling_session_seq_id=0,
-            base_model=None if is_path else model,
-            model_path=model if is_path else None,
+            session_id=session.session_id, sampling_session_seq_id=0, **which
         )
-        opened = await call(ops.CREATE_SAMPLING_SESSION, request, caller)
-        about = await call(ops.GET_SAMPLER, GetSamplerRequest(sampler_id=opened.sampling_session_id), caller)
-        return CachedSampler(key, opened.sampling_session_id, about.base_model)
+        sampler_id = (await call(ops.CREATE_SAMPLING_SESSION, request, caller)).sampling_session_id
+        sampler = await call(ops.GET_SAMPLER, GetSamplerRequest(sampler_id=sampler_id), caller)
+        return CachedSampler(key, sampler_id, sampler.base_model)
 
 
 # -- endpoints -------------------------------------------------------------------------------------------
@@ -148,10 +133,10 @@ def openai_routes(gateway: Gateway) -> list[Route]:
         return Response(orjson.dumps(about), 200, JSON)
 
     async def completions(http: IncomingRequest) -> Response:
-        return await _complete(gateway, samplers, http, chat=False)
+        return await _complete(gateway, samplers, http, CompletionRequest)
 
     async def chat(http: IncomingRequest) -> Response:
-        return await _complete(gateway, samplers, http, chat=True)
+        return await _complete(gateway, samplers, http, ChatRequest)
 
     table = [
         ("/v1/models", "GET", "openai_models", models),
@@ -175,40 +160,36 @@ def _model(name: str) -> dict[str, Any]:
 
 
 async def _complete(
-    gateway: Gateway, samplers: SamplerCache, http: IncomingRequest, *, chat: bool
+    gateway: Gateway,
+    samplers: SamplerCache,
+    http: IncomingRequest,
+    kind: type[CompletionRequest] | type[ChatRequest],
 ) -> Response:
     caller, service = gateway.admit(http), gateway.service
-    fields = await _fields(gateway, http)
-    name = model_of(fields)
-    sampler = await samplers.get(name, caller)
+    request = read_request(kind, await _fields(gateway, http))
+    sampler = await samplers.get(request.model, caller)
     base = service.models.find(sampler.base_model)
     tokenizer = await _tokenizer(base)
-    request = await asyncio.to_thread(read_chat if chat else read_completion, fields, tokenizer)
+    prompts = await asyncio.to_thread(request.prompts, tokenizer)
     token_bytes = await base.token_bytes() if request.alternatives is not None else ()
-    frame = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": name,
-    }
-    reply_format = (chat_format if chat else completion_format)(frame)
-    streams: list[SampleEvents] = []
-    try:
-        for prompt in request.prompts:
-            streams.append(service.stream(_sample_request(request, prompt, sampler), caller))
-        # What fails before the first event is an HTTP error, not a streamed one.
-        first = await unless_disconnected(http.receive, asyncio.gather(*map(_first_event, streams)))
-    except BaseException as error:
-        for stream in streams:
-            await stream.aclose()
-        if isinstance(error, Refusal) and error.status in (404, 410):
-            samplers.drop(sampler)  # its session was closed; the next request opens another
-        raise
-    reply = CompletionReply(request, tokenizer, token_bytes, base.eos_ids())
-    events = _merged(streams, first)
-    if request.stream:
-        return StreamingResponse(with_pings(_sse_chunks(events, reply, reply_format)), headers=SSE_HEADERS)
-    await unless_disconnected(http.receive, _collect(events, reply))
-    return Response(orjson.dumps(reply_format.whole(reply)), 200, JSON)
+    async with AsyncExitStack() as samples:
+        try:
+            streams: list[SampleEvents] = []
+            for prompt in prompts:
+                stream = service.stream(_sample_request(request, prompt, sampler), caller)
+                streams.append(await samples.enter_async_context(aclosing(stream)))
+            # What fails before the first event is an HTTP error, not a streamed one.
+            first = await unless_disconnected(http.receive, asyncio.gather(*map(_next_event, streams)))
+        except Refusal as refusal:
+            if refusal.status in (404, 410):
+                samplers.drop(sampler)  # its session was closed; the next request opens another
+            raise
+        reply = CompletionReply(request, prompts, tokenizer, token_bytes, base.eos_ids())
+        events, writer = _merged(streams, first), ReplyWriter(reply)
+        if request.stream:
+            return EventStream(_sse_chunks(events, reply, writer), samples.pop_all())
+        await unless_disconnected(http.receive, _collect(events, reply))
+        return Response(orjson.dumps(writer.whole()), 200, JSON)
 
 
 async def _fields(gateway: Gateway, http: IncomingRequest) -> dict[str, Any]:
@@ -232,52 +213,64 @@ async def _tokenizer(base: ServedModel) -> Any:
         raise Refusal(503, str(error)) from None
 
 
-def _sample_request(
-    request: CompletionRequest, prompt: Sequence[int], sampler: CachedSampler
-) -> SampleRequest:
-    wants_prompt = request.echo and request.alternatives is not None
+def _sample_request(request: AnyRequest, prompt: list[int], sampler: CachedSampler) -> SampleRequest:
+    alternatives = request.alternatives or 0
+    scores_prompt = request.echo and request.alternatives is not None
+    params = SamplingParams(
+        max_tokens=request.most_tokens,
+        seed=request.seed,
+        stop=request.stop or None,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k or -1,
+    )
     return SampleRequest(
-        prompt=ModelInput.from_ints(list(prompt)),
-        sampling_params=request.params,
-        num_samples=request.choices,
+        prompt=ModelInput.from_ints(prompt),
+        sampling_params=params,
+        num_samples=request.n,
         sampling_session_id=sampler.id,
         seq_id=next(sampler.seq_ids),
-        prompt_logprobs=wants_prompt,
-        topk_prompt_logprobs=(request.alternatives or 0) if wants_prompt else 0,
-        topk_sample_logprobs=request.alternatives or 0,
+        prompt_logprobs=scores_prompt,
+        topk_prompt_logprobs=alternatives if scores_prompt else 0,
+        topk_sample_logprobs=alternatives,
     )
 
 
 # -- samples ---------------------------------------------------------------------------------------------
 
+Drawn = NewTokens | SampleResponse
+PromptEvents = AsyncGenerator[tuple[int, Drawn]]  # with the prompt's index
 
-async def _first_event(stream: SampleEvents) -> SampleEvent:
+
+async def _next_event(stream: SampleEvents) -> Drawn:
+    """The next tokens or the response; Refusal if the sample failed."""
     while isinstance(event := await anext(stream), PendingFuture):
         pass
     if isinstance(event, RequestFailedResponse):
-        raise _failure(event)
+        raise Refusal(400 if event.category is RequestErrorCategory.User else 500, event.error)
     return event
 
 
-async def _merged(streams: Sequence[SampleEvents], first: Sequence[SampleEvent]) -> PromptEvents:
-    """The events of all prompts as they come; Refusal if one fails. Closing it cancels all samples."""
-    queue: asyncio.Queue[tuple[int, SampleEvent]] = asyncio.Queue()
+async def _merged(streams: Sequence[SampleEvents], first: Sequence[Drawn]) -> PromptEvents:
+    """The events of all prompts as they come; Refusal if one fails."""
+    queue: asyncio.Queue[tuple[int, Drawn | Refusal]] = asyncio.Queue()
 
-    async def forward(prompt: int, stream: SampleEvents) -> None:
-        async with aclosing(stream):
-            queue.put_nowait((prompt, first[prompt]))
-            async for event in stream:
+    async def forward(prompt: int, event: Drawn) -> None:
+        queue.put_nowait((prompt, event))
+        try:
+            while not isinstance(event, SampleResponse):
+                event = await _next_event(streams[prompt])
                 queue.put_nowait((prompt, event))
+        except Refusal as refusal:
+            queue.put_nowait((prompt, refusal))
 
-    tasks = [asyncio.create_task(forward(prompt, stream)) for prompt, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(forward(prompt, event)) for prompt, event in enumerate(first)]
     open_streams = len(tasks)
     try:
         while open_streams:
             prompt, event = await queue.get()
-            if isinstance(event, RequestFailedResponse):
-                raise _failure(event)
-            if isinstance(event, PendingFuture):
-                continue
+            if isinstance(event, Refusal):
+                raise event
             open_streams -= isinstance(event, SampleResponse)
             yield prompt, event
     finally:
@@ -287,28 +280,27 @@ async def _merged(streams: Sequence[SampleEvents], first: Sequence[SampleEvent])
 
 
 async def _collect(events: PromptEvents, reply: CompletionReply) -> None:
-    async with aclosing(events):  # type: ignore[type-var]
+    async with aclosing(events):
         async for prompt, event in events:
             if isinstance(event, SampleResponse):
                 reply.finish(prompt, event)
 
 
 async def _sse_chunks(
-    events: PromptEvents, reply: CompletionReply, reply_format: ReplyFormat
-) -> AsyncIterator[bytes]:
+    events: PromptEvents, reply: CompletionReply, writer: ReplyWriter
+) -> AsyncGenerator[bytes]:
     """Deltas of all choices, in the order in which they are sampled."""
-    for choice in range(reply.choices):
-        if (opening := reply_format.opening(choice)) is not None:
-            yield server_sent("", opening)
+    for opening in writer.openings():
+        yield server_sent("", opening)
     try:
-        async with aclosing(events):  # type: ignore[type-var]
+        async with aclosing(events):
             async for prompt, event in events:
                 is_last = isinstance(event, SampleResponse)
                 for delta in reply.finish(prompt, event) if is_last else reply.add(prompt, event):
-                    yield server_sent("", reply_format.chunk(delta, reply))
+                    yield server_sent("", writer.chunk(delta))
     except Refusal as refusal:
         yield server_sent("", {"error": _error_fields(refusal.status, refusal.message)})
         return
-    if reply.request.stream_usage:
-        yield server_sent("", reply_format.closing(usage(reply)))
+    if reply.request.stream_options.include_usage:
+        yield server_sent("", writer.closing())
     yield b"data: [DONE]\n\n"
