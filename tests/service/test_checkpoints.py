@@ -487,7 +487,7 @@ async def test_a_save_that_the_engine_cannot_write_fails_and_the_run_goes_on(hom
 
 
 async def test_what_was_done_is_in_the_audit_log(user: User):
-    from tinkex.types.billing import AuditLogRequest
+    from tinkex.types.reports import AuditLogRequest
 
     run = await user.run()
     path = await user.save(run, 1, "c")

@@ -19,13 +19,12 @@ from tinkex.service import run_metrics
 from tinkex.service.rows import Scope
 from tinkex.service.service import Service
 from tinkex.types import (
-    billing,
     checkpoints,
     config,
     futures,
+    reports,
     sampling,
     sessions,
-    telemetry,
     training,
 )
 from tinkex.types.data import ForwardBackwardInput, ModelInput
@@ -58,7 +57,7 @@ async def test_a_service_describes_itself(user: User):
     assert settings.sample_use_retrieve_futures
     dynamic = await user.call(ops.GET_DYNAMIC_CONFIG, config.ClientConfigRequest(sdk_version="0.36.0"))
     assert dynamic.sample_cancel_enabled
-    sent = telemetry.TelemetrySendRequest(events=[], platform="", sdk_version="", session_id="x")
+    sent = reports.TelemetrySendRequest(events=[], platform="", sdk_version="", session_id="x")
     assert (await user.call(ops.SEND_TELEMETRY, sent)).status == "accepted"
 
 
@@ -181,10 +180,10 @@ async def test_another_users_things_are_in_no_list(service: Service):
     ann, bob = User(service, "ann"), User(service, "bob")
     await Belongings.make(ann)
     later = datetime.now(UTC) + timedelta(days=1)
-    usage = billing.GetBillingUsageRequest(starting_on=later - timedelta(days=2), ending_before=later)
+    usage = reports.GetBillingUsageRequest(starting_on=later - timedelta(days=2), ending_before=later)
 
     async def counts(user: User) -> list[int]:
-        storage = billing.GetCurrentCheckpointStorageUsageRequest()
+        storage = reports.GetCurrentCheckpointStorageUsageRequest()
         return [
             len((await user.call(ops.LIST_SESSIONS, sessions.ListSessionsRequest())).sessions),
             len((await user.call(ops.SEARCH_SESSIONS, sessions.SessionSearchRequest())).sessions),
@@ -194,7 +193,7 @@ async def test_another_users_things_are_in_no_list(service: Service):
                     await user.call(ops.LIST_USER_CHECKPOINTS, checkpoints.ListUserCheckpointsRequest())
                 ).checkpoints
             ),
-            len((await user.call(ops.GET_AUDIT_LOG, billing.AuditLogRequest())).entries),
+            len((await user.call(ops.GET_AUDIT_LOG, reports.AuditLogRequest())).entries),
             len((await user.call(ops.GET_BILLING_USAGE, usage)).data),
             len((await user.call(ops.GET_CURRENT_CHECKPOINT_STORAGE_USAGE, storage)).data),
         ]
@@ -304,7 +303,7 @@ async def test_usage_counts_tokens_by_kind(service: Service):
     sampler = await user.sampler(session)
     await user.result(await user.sample(sampler, prompt=(5, 6, 7), max_tokens=4, stop=[], num_samples=2))
     now = datetime.now(UTC)
-    request = billing.GetBillingUsageRequest(starting_on=now - timedelta(hours=2), ending_before=now)
+    request = reports.GetBillingUsageRequest(starting_on=now - timedelta(hours=2), ending_before=now)
     usage = await user.call(ops.GET_BILLING_USAGE, request)
     counted = {
         event.event_info.type: event.event_info.token_count

@@ -54,7 +54,7 @@ def usage(starting_on: str, ending_before: str, csv_path: str | None, sessions_p
     A row is an hour, a kind of use, a base model, a session and a user. Amounts are tokens, gigabyte-hours or
     counts. Costs are shown if the server has prices; a server of your own has none.
     """
-    from tinkex.types.billing import BillingUsageEvent
+    from tinkex.types.reports import BillingUsageEvent
 
     with admin() as client:
         report = client.get_billing_usage(starting_on, ending_before).result().model_dump(mode="json")
@@ -87,7 +87,7 @@ def _usage_row(event: Mapping[str, Any]) -> list[Any]:
 @format_option
 def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
     """Show what checkpoints take up now. By project and owner."""
-    from tinkex.types.billing import CurrentCheckpointStorageUsageItem
+    from tinkex.types.reports import CurrentCheckpointStorageUsageItem
 
     with admin() as client:
         report = client.get_current_checkpoint_storage_usage(project_id).result().model_dump(mode="json")

@@ -10,7 +10,7 @@ from datetime import date, datetime
 from tinkex.client.base_client import BaseClient
 from tinkex.client.future import APIFuture, Within
 from tinkex.errors import InvalidInputError
-from tinkex.types.billing import (
+from tinkex.types.reports import (
     AuditEventType,
     AuditLogRequest,
     AuditLogResponse,

@@ -27,14 +27,14 @@ from tinkex.errors import (
     RequestFailedError,
     ResultTimeoutError,
 )
-from tinkex.types.billing import (
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.types.config import WhoamiResponse
+from tinkex.types.reports import (
     AuditEventType,
     AuditLogResponse,
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
 )
-from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
-from tinkex.types.config import WhoamiResponse
 from tinkex.types.sampling import GetSamplerRequest, GetSamplerResponse
 from tinkex.types.sessions import (
     AccessScope,

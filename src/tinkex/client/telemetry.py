@@ -27,7 +27,7 @@ from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError, is_user_error
 from tinkex.types.base import AnyJson
-from tinkex.types.telemetry import (
+from tinkex.types.reports import (
     GenericEvent,
     SessionEndEvent,
     SessionStartEvent,

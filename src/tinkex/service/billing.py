@@ -11,7 +11,7 @@ from tinkex.service.activity import Activity
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import Scope, UsageRow, texts
-from tinkex.types import billing
+from tinkex.types import reports
 
 
 class Billing:
@@ -23,17 +23,17 @@ class Billing:
         self._stored_at = time.monotonic()
 
     async def get_audit_log(
-        self, request: billing.AuditLogRequest, caller: Caller
-    ) -> billing.AuditLogResponse:
+        self, request: reports.AuditLogRequest, caller: Caller
+    ) -> reports.AuditLogResponse:
         start = end = None
         if request.day is not None:
             start = datetime(request.day.year, request.day.month, request.day.day, tzinfo=UTC).timestamp()
             end = start + 86400
         kind = "" if request.event_type == "all" else request.event_type
         rows = self._ledger.audit(scope_of(caller), kind=kind, start=start, end=end)
-        return billing.AuditLogResponse(
+        return reports.AuditLogResponse(
             entries=[
-                billing.AuditLogEntry(
+                reports.AuditLogEntry(
                     timestamp=datetime.fromtimestamp(row.at, UTC),
                     event=row.event,
                     event_details=row.details,
@@ -46,28 +46,28 @@ class Billing:
         )
 
     async def get_billing_usage(
-        self, request: billing.GetBillingUsageRequest, caller: Caller
-    ) -> billing.BillingUsageResponse:
+        self, request: reports.GetBillingUsageRequest, caller: Caller
+    ) -> reports.BillingUsageResponse:
         self._activity.flush()
         start, end = _seconds(request.starting_on), _seconds(request.ending_before)
         rows = self._ledger.usage(start, end, scope_of(caller))
         ids = {row.session_id for row in rows if row.session_id}
         found = {i: row for i in ids if (row := self._ledger.session(i)) is not None}
-        return billing.BillingUsageResponse(
+        return reports.BillingUsageResponse(
             data=[_usage_event(row) for row in rows],
             sessions={
-                i: billing.BillingUsageSession(user_metadata=texts(row.user_metadata))
+                i: reports.BillingUsageSession(user_metadata=texts(row.user_metadata))
                 for i, row in found.items()
             },
         )
 
     async def get_current_checkpoint_storage_usage(
-        self, request: billing.GetCurrentCheckpointStorageUsageRequest, caller: Caller
-    ) -> billing.CurrentCheckpointStorageUsageResponse:
+        self, request: reports.GetCurrentCheckpointStorageUsageRequest, caller: Caller
+    ) -> reports.CurrentCheckpointStorageUsageResponse:
         totals = self._ledger.storage(scope_of(caller), project_id=request.project_id)
-        return billing.CurrentCheckpointStorageUsageResponse(
+        return reports.CurrentCheckpointStorageUsageResponse(
             data=[
-                billing.CurrentCheckpointStorageUsageItem(
+                reports.CurrentCheckpointStorageUsageItem(
                     project_id=item.project_id,
                     org_user_urn=item.owner,
                     checkpoint_count=item.checkpoints,
@@ -92,22 +92,22 @@ def _seconds(moment: datetime) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _usage_event(row: UsageRow) -> billing.BillingUsageEvent:
+def _usage_event(row: UsageRow) -> reports.BillingUsageEvent:
     start, amount = datetime.fromtimestamp(row.hour, UTC), int(row.amount)
     info: Any
     match row.kind:
         case "training":
-            info = billing.TrainingBillingEvent(token_count=amount)
+            info = reports.TrainingBillingEvent(token_count=amount)
         case "sampling_prefill" | "sampling_prefill_cached":
             cached = row.kind.endswith("cached")
-            info = billing.SamplingPrefillBillingEvent(cached=cached, token_count=amount)
+            info = reports.SamplingPrefillBillingEvent(cached=cached, token_count=amount)
         case "sampling_sample":
-            info = billing.SamplingSampleBillingEvent(token_count=amount)
+            info = reports.SamplingSampleBillingEvent(token_count=amount)
         case "checkpoint":
-            info = billing.CheckpointBillingEvent(count=amount)
+            info = reports.CheckpointBillingEvent(count=amount)
         case _:
-            info = billing.StorageBillingEvent(gigabyte_hours=row.amount)
-    return billing.BillingUsageEvent(
+            info = reports.StorageBillingEvent(gigabyte_hours=row.amount)
+    return reports.BillingUsageEvent(
         bucket_start=start,
         bucket_end=start + timedelta(hours=1),
         base_model=row.base_model,

@@ -7,7 +7,7 @@ import asyncio
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.served_models import ServedModels, in_daemon_thread
-from tinkex.types import config, telemetry
+from tinkex.types import config, reports
 
 
 class Capabilities:
@@ -66,10 +66,10 @@ class Capabilities:
         return await asyncio.to_thread(path.read_bytes)
 
     async def send_telemetry(
-        self, request: telemetry.TelemetrySendRequest, caller: Caller
-    ) -> telemetry.TelemetryResponse:
+        self, request: reports.TelemetrySendRequest, caller: Caller
+    ) -> reports.TelemetryResponse:
         """Accepted and discarded: clients stall unless it is accepted."""
-        return telemetry.TelemetryResponse()
+        return reports.TelemetryResponse()
 
     # -- keys: the server answers these; a service in the caller's own process has none -------------------
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinkex.errors import RequestErrorCategory as RequestErrorCategory
-    from tinkex.types.billing import *  # noqa: F403
     from tinkex.types.checkpoints import *  # noqa: F403
     from tinkex.types.config import *  # noqa: F403
     from tinkex.types.data import *  # noqa: F403
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from tinkex.types.optimizers import *  # noqa: F403
     from tinkex.types.outputs import *  # noqa: F403
     from tinkex.types.params import *  # noqa: F403
+    from tinkex.types.reports import *  # noqa: F403
     from tinkex.types.sampling import *  # noqa: F403
     from tinkex.types.sessions import *  # noqa: F403
-    from tinkex.types.telemetry import *  # noqa: F403
     from tinkex.types.tensor import *  # noqa: F403
     from tinkex.types.training import *  # noqa: F403
 
@@ -84,13 +83,11 @@ _NAMES = {
         ClientDynamicConfigResponse EmptyRequest GetServerCapabilitiesResponse HealthResponse NamedDetails
         SupportedModel UserDetails WhoamiResponse
     """,
-    "tinkex.types.billing": """
+    "tinkex.types.reports": """
         AuditEventType AuditLogEntry AuditLogRequest AuditLogResponse BillingEventInfo BillingUsageEvent
         BillingUsageResponse BillingUsageSession CheckpointBillingEvent CurrentCheckpointStorageUsageItem
         CurrentCheckpointStorageUsageResponse GetBillingUsageRequest GetCurrentCheckpointStorageUsageRequest
         SamplingPrefillBillingEvent SamplingSampleBillingEvent StorageBillingEvent TrainingBillingEvent
-    """,
-    "tinkex.types.telemetry": """
         EventType GenericEvent SessionEndEvent SessionStartEvent Severity TelemetryBatch TelemetryEvent
         TelemetryResponse TelemetrySendRequest UnhandledExceptionEvent
     """,

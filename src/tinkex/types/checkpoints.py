@@ -88,8 +88,6 @@ class SaveWeightsRequest(RequestModel):
 
 
 class SaveWeightsResponse(ReplyModel):
-    """The checkpoint's path."""
-
     path: str
     type: Literal["save_weights"] | None = None
 
@@ -107,15 +105,11 @@ class SaveWeightsForSamplerRequest(RequestModel):
 
 
 class SaveWeightsForSamplerResponse(ReplyModel):
-    """The checkpoint's path."""
-
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
 
-class SaveWeightsForSamplerResponseInternal(ReplyModel):
-    """The reply on the wire: a path if named, a sampling session if not."""
-
+class SaveWeightsForSamplerResponseInternal(ReplyModel):  # a path if named, a sampling session if not
     path: str | None = None
     sampling_session_id: str | None = None
     type: Literal["save_weights_for_sampler"] | None = None
@@ -133,15 +127,11 @@ class SaveWeightsExternalRequest(RequestModel):
 
 
 class SaveWeightsExternalResponse(ReplyModel):
-    """The checkpoint's path."""
-
     path: str
     type: Literal["save_weights_external"] | None = None
 
 
 class SaveWeightsExternalResponseInternal(ReplyModel):
-    """The reply on the wire."""
-
     path: str | None = None
     size_bytes: int | None = None
     type: Literal["save_weights_external"] | None = None
@@ -167,16 +157,12 @@ class LoadWeightsRequest(RequestModel):
 
 
 class LoadWeightsResponse(ReplyModel):
-    """The checkpoint is loaded."""
-
     path: str | None = None
     model_id: str | None = None
     type: Literal["load_weights"] | None = None
 
 
 class WeightsInfoRequest(RequestModel):
-    """Get a checkpoint's base model and adapter settings."""
-
     tinker_path: str
 
 
@@ -204,8 +190,6 @@ class CopyWeightsRequest(RequestModel):
 
 
 class CopyWeightsResponse(ReplyModel):
-    """The path of the copy."""
-
     tinker_path: str
 
 
@@ -213,21 +197,15 @@ class CopyWeightsResponse(ReplyModel):
 
 
 class ListCheckpointsRequest(RequestModel):
-    """List a run's checkpoints."""
-
     training_run_id: str
 
 
 class ListUserCheckpointsRequest(RequestModel):
-    """List all checkpoints of a user, newest first, one page."""
-
     limit: Count = 100
     offset: Count = 0
 
 
 class CheckpointsListResponse(ReplyModel):
-    """One page of checkpoints."""
-
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
 
@@ -240,8 +218,6 @@ class CheckpointRequest(RequestModel):
 
 
 class SetCheckpointTTLRequest(RequestModel):
-    """Set when a checkpoint expires, in seconds from now; None: never."""
-
     sent_as_null = frozenset({"ttl_seconds"})
 
     training_run_id: str
@@ -249,15 +225,11 @@ class SetCheckpointTTLRequest(RequestModel):
     ttl_seconds: Count | None
 
 
-class ExternalWeightsUrlsResponse(ReplyModel):
-    """Download URLs of the exported files, by relative path."""
-
+class ExternalWeightsUrlsResponse(ReplyModel):  # by relative path
     urls: dict[str, str]
     expires: datetime
 
 
-class CheckpointArchiveUrlResponse(ReplyModel):
-    """One file with everything; what clients up to 0.35.0 download."""
-
+class CheckpointArchiveUrlResponse(ReplyModel):  # one file with everything, for clients up to 0.35.0
     url: str
     expires: datetime | None = None

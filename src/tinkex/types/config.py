@@ -14,9 +14,7 @@ class EmptyRequest(RequestModel):
     """A request without fields."""
 
 
-class ClientConfigRequest(RequestModel):
-    """Get the server's settings, before any other request."""
-
+class ClientConfigRequest(RequestModel):  # sent before any other request
     sdk_version: str
 
 
@@ -51,43 +49,31 @@ class ClientDynamicConfigResponse(ReplyModel):
     sample_cancel_max_batch_size: int = 64
 
 
-class AuthTokenResponse(ReplyModel):
-    """A JWT to use in place of the key."""
-
+class AuthTokenResponse(ReplyModel):  # a JWT to use in place of the key
     jwt: str
 
 
-class NamedDetails(ReplyModel):
-    """An organisation."""
-
+class NamedDetails(ReplyModel):  # an organisation
     name: str
 
 
 class UserDetails(ReplyModel):
-    """A user."""
-
     email: str
 
 
 class ApiKeyDetails(ReplyModel):
-    """The owner of a key."""
-
     org_details: NamedDetails
     user_details: UserDetails
 
 
 class ApiKeyResponse(ReplyModel):
-    """The key that this request was sent with."""
-
     key_id: int
     name: str
     note: str
     details: ApiKeyDetails
 
 
-class WhoamiResponse(ReplyModel):
-    """The owner of a JWT."""
-
+class WhoamiResponse(ReplyModel):  # the owner of a JWT
     user_urn: str
     org_urn: str
     email: str | None = None
@@ -100,16 +86,12 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-class TokenizerFileRequest(RequestModel):
-    """Get one file of a base model's tokenizer. Our extension."""
-
+class TokenizerFileRequest(RequestModel):  # our extension
     model_name: str
     file: str
 
 
 class HealthResponse(ReplyModel):
-    """The server is up."""
-
     status: Literal["ok"] = "ok"
 
 
@@ -123,6 +105,4 @@ class SupportedModel(ReplyModel):
 
 
 class GetServerCapabilitiesResponse(ReplyModel):
-    """The base models of the server."""
-
     supported_models: list[SupportedModel]

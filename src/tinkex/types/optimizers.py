@@ -16,14 +16,10 @@ from tinkex.types.params import AdamParams
 
 
 class AdamOptimizerConfig(RequestModel):
-    """AdamW, the default."""
-
     type: Literal["adamw"] = "adamw"
 
 
-class DimuonOptimizerConfig(RequestModel):
-    """Dimuon, which not every server supports."""
-
+class DimuonOptimizerConfig(RequestModel):  # not every server supports it
     type: Literal["dimuon"] = "dimuon"
     version: Literal[1] = 1
 
@@ -36,8 +32,6 @@ class OtherOptimizerConfig(RequestModel):
 
 
 class DimuonParams(RequestModel):
-    """Settings of one Dimuon step."""
-
     type: Literal["dimuon"] = "dimuon"
     learning_rate: float = Field(ge=0)
     grad_clip_norm: float = 0.0

@@ -14,8 +14,6 @@ AccessScope = Literal["owned", "accessible"]
 
 
 class CreateSessionRequest(RequestModel):
-    """Open a session."""
-
     tags: list[str] = Field(default_factory=list)
     user_metadata: Mapping[str, JsonValue] | None = None
     sdk_version: str = ""
@@ -25,8 +23,6 @@ class CreateSessionRequest(RequestModel):
 
 
 class CreateSessionResponse(ReplyModel):
-    """The session's id, and messages for the user."""
-
     type: Literal["create_session"] = "create_session"
     info_message: str | None = None
     warning_message: str | None = None
@@ -35,15 +31,11 @@ class CreateSessionResponse(ReplyModel):
 
 
 class SessionHeartbeatRequest(RequestModel):
-    """Keep a session alive."""
-
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class SessionHeartbeatResponse(ReplyModel):
-    """The heartbeat was received."""
-
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -53,20 +45,14 @@ ClientSessionFinishReasonType = Literal["success", "errored", "interrupted"]
 
 
 class ClientSessionFinishSuccess(ReplyModel):
-    """The program completed."""
-
     type: Literal["success"] = "success"
 
 
 class ClientSessionFinishErrored(ReplyModel):
-    """The program raised an exception."""
-
     type: Literal["errored"] = "errored"
 
 
 class ClientSessionFinishInterrupted(ReplyModel):
-    """The program was interrupted."""
-
     type: Literal["interrupted"] = "interrupted"
 
 
@@ -77,8 +63,6 @@ ClientSessionFinishReason = Annotated[
 
 
 class FinishSessionRequest(RequestModel):
-    """Close a session with a reason."""
-
     sent_as_null = frozenset({"detail"})
 
     session_id: str
@@ -87,23 +71,17 @@ class FinishSessionRequest(RequestModel):
 
 
 class SessionFailedRequestReason(ReplyModel):
-    """A request failed."""
-
     type: Literal["request"] = "request"
     request_id: str
     request_type: str
 
 
 class SessionFailedTrainingRunReason(ReplyModel):
-    """A run failed."""
-
     type: Literal["training_run"] = "training_run"
     training_run_id: str
 
 
 class SessionFailedSamplingSessionReason(ReplyModel):
-    """A sampler failed."""
-
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
 
@@ -114,33 +92,25 @@ SessionFailedReason = Annotated[
 ]
 
 
-class SessionFailed(ReplyModel):
-    """Ended by a failure on the server."""
-
+class SessionFailed(ReplyModel):  # ended by a failure on the server
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"]
     reason: SessionFailedReason
     message: str
 
 
-class SessionCancelled(ReplyModel):
-    """Cancelled by someone else."""
-
+class SessionCancelled(ReplyModel):  # by someone else
     type: Literal["cancelled"] = "cancelled"
     detail: str | None = None
 
 
-class ClientSessionFinished(ReplyModel):
-    """Closed by its client."""
-
+class ClientSessionFinished(ReplyModel):  # closed by its client
     type: Literal["client_finished"] = "client_finished"
     reason: ClientSessionFinishReason
     detail: str | None = None
 
 
 class SessionActive(ReplyModel):
-    """Still open."""
-
     type: Literal["active"] = "active"
 
 
@@ -153,29 +123,21 @@ SessionStatus = Annotated[
 
 
 class ListSessionsRequest(RequestModel):
-    """List session ids, newest first, one page."""
-
     limit: Count = 20
     offset: Count = 0
     access_scope: AccessScope = "owned"
 
 
 class ListSessionsResponse(ReplyModel):
-    """Session ids."""
-
     sessions: list[str]
 
 
 class GetSessionRequest(RequestModel):
-    """Get a session's runs and samplers."""
-
     session_id: str
     access_scope: AccessScope = "owned"
 
 
 class GetSessionResponse(ReplyModel):
-    """A session's runs and samplers."""
-
     training_run_ids: list[str]
     sampler_ids: list[str]
     user_metadata: dict[str, str] | None = None
@@ -183,15 +145,11 @@ class GetSessionResponse(ReplyModel):
 
 
 class AssignSessionProjectRequest(RequestModel):
-    """Move a session into a project."""
-
     session_id: str
     project_id: str
 
 
 class ExportSessionTraceRequest(RequestModel):
-    """Start exporting a session's trace, or poll for it."""
-
     session_id: str
 
 
@@ -207,20 +165,14 @@ class SessionTraceExportResponse(ReplyModel):
 
 
 class OwnSearchOwner(RequestModel):
-    """The caller's own sessions."""
-
     type: Literal["own"] = "own"
 
 
-class AccessibleSearchOwner(RequestModel):
-    """Every session that the caller may see."""
-
+class AccessibleSearchOwner(RequestModel):  # every session that the caller may see
     type: Literal["accessible"] = "accessible"
 
 
 class UserSearchOwner(RequestModel):
-    """The sessions of these users."""
-
     type: Literal["user"] = "user"
     owner_urns: list[str] = Field(min_length=1, max_length=10)
 
@@ -229,26 +181,18 @@ SearchOwner = Annotated[OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner
 
 
 class ActiveSessionStatusQuery(RequestModel):
-    """Open sessions."""
-
     type: Literal["active"] = "active"
 
 
 class CancelledSessionStatusQuery(RequestModel):
-    """Cancelled sessions."""
-
     type: Literal["cancelled"] = "cancelled"
 
 
 class FailedSessionStatusQuery(RequestModel):
-    """Failed sessions."""
-
     type: Literal["failed"] = "failed"
 
 
 class ClientFinishedSessionStatusQuery(RequestModel):
-    """Sessions closed by their client, for one of `reasons` if given."""
-
     type: Literal["client_finished"] = "client_finished"
     reasons: list[ClientSessionFinishReasonType] | None = None
 
@@ -263,8 +207,6 @@ SessionStatusQuery = Annotated[
 
 
 class SessionSearchCursor(ReplyModel):
-    """The start of the next page."""
-
     last_created_at: AwareDatetime
     last_session_id: str
 
@@ -297,7 +239,5 @@ class SessionSummary(ReplyModel):
 
 
 class SessionSearchResponse(ReplyModel):
-    """One page of sessions."""
-
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

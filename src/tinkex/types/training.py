@@ -33,8 +33,6 @@ CustomLossNodeOp = Literal["placeholder", "get_attr", "call_function", "call_met
 
 
 class CreateModelRequest(RequestModel):
-    """Start a run on a base model."""
-
     session_id: str
     model_seq_id: Count
     base_model: str
@@ -45,44 +43,32 @@ class CreateModelRequest(RequestModel):
 
 
 class CreateModelResponse(ReplyModel):
-    """The run's id."""
-
     model_id: str
     type: Literal["create_model"] = "create_model"
 
 
-class UnloadModelRequest(RequestModel):
-    """Unload a run. Clients up to 0.25.0 send it."""
-
+class UnloadModelRequest(RequestModel):  # sent by clients up to 0.25.0
     model_id: str
     type: Literal["unload_model"] = "unload_model"
 
 
 class UnloadModelResponse(ReplyModel):
-    """The run is unloaded."""
-
     model_id: str
     type: Literal["unload_model"] | None = None
 
 
 class GetInfoRequest(RequestModel):
-    """Get a run's base model, adapter and optimizer."""
-
     model_id: str
     type: Literal["get_info"] = "get_info"
 
 
 class ModelData(ReplyModel):
-    """The base model of a run."""
-
     arch: str | None = None
     model_name: str | None = None
     tokenizer_id: str | None = None
 
 
 class GetInfoResponse(ReplyModel):
-    """A run's base model, adapter and optimizer."""
-
     type: Literal["get_info"] | None = None
     model_data: ModelData
     model_id: str
@@ -137,8 +123,6 @@ class OptimStepRequest(RequestModel):
 
 
 class OptimStepResponse(ReplyModel):
-    """The metrics of a step."""
-
     metrics: dict[str, float] | None = None
 
     @field_serializer("metrics", when_used="json")
@@ -168,8 +152,6 @@ class TrainingRun(ReplyModel):
 
 
 class ListTrainingRunsRequest(RequestModel):
-    """List runs, newest first, one page."""
-
     limit: Count = 20
     offset: Count = 0
     access_scope: AccessScope = "owned"
@@ -177,15 +159,11 @@ class ListTrainingRunsRequest(RequestModel):
 
 
 class TrainingRunsResponse(ReplyModel):
-    """One page of runs."""
-
     training_runs: list[TrainingRun]
     cursor: Cursor
 
 
 class GetTrainingRunRequest(RequestModel):
-    """Get one run."""
-
     training_run_id: str
     access_scope: AccessScope = "owned"
 
@@ -211,15 +189,11 @@ class CustomLossNode(RequestModel):
 
 
 class CustomLossGraph(RequestModel):
-    """The computation of one datum's loss."""
-
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
 
 
 class CreateCustomLossRequest(RequestModel):
-    """Upload a custom loss."""
-
     session_id: str
     custom_loss_seq_id: Count
     name: str
@@ -228,8 +202,6 @@ class CreateCustomLossRequest(RequestModel):
     type: Literal["create_custom_loss"] = "create_custom_loss"
 
 
-class CreateCustomLossResponse(ReplyModel):
-    """The id of an uploaded loss, for `loss_fn_config`."""
-
+class CreateCustomLossResponse(ReplyModel):  # the id is for loss_fn_config
     loss_id: str
     type: Literal["create_custom_loss"] = "create_custom_loss"

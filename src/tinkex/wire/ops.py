@@ -1,8 +1,7 @@
 """The table of operations: method, path, request, reply and result of every endpoint.
 
 The server mounts its routes from this table, the client sends by it, and the service has one method per row.
-An operation with a future replies `UntypedAPIFuture`; RETRIEVE_FUTURE then returns its `result`. Knows types
-only: codec.py turns values into bytes.
+Knows types only: codec.py turns values into bytes.
 """
 
 from __future__ import annotations
@@ -14,16 +13,7 @@ from functools import cached_property
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
-from tinkex.types import (
-    billing,
-    checkpoints,
-    config,
-    futures,
-    sampling,
-    sessions,
-    telemetry,
-    training,
-)
+from tinkex.types import checkpoints, config, futures, reports, sampling, sessions, training
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 
@@ -46,20 +36,21 @@ class Pool(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Op(Generic[Req, Reply]):
-    """One operation. `path` is in Starlette's syntax; its placeholders are fields of the request.
+    """One operation. Its name is that of its constant, in lower case; its default path is its name.
 
-    The remaining fields of a GET or DELETE go in its query string.
+    The path's placeholders, in Starlette's syntax, are fields of the request. The remaining fields of a GET
+    or DELETE go in its query string. One with a future replies UntypedAPIFuture, and RETRIEVE_FUTURE then
+    returns its `result`.
     """
 
-    name: str
-    method: str
-    path: str
     request: type[Req]
     reply: type[Reply]
-    result: type[Any] | None = None  # the type of its future's result
-    request_type: str = ""  # the header X-Tinker-Request-Type of a retrieval
+    method: str = "POST"
+    path: str = ""
     pool: Pool = Pool.REST
     retry: bool = True  # False: the caller repeats it at its own pace, so the transport must not
+    result: type[Any] | None = None  # the type of its future's result
+    name: str = ""
 
     @cached_property
     def placeholders(self) -> dict[str, bool]:
@@ -70,197 +61,124 @@ class Op(Generic[Req, Reply]):
     def has_future(self) -> bool:
         return self.result is not None
 
-
-_V1 = "/api/v1"
-_RUN = f"{_V1}/training_runs/{{training_run_id}}"
-_CHECKPOINT = f"{_RUN}/checkpoints/{{checkpoint_id:path}}"
-_SESSION = f"{_V1}/sessions/{{session_id}}"
+    @cached_property
+    def request_type(self) -> str:
+        """The header X-Tinker-Request-Type of a retrieval."""
+        return self.name.title().replace("_", "") if self.has_future else ""
 
 
 def _with_future(
-    name: str, request: type[Req], result: type[Any], *, path: str | None = None, pool: Pool = Pool.TRAIN
+    request: type[Req], result: type[Any], path: str = "", pool: Pool = Pool.TRAIN
 ) -> Op[Req, UntypedAPIFuture]:
-    request_type = name.title().replace("_", "")
-    return Op(name, "POST", path or f"{_V1}/{name}", request, UntypedAPIFuture, result, request_type, pool)
+    return Op(request, UntypedAPIFuture, "POST", path, pool, result=result)
 
 
+_RUN = "training_runs/{training_run_id}"
+_CHECKPOINT = f"{_RUN}/checkpoints/{{checkpoint_id:path}}"
+_SESSION = "sessions/{session_id}"
+
+# fmt: off
 # -- server and credentials ------------------------------------------------------------------------------
 
-GET_CLIENT_CONFIG = Op(
-    "get_client_config", "POST", f"{_V1}/client/config", config.ClientConfigRequest,
-    config.ClientConfigResponse, pool=Pool.SESSION,
-)  # fmt: skip
-GET_DYNAMIC_CONFIG = Op(
-    "get_dynamic_config", "POST", f"{_V1}/client/dynamic_config", config.ClientConfigRequest,
-    config.ClientDynamicConfigResponse, pool=Pool.SESSION, retry=False,
-)  # fmt: skip
-GET_AUTH_TOKEN = Op(
-    "get_auth_token", "POST", f"{_V1}/auth/token", config.EmptyRequest, config.AuthTokenResponse,
-    pool=Pool.SESSION,
-)  # fmt: skip
-GET_API_KEY = Op("get_api_key", "GET", f"{_V1}/auth/apikey/me", config.EmptyRequest, config.ApiKeyResponse)
-DELETE_API_KEY = Op("delete_api_key", "DELETE", f"{_V1}/auth/apikey/me", config.EmptyRequest, NoneType)
-GET_HEALTH = Op("get_health", "GET", f"{_V1}/healthz", config.EmptyRequest, config.HealthResponse)
-GET_SERVER_CAPABILITIES = Op(
-    "get_server_capabilities", "GET", f"{_V1}/get_server_capabilities", config.EmptyRequest,
-    config.GetServerCapabilitiesResponse,
-)  # fmt: skip
-GET_TOKENIZER_FILE = Op(  # our extension
-    "get_tokenizer_file", "GET", f"{_V1}/models/{{model_name:path}}/tokenizer/{{file}}",
-    config.TokenizerFileRequest, bytes,
-)  # fmt: skip
-SEND_TELEMETRY = Op(
-    "send_telemetry", "POST", f"{_V1}/telemetry", telemetry.TelemetrySendRequest,
-    telemetry.TelemetryResponse, pool=Pool.TELEMETRY,
-)  # fmt: skip
+GET_CLIENT_CONFIG = Op(config.ClientConfigRequest, config.ClientConfigResponse, "POST", "client/config",
+                       Pool.SESSION)
+GET_DYNAMIC_CONFIG = Op(config.ClientConfigRequest, config.ClientDynamicConfigResponse, "POST",
+                        "client/dynamic_config", Pool.SESSION, retry=False)
+GET_AUTH_TOKEN = Op(config.EmptyRequest, config.AuthTokenResponse, "POST", "auth/token", Pool.SESSION)
+GET_API_KEY = Op(config.EmptyRequest, config.ApiKeyResponse, "GET", "auth/apikey/me")
+DELETE_API_KEY = Op(config.EmptyRequest, NoneType, "DELETE", "auth/apikey/me")
+GET_HEALTH = Op(config.EmptyRequest, config.HealthResponse, "GET", "healthz")
+GET_SERVER_CAPABILITIES = Op(config.EmptyRequest, config.GetServerCapabilitiesResponse, "GET")
+GET_TOKENIZER_FILE = Op(config.TokenizerFileRequest, bytes, "GET",  # our extension
+                        "models/{model_name:path}/tokenizer/{file}")
+SEND_TELEMETRY = Op(reports.TelemetrySendRequest, reports.TelemetryResponse, "POST", "telemetry",
+                    Pool.TELEMETRY)
 
 # -- sessions --------------------------------------------------------------------------------------------
 
-CREATE_SESSION = Op(
-    "create_session", "POST", f"{_V1}/create_session", sessions.CreateSessionRequest,
-    sessions.CreateSessionResponse, pool=Pool.SESSION,
-)  # fmt: skip
-SESSION_HEARTBEAT = Op(
-    "session_heartbeat", "POST", f"{_V1}/session_heartbeat", sessions.SessionHeartbeatRequest,
-    sessions.SessionHeartbeatResponse, pool=Pool.SESSION, retry=False,
-)  # fmt: skip
-FINISH_SESSION = Op(
-    "finish_session", "POST", f"{_SESSION}/finish", sessions.FinishSessionRequest, NoneType, pool=Pool.SESSION
-)
-SEARCH_SESSIONS = Op(
-    "search_sessions", "POST", f"{_V1}/sessions/search", sessions.SessionSearchRequest,
-    sessions.SessionSearchResponse,
-)  # fmt: skip
-LIST_SESSIONS = Op(
-    "list_sessions", "GET", f"{_V1}/sessions", sessions.ListSessionsRequest, sessions.ListSessionsResponse
-)
-GET_SESSION = Op("get_session", "GET", _SESSION, sessions.GetSessionRequest, sessions.GetSessionResponse)
-ASSIGN_SESSION_PROJECT = Op(
-    "assign_session_project", "PUT", f"{_SESSION}/project", sessions.AssignSessionProjectRequest, NoneType
-)
-EXPORT_SESSION_TRACE = Op(
-    "export_session_trace", "GET", f"{_SESSION}/trace_export", sessions.ExportSessionTraceRequest,
-    sessions.SessionTraceExportResponse,
-)  # fmt: skip
+CREATE_SESSION = Op(sessions.CreateSessionRequest, sessions.CreateSessionResponse, pool=Pool.SESSION)
+SESSION_HEARTBEAT = Op(sessions.SessionHeartbeatRequest, sessions.SessionHeartbeatResponse,
+                       pool=Pool.SESSION, retry=False)
+FINISH_SESSION = Op(sessions.FinishSessionRequest, NoneType, "POST", f"{_SESSION}/finish", Pool.SESSION)
+SEARCH_SESSIONS = Op(sessions.SessionSearchRequest, sessions.SessionSearchResponse, "POST", "sessions/search")
+LIST_SESSIONS = Op(sessions.ListSessionsRequest, sessions.ListSessionsResponse, "GET", "sessions")
+GET_SESSION = Op(sessions.GetSessionRequest, sessions.GetSessionResponse, "GET", _SESSION)
+ASSIGN_SESSION_PROJECT = Op(sessions.AssignSessionProjectRequest, NoneType, "PUT", f"{_SESSION}/project")
+EXPORT_SESSION_TRACE = Op(sessions.ExportSessionTraceRequest, sessions.SessionTraceExportResponse, "GET",
+                          f"{_SESSION}/trace_export")
 
 # -- runs ------------------------------------------------------------------------------------------------
 
-CREATE_MODEL = _with_future("create_model", training.CreateModelRequest, training.CreateModelResponse)
+CREATE_MODEL = _with_future(training.CreateModelRequest, training.CreateModelResponse)
 # Used by clients up to 0.25.0
-UNLOAD_MODEL = _with_future("unload_model", training.UnloadModelRequest, training.UnloadModelResponse)
-GET_INFO = Op("get_info", "POST", f"{_V1}/get_info", training.GetInfoRequest, training.GetInfoResponse)
-FORWARD_BACKWARD = _with_future("forward_backward", training.ForwardBackwardRequest, ForwardBackwardOutput)
+UNLOAD_MODEL = _with_future(training.UnloadModelRequest, training.UnloadModelResponse)
+GET_INFO = Op(training.GetInfoRequest, training.GetInfoResponse)
+FORWARD_BACKWARD = _with_future(training.ForwardBackwardRequest, ForwardBackwardOutput)
 # Used by clients up to 0.24.1; newer ones set forward_only
-FORWARD = _with_future("forward", training.ForwardBackwardRequest, ForwardBackwardOutput)
-OPTIM_STEP = _with_future("optim_step", training.OptimStepRequest, training.OptimStepResponse)
-CREATE_CUSTOM_LOSS = _with_future(
-    "create_custom_loss", training.CreateCustomLossRequest, training.CreateCustomLossResponse
-)
-LIST_TRAINING_RUNS = Op(
-    "list_training_runs", "GET", f"{_V1}/training_runs", training.ListTrainingRunsRequest,
-    training.TrainingRunsResponse,
-)  # fmt: skip
-GET_TRAINING_RUN = Op("get_training_run", "GET", _RUN, training.GetTrainingRunRequest, training.TrainingRun)
-GET_RUN_METRICS = Op(  # our extension: JSON lines, one per step
-    "get_run_metrics", "GET", f"{_RUN}/metrics", training.GetTrainingRunRequest, bytes
-)
+FORWARD = _with_future(training.ForwardBackwardRequest, ForwardBackwardOutput)
+OPTIM_STEP = _with_future(training.OptimStepRequest, training.OptimStepResponse)
+CREATE_CUSTOM_LOSS = _with_future(training.CreateCustomLossRequest, training.CreateCustomLossResponse)
+LIST_TRAINING_RUNS = Op(training.ListTrainingRunsRequest, training.TrainingRunsResponse, "GET",
+                        "training_runs")
+GET_TRAINING_RUN = Op(training.GetTrainingRunRequest, training.TrainingRun, "GET", _RUN)
+# Our extension: JSON lines, one per step
+GET_RUN_METRICS = Op(training.GetTrainingRunRequest, bytes, "GET", f"{_RUN}/metrics")
 
 # -- checkpoints -----------------------------------------------------------------------------------------
 
-SAVE_WEIGHTS = _with_future("save_weights", checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse)
-SAVE_WEIGHTS_FOR_SAMPLER = _with_future(
-    "save_weights_for_sampler",
-    checkpoints.SaveWeightsForSamplerRequest,
-    checkpoints.SaveWeightsForSamplerResponseInternal,
-)
-SAVE_WEIGHTS_EXTERNAL = _with_future(
-    "save_weights_external",
-    checkpoints.SaveWeightsExternalRequest,
-    checkpoints.SaveWeightsExternalResponseInternal,
-)
-LOAD_WEIGHTS = _with_future("load_weights", checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse)
-GET_WEIGHTS_INFO = Op(
-    "get_weights_info", "POST", f"{_V1}/weights_info", checkpoints.WeightsInfoRequest,
-    checkpoints.WeightsInfoResponse,
-)  # fmt: skip
-COPY_WEIGHTS = Op(
-    "copy_weights", "POST", f"{_V1}/copy_weights", checkpoints.CopyWeightsRequest,
-    checkpoints.CopyWeightsResponse,
-)  # fmt: skip
-LIST_CHECKPOINTS = Op(
-    "list_checkpoints", "GET", f"{_RUN}/checkpoints", checkpoints.ListCheckpointsRequest,
-    checkpoints.CheckpointsListResponse,
-)  # fmt: skip
-LIST_USER_CHECKPOINTS = Op(
-    "list_user_checkpoints", "GET", f"{_V1}/checkpoints", checkpoints.ListUserCheckpointsRequest,
-    checkpoints.CheckpointsListResponse,
-)  # fmt: skip
+SAVE_WEIGHTS = _with_future(checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse)
+SAVE_WEIGHTS_FOR_SAMPLER = _with_future(checkpoints.SaveWeightsForSamplerRequest,
+                                        checkpoints.SaveWeightsForSamplerResponseInternal)
+SAVE_WEIGHTS_EXTERNAL = _with_future(checkpoints.SaveWeightsExternalRequest,
+                                     checkpoints.SaveWeightsExternalResponseInternal)
+LOAD_WEIGHTS = _with_future(checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse)
+GET_WEIGHTS_INFO = Op(checkpoints.WeightsInfoRequest, checkpoints.WeightsInfoResponse, "POST", "weights_info")
+COPY_WEIGHTS = Op(checkpoints.CopyWeightsRequest, checkpoints.CopyWeightsResponse)
+LIST_CHECKPOINTS = Op(checkpoints.ListCheckpointsRequest, checkpoints.CheckpointsListResponse, "GET",
+                      f"{_RUN}/checkpoints")
+LIST_USER_CHECKPOINTS = Op(checkpoints.ListUserCheckpointsRequest, checkpoints.CheckpointsListResponse, "GET",
+                           "checkpoints")
 # Before DELETE_CHECKPOINT: its placeholder would match these longer paths too.
-PUBLISH_CHECKPOINT = Op(
-    "publish_checkpoint", "POST", f"{_CHECKPOINT}/publish", checkpoints.CheckpointRequest, NoneType
-)
-UNPUBLISH_CHECKPOINT = Op(
-    "unpublish_checkpoint", "DELETE", f"{_CHECKPOINT}/publish", checkpoints.CheckpointRequest, NoneType
-)
-SET_CHECKPOINT_TTL = Op(
-    "set_checkpoint_ttl", "PUT", f"{_CHECKPOINT}/ttl", checkpoints.SetCheckpointTTLRequest, NoneType
-)
-GET_EXTERNAL_WEIGHTS_URLS = Op(
-    "get_external_weights_urls", "GET", f"{_CHECKPOINT}/external_weights_urls",
-    checkpoints.CheckpointRequest, checkpoints.ExternalWeightsUrlsResponse,
-)  # fmt: skip
-GET_CHECKPOINT_ARCHIVE_URL = Op(  # used by clients up to 0.35.0; a server may reply 302
-    "get_checkpoint_archive_url", "GET", f"{_CHECKPOINT}/archive", checkpoints.CheckpointRequest,
-    checkpoints.CheckpointArchiveUrlResponse,
-)  # fmt: skip
-DELETE_CHECKPOINT = Op("delete_checkpoint", "DELETE", _CHECKPOINT, checkpoints.CheckpointRequest, NoneType)
+PUBLISH_CHECKPOINT = Op(checkpoints.CheckpointRequest, NoneType, "POST", f"{_CHECKPOINT}/publish")
+UNPUBLISH_CHECKPOINT = Op(checkpoints.CheckpointRequest, NoneType, "DELETE", f"{_CHECKPOINT}/publish")
+SET_CHECKPOINT_TTL = Op(checkpoints.SetCheckpointTTLRequest, NoneType, "PUT", f"{_CHECKPOINT}/ttl")
+GET_EXTERNAL_WEIGHTS_URLS = Op(checkpoints.CheckpointRequest, checkpoints.ExternalWeightsUrlsResponse, "GET",
+                               f"{_CHECKPOINT}/external_weights_urls")
+# Used by clients up to 0.35.0; a server may reply 302
+GET_CHECKPOINT_ARCHIVE_URL = Op(checkpoints.CheckpointRequest, checkpoints.CheckpointArchiveUrlResponse,
+                                "GET", f"{_CHECKPOINT}/archive")
+DELETE_CHECKPOINT = Op(checkpoints.CheckpointRequest, NoneType, "DELETE", _CHECKPOINT)
 
 # -- sampling --------------------------------------------------------------------------------------------
 
-CREATE_SAMPLING_SESSION = Op(
-    "create_sampling_session", "POST", f"{_V1}/create_sampling_session",
-    sampling.CreateSamplingSessionRequest, sampling.CreateSamplingSessionResponse, pool=Pool.SAMPLE,
-)  # fmt: skip
-JOIN_SAMPLING_SESSION = Op(
-    "join_sampling_session", "POST", f"{_V1}/join_sampling_session", sampling.JoinSamplingSessionRequest,
-    sampling.JoinSamplingSessionResponse, pool=Pool.SAMPLE,
-)  # fmt: skip
-SAMPLE = _with_future(
-    "sample", sampling.SampleRequest, SampleResponse, path=f"{_V1}/asample", pool=Pool.SAMPLE
-)
-GET_SAMPLER = Op(
-    "get_sampler", "GET", f"{_V1}/samplers/{{sampler_id}}", sampling.GetSamplerRequest,
-    sampling.GetSamplerResponse,
-)  # fmt: skip
+CREATE_SAMPLING_SESSION = Op(sampling.CreateSamplingSessionRequest, sampling.CreateSamplingSessionResponse,
+                             pool=Pool.SAMPLE)
+JOIN_SAMPLING_SESSION = Op(sampling.JoinSamplingSessionRequest, sampling.JoinSamplingSessionResponse,
+                           pool=Pool.SAMPLE)
+SAMPLE = _with_future(sampling.SampleRequest, SampleResponse, "asample", Pool.SAMPLE)
+GET_SAMPLER = Op(sampling.GetSamplerRequest, sampling.GetSamplerResponse, "GET", "samplers/{sampler_id}")
 
 # -- futures ---------------------------------------------------------------------------------------------
 
-RETRIEVE_FUTURE = Op(
-    "retrieve_future", "POST", f"{_V1}/retrieve_future", futures.FutureRetrieveRequest, object,
-    pool=Pool.RETRIEVE,
-)  # fmt: skip
-RETRIEVE_FUTURES = Op(
-    "retrieve_futures", "POST", f"{_V1}/retrieve_futures", futures.FuturesRetrieveRequest,
-    futures.FuturesRetrieveResponse, pool=Pool.POLL, retry=False,
-)  # fmt: skip
-CANCEL_FUTURE = Op(
-    "cancel_future", "POST", f"{_V1}/cancel_future", futures.CancelFutureRequest, NoneType,
-    pool=Pool.RETRIEVE, retry=False,
-)  # fmt: skip
+RETRIEVE_FUTURE = Op(futures.FutureRetrieveRequest, object, pool=Pool.RETRIEVE)
+RETRIEVE_FUTURES = Op(futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse, pool=Pool.POLL,
+                      retry=False)
+CANCEL_FUTURE = Op(futures.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, retry=False)
 
 # -- audit and billing -----------------------------------------------------------------------------------
 
-GET_AUDIT_LOG = Op("get_audit_log", "GET", f"{_V1}/audit", billing.AuditLogRequest, billing.AuditLogResponse)
-GET_BILLING_USAGE = Op(
-    "get_billing_usage", "GET", f"{_V1}/billing/usage/events", billing.GetBillingUsageRequest,
-    billing.BillingUsageResponse,
-)  # fmt: skip
-GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(
-    "get_current_checkpoint_storage_usage", "GET", f"{_V1}/billing/usage/checkpoints/current",
-    billing.GetCurrentCheckpointStorageUsageRequest, billing.CurrentCheckpointStorageUsageResponse,
-)  # fmt: skip
+GET_AUDIT_LOG = Op(reports.AuditLogRequest, reports.AuditLogResponse, "GET", "audit")
+GET_BILLING_USAGE = Op(reports.GetBillingUsageRequest, reports.BillingUsageResponse, "GET",
+                       "billing/usage/events")
+GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(reports.GetCurrentCheckpointStorageUsageRequest,
+                                          reports.CurrentCheckpointStorageUsageResponse, "GET",
+                                          "billing/usage/checkpoints/current")
+# fmt: on
 
-OPS: dict[str, Op[Any, Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Op)}
+OPS: dict[str, Op[Any, Any]] = {k.lower(): v for k, v in list(globals().items()) if isinstance(v, Op)}
+for _name, _op in OPS.items():
+    object.__setattr__(_op, "name", _name)
+    object.__setattr__(_op, "path", f"/api/v1/{_op.path or _name}")
 
 # Our extension. Not in the table: its reply is a stream of events (event_codec.py) with a route of its own.
-STREAM_SAMPLE = replace(SAMPLE, name="stream_sample", path=f"{_V1}/stream_sample", pool=Pool.STREAM)
+STREAM_SAMPLE = replace(SAMPLE, name="stream_sample", path="/api/v1/stream_sample", pool=Pool.STREAM)

@@ -1,4 +1,4 @@
-"""Values of the audit log and of billing."""
+"""What is reported: the audit log, usage and its cost, and a client's telemetry (off unless turned on)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizatio
 
 
 class AuditLogRequest(RequestModel):
-    """List audit events, of one day if `day` is given."""
-
     event_type: AuditEventType = "all"
     day: date | None = None
 
 
 class AuditLogEntry(ReplyModel):
-    """One audit event."""
-
     timestamp: datetime
     event: str
     event_details: dict[str, Any] = Field(default_factory=dict)
@@ -31,50 +27,39 @@ class AuditLogEntry(ReplyModel):
 
 
 class AuditLogResponse(ReplyModel):
-    """Audit events."""
-
     entries: list[AuditLogEntry]
 
 
-class GetBillingUsageRequest(RequestModel):
-    """Get usage in a period, its end excluded."""
+# -- usage -----------------------------------------------------------------------------------------------
 
+
+class GetBillingUsageRequest(RequestModel):
     starting_on: datetime
     ending_before: datetime
 
 
 class TrainingBillingEvent(ReplyModel):
-    """Training tokens."""
-
     type: Literal["training"] = "training"
     token_count: int
 
 
 class SamplingPrefillBillingEvent(ReplyModel):
-    """Prompt tokens."""
-
     type: Literal["sampling_prefill"] = "sampling_prefill"
     cached: bool
     token_count: int
 
 
 class SamplingSampleBillingEvent(ReplyModel):
-    """Sampled tokens."""
-
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
 
 
 class CheckpointBillingEvent(ReplyModel):
-    """Checkpoints saved."""
-
     type: Literal["checkpoint"] = "checkpoint"
     count: int
 
 
 class StorageBillingEvent(ReplyModel):
-    """Storage of checkpoints."""
-
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
 
@@ -106,22 +91,16 @@ class BillingUsageEvent(ReplyModel):
 
 
 class BillingUsageSession(ReplyModel):
-    """A session named in a usage report."""
-
     user_metadata: dict[str, str] | None = None
 
 
 class BillingUsageResponse(ReplyModel):
-    """Usage, and the time up to which costs are final."""
-
     data: list[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = Field(default_factory=dict)
-    cost_data_through: datetime | None = None
+    cost_data_through: datetime | None = None  # up to when costs are final
 
 
 class GetCurrentCheckpointStorageUsageRequest(RequestModel):
-    """Get the current storage of checkpoints, in one project if it is given."""
-
     project_id: str | None = None
 
 
@@ -139,7 +118,65 @@ class CurrentCheckpointStorageUsageItem(ReplyModel):
 
 
 class CurrentCheckpointStorageUsageResponse(ReplyModel):
-    """The current storage of checkpoints."""
-
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]
+
+
+# -- telemetry -------------------------------------------------------------------------------------------
+
+EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
+Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+class _Event(ReplyModel):
+    event_id: str
+    event_session_index: int
+    severity: Severity
+    timestamp: datetime
+
+
+class SessionStartEvent(_Event):
+    event: Literal["SESSION_START"] = "SESSION_START"
+
+
+class SessionEndEvent(_Event):
+    event: Literal["SESSION_END"] = "SESSION_END"
+    duration: str
+
+
+class UnhandledExceptionEvent(_Event):
+    event: Literal["UNHANDLED_EXCEPTION"] = "UNHANDLED_EXCEPTION"
+    error_message: str
+    error_type: str
+    traceback: str | None = None
+
+
+class GenericEvent(_Event):
+    event: Literal["GENERIC_EVENT"] = "GENERIC_EVENT"
+    event_name: str
+    event_data: dict[str, Any] = Field(default_factory=dict)
+
+
+TelemetryEvent = Annotated[
+    SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent, Field(discriminator="event")
+]
+
+
+class TelemetryBatch(ReplyModel):
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str = ""
+
+
+class TelemetrySendRequest(RequestModel):
+    events: list[Annotated[TelemetryEvent | dict[str, Any], Field(union_mode="left_to_right")]]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str = ""  # clients before 0.24.0 send none
+
+
+class TelemetryResponse(ReplyModel):  # official clients retry forever unless they read exactly this
+    status: Literal["accepted"] = "accepted"
