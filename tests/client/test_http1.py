@@ -222,7 +222,7 @@ def opened(url: str, silence: float = 5.0, body: bytes | None = b"{}") -> asynci
 
 async def whole(stream: HttpStream) -> bytes:
     try:
-        return b"".join([piece async for piece in stream])
+        return b"".join([piece async for piece in stream.pieces])
     finally:
         await stream.aclose()
 
@@ -262,7 +262,7 @@ async def test_pieces_are_given_as_they_come() -> None:
 
     async with serving(answer) as (_, url):
         stream = await opened(url)
-        assert await anext(stream) == b"one"
+        assert await anext(stream.pieces) == b"one"
         go.set()
         assert await whole(stream) == b"two"
 
@@ -333,7 +333,7 @@ async def test_closing_is_noticed_by_the_server_at_once() -> None:
 
     async with serving(answer) as (_, url):
         stream = await opened(url)
-        assert await anext(stream) == b"x"
+        assert await anext(stream.pieces) == b"x"
         await stream.aclose()
         await asyncio.wait_for(gone.wait(), 2)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tinkex.client import sse
-from tinkex.client.sse import ServerSentEvent, SSEDecoder
+from tinkex.client import http_call
+from tinkex.client.http_call import ServerSentEvent, SSEDecoder
 from tinkex.errors import InvalidInputError
 
 MIXED = (
@@ -46,7 +46,7 @@ def whole(raw: bytes) -> tuple[list[ServerSentEvent], ServerSentEvent | None]:
 def decoded(pieces: list[bytes]) -> tuple[list[ServerSentEvent], ServerSentEvent | None]:
     decoder = SSEDecoder()
     events = [event for piece in pieces for event in decoder.feed(piece)]
-    return events, decoder.end()
+    return events, next(iter(decoder.feed(b"\n\n")), None)
 
 
 def test_what_the_reference_makes_of_a_mixed_stream() -> None:
@@ -115,6 +115,6 @@ def test_nothing_is_kept_but_the_event_under_way() -> None:
 
 @pytest.mark.parametrize("raw", [b"data: " + b"x" * 90, b"data: 12345678\n" * 12])
 def test_an_event_without_an_end_is_refused(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT", 80)
+    monkeypatch.setattr(http_call, "MAX_EVENT", 80)
     with pytest.raises(InvalidInputError, match="more than 80 bytes"):
         SSEDecoder().feed(raw)

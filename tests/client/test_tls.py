@@ -125,7 +125,7 @@ def test_a_session_goes_on_beating_over_another_connection(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nobody waits for a heartbeat for longer than until the next one is due."""
-    monkeypatch.setattr("tinkex.client.http_library.SILENCE", 0.2)
+    monkeypatch.setattr("tinkex.client.http_pools.SILENCE", 0.2)
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(heartbeat_interval=0.5, close=1))
     service.create_sampling_client(base_model="stub/base", timeout=20)
     old = {request.connection for request in stub.wait_for("session_heartbeat", 1)}

@@ -14,7 +14,7 @@ from tinkex.cli.target import base_url, connected, explain, is_local, rest
 from tinkex.config import HOSTED_URL, Settings, console_url
 
 if TYPE_CHECKING:
-    from tinkex.client.credential_store import CredentialStore
+    from tinkex.client.credentials import CredentialStore
     from tinkex.types.config import ApiKeyResponse
 
 _NOTHING_SET = (
@@ -35,7 +35,7 @@ def auth() -> None:
 
 
 def _store() -> CredentialStore:
-    from tinkex.client.credential_store import CredentialStore
+    from tinkex.client.credentials import CredentialStore
 
     return CredentialStore(Settings.read().credentials_file)
 
@@ -44,8 +44,7 @@ def _store() -> CredentialStore:
 @format_option
 def login() -> None:
     """Check an API key, and store it on this machine. Commands and scripts find it there."""
-    from tinkex.client.credential_store import StoredKey
-    from tinkex.client.credentials import check_key
+    from tinkex.client.credentials import StoredKey, check_key
     from tinkex.wire import ops
 
     store = _store()

@@ -3,8 +3,8 @@
     api_key=…  >  TINKER_API_KEY  >  TINKER_CREDENTIAL_CMD  >  ~/.tinker/credentials.json  >  loopback: none
 
 Promises: a key never appears in a repr, a message or a pickle; a malformed key is refused before anything is
-sent; commands run in a worker thread, one at a time. Knows nothing of HTTP: a key is exchanged for a JWT
-through the `call` that it is given.
+sent; commands run in a worker thread, one at a time; only its owner can read the file of stored keys, which
+has the format of the official command line. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from tinkex.client.credential_store import CredentialStore
 from tinkex.client.loop import off_loop
 from tinkex.config import Settings, is_loopback
 from tinkex.errors import CredentialError, InvalidInputError, TinkerError
@@ -74,8 +76,9 @@ def _identity(kind: str, secret: str) -> str:
 class Credential(ABC):
     """Something that produces the `x-api-key` header of a request."""
 
-    source: Source
-    identity: str  # a hash that tells credentials apart
+    def __init__(self, source: Source, identity: str) -> None:
+        self.source: Source = source
+        self.identity = identity  # a hash that tells credentials apart
 
     @abstractmethod
     def current(self) -> str | None:
@@ -89,6 +92,9 @@ class Credential(ABC):
         """The server refused `token`: can `token()` produce another?"""
         return False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(source={self.source!r})"
+
     def __reduce__(self) -> NoReturn:
         raise CredentialError(
             "credentials are never pickled: send their source, and find them anew with resolve_from_source"
@@ -99,8 +105,7 @@ class KeyCredential(Credential):
     """A constant key."""
 
     def __init__(self, key: str, source: Source) -> None:
-        self.source: Source = source
-        self.identity = _identity("key", key)
+        super().__init__(source, _identity("key", key))
         self._key = key
 
     def current(self) -> str | None:
@@ -109,43 +114,52 @@ class KeyCredential(Credential):
     async def token(self) -> str:
         return self._key
 
-    def __repr__(self) -> str:
-        return f"KeyCredential(source={self.source!r})"
 
+class _FetchedCredential(Credential):
+    """A token that is fetched by one task at a time, and used until shortly before it expires."""
 
-class CommandCredential(Credential):
-    """A token that a shell command prints; used for a minute, or until it expires if it says when."""
-
-    source: Source = "command"
-
-    def __init__(self, command: str, now: Callable[[], float] = time.time) -> None:
-        self.identity = _identity("command", command)
-        self._command = command
+    def __init__(self, source: Source, identity: str, now: Callable[[], float]) -> None:
+        super().__init__(source, identity)
         self._now = now
         self._token = ""
-        self._until = 0.0
-        self._running: asyncio.Task[str] | None = None
+        self._use_until = 0.0
+        self._fetching: asyncio.Task[str] | None = None
 
     def current(self) -> str | None:
-        return self._token if self._now() < self._until else None
+        return self._token if self._now() < self._use_until else None
+
+    def _fetch(self) -> asyncio.Task[str]:
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.create_task(self._renew())
+            self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._fetching
+
+    @abstractmethod
+    async def _renew(self) -> str: ...
+
+    def _use(self, token: str, life: float) -> float:
+        """Use a new token; returns its expiry, in `life` seconds unless it says when."""
+        expires, now = decode_claims(token).get("exp"), self._now()
+        if not isinstance(expires, int | float) or isinstance(expires, bool):
+            expires = now + life
+        # At least FRESH_FOR: with a clock that is wrong by hours, every request would be an exchange.
+        self._token, self._use_until = token, max(expires - REFRESH_NOW, now + FRESH_FOR)
+        return expires
+
+
+class CommandCredential(_FetchedCredential):
+    """A token that a shell command prints; used for a minute, or until it expires if it says when."""
+
+    def __init__(self, command: str, now: Callable[[], float] = time.time) -> None:
+        super().__init__("command", _identity("command", command), now)
+        self._command = command
 
     async def token(self) -> str:
-        if token := self.current():
-            return token
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._run())
-        return await asyncio.shield(self._running)
+        return self.current() or await asyncio.shield(self._fetch())
 
-    async def _run(self) -> str:
-        self._token = await off_loop(run_credential_command, self._command)
-        expires, now = _expiry(self._token), self._now()
-        self._until = now + COMMAND_TOKEN_LIFE
-        if expires is not None:
-            self._until = max(expires - REFRESH_NOW, now + FRESH_FOR)
+    async def _renew(self) -> str:
+        self._use(await off_loop(run_credential_command, self._command), COMMAND_TOKEN_LIFE + REFRESH_NOW)
         return self._token
-
-    def __repr__(self) -> str:
-        return "CommandCredential(TINKER_CREDENTIAL_CMD)"
 
 
 def run_credential_command(command: str, timeout: float = COMMAND_TIMEOUT) -> str:
@@ -160,7 +174,11 @@ def run_credential_command(command: str, timeout: float = COMMAND_TIMEOUT) -> st
     try:
         output, complaint = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill_group(process)
+        if sys.platform == "win32":
+            process.kill()
+        else:  # with its children, which hold the pipes open
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise CredentialError(f"TINKER_CREDENTIAL_CMD printed no token within {timeout:g} s") from None
     if process.returncode != 0:
@@ -171,64 +189,42 @@ def run_credential_command(command: str, timeout: float = COMMAND_TIMEOUT) -> st
     return check_key(output, "what TINKER_CREDENTIAL_CMD printed")
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    """Kill a shell and its children: they hold the pipes open."""
-    if sys.platform == "win32":
-        return process.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-class JwtCredential(Credential):
+class JwtCredential(_FetchedCredential):
     """A JWT that another credential is exchanged for, on servers that require it.
 
     It is renewed in the background five minutes before it expires, so that no call waits for that; if the
-    exchange fails, the old one is used as long as the server accepts it. One exchange runs at a time.
+    exchange fails, the old one is used as long as the server accepts it.
     """
 
     def __init__(
         self, inner: Credential, call: Callable[..., Awaitable[Any]], now: Callable[[], float] = time.time
     ) -> None:
-        self.source: Source = inner.source
-        self.identity = inner.identity
-        self.inner = inner
+        super().__init__(inner.source, inner.identity, now)
         self._call = call
-        self._now = now
-        self._jwt = ""
-        self._use_until = 0.0
         self._refresh_at = 0.0
-        self._exchange: asyncio.Task[str] | None = None
 
     def current(self) -> str | None:
-        now = self._now()
-        if now >= self._use_until:
-            return None
-        if now >= self._refresh_at:
-            self._start_exchange()
-        return self._jwt
+        jwt = super().current()
+        if jwt and self._now() >= self._refresh_at:
+            self._fetch()
+        return jwt
 
     async def token(self) -> str:
         if jwt := self.current():
             return jwt
-        exchange = self._start_exchange()
-        if not self._jwt:
+        exchange = self._fetch()
+        if not self._token:
             return await asyncio.shield(exchange)
         # A server in trouble may delay the exchange for minutes: try the old one then.
         await asyncio.wait([exchange], timeout=FRESH_FOR)
         if not exchange.done():
             self._use_until = self._now() + REFRESH_PAUSE
-        return self._jwt
+        return self._token
 
     def refused(self, token: str) -> bool:
-        if token == self._jwt:  # else it was renewed meanwhile
-            self._jwt, self._use_until = "", 0.0
+        if token == self._token:  # else it was renewed meanwhile
+            self._token, self._use_until = "", 0.0
         return True
-
-    def _start_exchange(self) -> asyncio.Task[str]:
-        if self._exchange is None or self._exchange.done():
-            self._exchange = asyncio.create_task(self._renew())
-            self._exchange.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._exchange
 
     async def _renew(self) -> str:
         from tinkex.types.config import EmptyRequest  # it imports numpy, which keys alone do not need
@@ -237,23 +233,15 @@ class JwtCredential(Credential):
         try:
             answer = await self._call(ops.GET_AUTH_TOKEN, EmptyRequest())
         except TinkerError as error:
-            if not self._jwt:
+            if not self._token:
                 raise
             log.warning("could not renew the JWT, going on with the old one: %s", error)
             self._refresh_at = self._now() + REFRESH_PAUSE
             self._use_until = max(self._use_until, self._refresh_at)
-            return self._jwt
-        self._jwt, now = answer.jwt, self._now()
-        expires = _expiry(self._jwt)
-        if expires is None:
-            expires = now + 2 * REFRESH_EARLY
-        # At least FRESH_FOR: with a clock that is wrong by hours, every request would be an exchange.
-        self._use_until = max(expires - REFRESH_NOW, now + FRESH_FOR)
-        self._refresh_at = max(expires - REFRESH_EARLY, now + FRESH_FOR)
-        return self._jwt
-
-    def __repr__(self) -> str:
-        return f"JwtCredential({self.inner!r})"
+            return self._token
+        expires = self._use(answer.jwt, 2 * REFRESH_EARLY)
+        self._refresh_at = max(expires - REFRESH_EARLY, self._now() + FRESH_FOR)
+        return self._token
 
 
 def decode_claims(token: str) -> dict[str, Any]:
@@ -270,11 +258,6 @@ def decode_claims(token: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return claims if isinstance(claims, dict) else {}
-
-
-def _expiry(token: str) -> float | None:
-    expires = decode_claims(token).get("exp")
-    return float(expires) if isinstance(expires, int | float) and not isinstance(expires, bool) else None
 
 
 # -- which one -------------------------------------------------------------------------------------------
@@ -330,3 +313,91 @@ def _find(source: str, settings: Settings) -> Credential | None:
     if source == "loopback":
         return KeyCredential(LOOPBACK_KEY, source)
     return None
+
+
+# -- the file of stored keys -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredKey:
+    """One key in the store. A `generated` one was made for this machine alone; logout deletes it."""
+
+    key: str = field(repr=False)
+    name: str = ""
+    type: Literal["manual", "generated"] = "manual"
+    note: str | None = None
+    details: Mapping[str, Any] | None = None
+
+
+class CredentialStore:
+    """The stored keys by their ids, one of which may be the default."""
+
+    VERSION = 1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def default_id(self) -> str | None:
+        content = self._load()
+        return content["default"] if content["default"] in content["keys"] else None
+
+    def default_key(self) -> StoredKey | None:
+        if (key_id := self.default_id()) is None:
+            return None
+        entry: AnyJson = self._load()["keys"][key_id]
+        if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
+            raise self._broken(f"the entry {key_id!r} has no key")
+        return StoredKey(**{f.name: entry[f.name] for f in fields(StoredKey) if f.name in entry})
+
+    def add(self, key_id: str, record: StoredKey, *, default: bool = True) -> None:
+        content = self._load()
+        content["keys"][key_id] = {name: value for name, value in vars(record).items() if value is not None}
+        if default:
+            content["default"] = key_id
+        self._save(content)
+
+    def remove(self, key_id: str) -> None:
+        content = self._load()
+        if key_id not in content["keys"]:
+            known = ", ".join(content["keys"]) or "none"
+            raise InvalidInputError(f"{self.path} has no key {key_id!r}; it has: {known}")
+        del content["keys"][key_id]
+        if content["default"] == key_id:
+            content["default"] = None
+        self._save(content)
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            content: AnyJson = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return {"version": self.VERSION, "default": None, "keys": {}}
+        except OSError as error:
+            raise CredentialError(f"cannot read the stored keys in {self.path}: {error.strerror}") from None
+        except ValueError:
+            raise self._broken("it is not JSON") from None
+        if not isinstance(content, dict) or not isinstance(content.get("keys", {}), dict):
+            raise self._broken("it is not an object with 'keys'")
+        if content.get("version", self.VERSION) != self.VERSION:
+            understood = f"and only {self.VERSION} is understood"
+            raise self._broken(f"its version is {content['version']!r}, {understood}")
+        return {"version": self.VERSION, "default": None, "keys": {}, **content}
+
+    def _broken(self, reason: str) -> CredentialError:
+        return CredentialError(
+            f"the stored keys in {self.path} cannot be used: {reason}; delete it and log in again"
+        )
+
+    def _save(self, content: dict[str, Any]) -> None:
+        folder = self.path.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        handle, part = tempfile.mkstemp(dir=folder, prefix=self.path.name)  # mkstemp makes it 0600
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self.path)
+        except BaseException:
+            Path(part).unlink(missing_ok=True)
+            raise

@@ -1,17 +1,15 @@
 """HTTP/1.1 over plain TCP, parsed by httptools.
 
-It costs a third of the CPU of a full HTTP library, because it has no TLS, proxies, redirects or HTTP/2
-(http_library.py has). Promises: arrays are written without a copy; a connection is reused only after a whole
-response; one that the server closed while idle is replaced silently, unless `resend` is off; each stream has
-a connection of its own, and closing the stream closes it. Raises OSError and nothing else. Knows nothing of
-Tinker.
+It costs a third of the CPU of a full HTTP library, because it has no TLS, proxies, redirects or HTTP/2.
+Promises: arrays are written without a copy; a connection is reused only after a whole response; each stream
+has one of its own. Raises OSError and nothing else. Knows nothing of Tinker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -34,19 +32,13 @@ class HttpRequest(NamedTuple):
     content: Body | None = None
 
 
-class HttpStream(Protocol):
-    """A response whose body is still arriving: iterate over it, and close it in any case."""
+class HttpStream(NamedTuple):
+    """A response whose body is still arriving; close it in any case."""
 
     status: int
-
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-    def __aiter__(self) -> HttpStream: ...
-
-    async def __anext__(self) -> bytes: ...
-
-    async def aclose(self) -> None: ...
+    headers: Mapping[str, str]
+    pieces: AsyncIterator[bytes]
+    aclose: Callable[[], Awaitable[None]]
 
 
 class HttpResponse(NamedTuple):
@@ -99,12 +91,9 @@ class Http1Client:
     async def stream(self, request: HttpRequest) -> HttpStream:
         """Send one request; the response, once its head is there."""
         pieces = self._write(request)
-        connection = await self._connect()
-        await connection.open_stream(pieces, self._timeout)
-        return connection
+        return await (await self._connect()).open_stream(pieces, self._timeout)
 
     def _write(self, request: HttpRequest) -> list[bytes | memoryview]:
-        """A request as a list of buffers to write; the body's own are not copied."""
         method, url, headers, content = request
         parts = [content] if isinstance(content, bytes) else list(content or ())
         lines = [f"{method} {url.removeprefix(self._origin) or '/'} HTTP/1.1", f"host: {self._netloc}"]
@@ -131,17 +120,13 @@ class Http1Client:
         return response
 
     async def _connect(self) -> _Http1Connection:
-        loop = asyncio.get_running_loop()
+        host, port, limit = self._host, self._port, self._connect_timeout
+        connect = asyncio.get_running_loop().create_connection
         try:
-            async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(
-                    lambda: _Http1Connection(self._scratch), self._host, self._port
-                )
+            async with asyncio.timeout(limit):
+                return (await connect(lambda: _Http1Connection(self._scratch), host, port))[1]
         except TimeoutError:
-            raise ConnectionError(
-                f"no connection to {self._host}:{self._port} within {self._connect_timeout:g} s"
-            ) from None
-        return connection
+            raise ConnectionError(f"no connection to {host}:{port} within {limit:g} s") from None
 
     async def aclose(self) -> None:
         self._closed = True
@@ -168,7 +153,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._used = self._reused = self._streaming = self._paused = False
         self._has_head = self._until_eof = False
         self._received = 0  # bytes, until the head is complete
-        self._silence = 0.0  # seconds that a stream may be silent
+        self._timeout = 0.0  # seconds for a response; in a stream, of silence
         self._is_active = False  # is a response expected, or arriving?
         self._chunks: list[bytes] = []  # of the body, as they arrived
         self.reusable = False
@@ -183,8 +168,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
 
     async def exchange(self, pieces: list[bytes | memoryview], timeout: float) -> HttpResponse:
         """Send a request and read the whole response."""
-        self._start(pieces)
-        await self._wait(timeout, f"no answer within {timeout:g} s")
+        await self._send(pieces, timeout, streaming=False)
         body = self._take()
         if encoding := self.headers.pop("content-encoding", ""):
             try:
@@ -193,24 +177,23 @@ class _Http1Connection(asyncio.BufferedProtocol):
                 raise ConnectionError(f"not an HTTP answer: {error}") from None
         return HttpResponse(self.status, self.headers, body)
 
-    async def open_stream(self, pieces: list[bytes | memoryview], silence: float) -> None:
-        """Send a request and read the head of the response; the connection itself is the `HttpStream`."""
-        self._silence = silence
+    async def open_stream(self, pieces: list[bytes | memoryview], silence: float) -> HttpStream:
+        """Send a request and read the head of the response; the connection itself iterates over the body."""
         try:
-            self._start(pieces, streaming=True)
-            await self._wait(silence, f"no word for {silence:g} s")
+            await self._send(pieces, silence, streaming=True)
             if encoding := self.headers.get("content-encoding"):
                 raise ConnectionError(f"a stream in {encoding}, which was not asked for")
         except BaseException:
             self.close()
             raise
+        return HttpStream(self.status, self.headers, self, self.aclose)
 
     def __aiter__(self) -> _Http1Connection:
         return self
 
     async def __anext__(self) -> bytes:
         while not self._chunks and self._is_active:
-            await self._wait(self._silence, f"no word for {self._silence:g} s")
+            await self._wait()
         if not (piece := self._take()):
             raise StopAsyncIteration
         return piece
@@ -218,25 +201,26 @@ class _Http1Connection(asyncio.BufferedProtocol):
     async def aclose(self) -> None:
         self.close()
 
-    def _start(self, pieces: list[bytes | memoryview], *, streaming: bool = False) -> None:
-        """Write a request. `_wait` then waits for its response; when `streaming`, for the next part of it."""
+    async def _send(self, pieces: list[bytes | memoryview], timeout: float, *, streaming: bool) -> None:
+        """Write a request and wait for its response; when `streaming`, for the head of it."""
         if self._socket is None:
             raise StaleConnectionError("the server closed the connection")
         self._reused, self._used = self._used, True
         self._received, self._has_head, self._until_eof = 0, False, False
-        self._streaming, self._is_active, self.reusable = streaming, True, False
+        self._timeout, self._streaming, self._is_active, self.reusable = timeout, streaming, True, False
         self._error = self._place = None
         self.status, self.headers, self._chunks = 0, {}, []
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
         self._socket.writelines(pieces)
+        await self._wait()
 
-    async def _wait(self, timeout: float, message: str) -> None:
+    async def _wait(self) -> None:
         """Wait for what the parser signals next; raise what went wrong instead."""
         if self._error is None:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout, self._fail, TimeoutError, message)
+            timer = loop.call_later(self._timeout, self._time_out)
             try:
                 await self._waiter
             finally:
@@ -244,6 +228,10 @@ class _Http1Connection(asyncio.BufferedProtocol):
                 self._waiter = None
         if self._error is not None:
             raise self._error
+
+    def _time_out(self) -> None:
+        kind = "word for" if self._streaming else "answer within"
+        self._fail(TimeoutError, f"no {kind} {self._timeout:g} s")
 
     def _take(self) -> bytes:
         """The body as far as it has arrived, and not been taken yet."""

@@ -1,20 +1,22 @@
 """One operation as HTTP: its headers, the encoding of its request, the decoding of its response, its errors.
 
 Promises: large bodies are encoded and decoded in a worker thread; medium ones on the event loop, one at a
-time, with other work in between; a response that cannot be decoded is an APIResponseValidationError. Decides
-nothing: transport and retries are http_transport.py's.
+time, with other work in between; a response that cannot be decoded is an APIResponseValidationError. A
+streamed sample arrives as server-sent events. Decides nothing: transport and retries are http_transport.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinkex import tracing
 from tinkex._version import __version__
-from tinkex.client.http1 import HttpResponse
+from tinkex.client.http1 import HttpResponse, HttpStream
+from tinkex.client.http_pools import LIBRARY_ERRORS
 from tinkex.client.loop import off_loop
 from tinkex.client.transport import AnyOp, CallContext
 from tinkex.errors import (
@@ -25,10 +27,13 @@ from tinkex.errors import (
     FailedRequest,
     FailedResponse,
     InvalidInputError,
+    StreamBrokenError,
     status_error,
 )
+from tinkex.types.sampling import SampleEvent
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
+from tinkex.wire.event_codec import read_event
 from tinkex.wire.ops import Pool
 
 # Above these sizes a body takes more than about a millisecond, and leaves the event loop.
@@ -36,6 +41,8 @@ from tinkex.wire.ops import Pool
 BIG_JSON = 128 * 1024  # bytes
 BIG_PROTO = 1024 * 1024  # bytes of a response
 MANY_DATUMS = 128  # of a pass
+MAX_EVENT = 1 << 28  # bytes of a server-sent event
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 SAMPLES = (ops.SAMPLE, ops.STREAM_SAMPLE)
 
@@ -109,26 +116,109 @@ async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: 
 
 async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) -> Any:
     """An operation's reply, or the result that was awaited."""
-    status, headers, body = response.status, response.headers, response.body
-    if (awaiting := call.context.awaiting) is not None:
-        read = partial(codec.decode_result, awaiting, status, headers, body)
-    else:
-        read = partial(codec.decode_reply, call.op, status, headers, body)
+    status, headers, body, _ = response
+    awaiting = call.context.awaiting
+    reader, op = (codec.decode_reply, call.op) if awaiting is None else (codec.decode_result, awaiting)
     try:
-        if len(body) < BIG_JSON:
-            return read()
-        if len(body) >= BIG_PROTO or codec.PROTO not in headers.get("content-type", ""):
-            return await off_loop(read)
-        await pace.turn()
-        return read()
+        if len(body) >= BIG_JSON:
+            if len(body) >= BIG_PROTO or codec.PROTO not in headers.get("content-type", ""):
+                return await off_loop(reader, op, status, headers, body)
+            await pace.turn()
+        return reader(op, status, headers, body)
     except InvalidInputError as error:
-        url = base_url + call.op.path
-        message = f"{call.op.method} {url}: the answer cannot be read: {error}"
-        refused = FailedResponse(status, headers, "", FailedRequest(call.op.method, url))
-        raise APIResponseValidationError(refused, body[:4096], message) from error
+        request = FailedRequest(call.op.method, base_url + call.op.path)
+        raise _unreadable("the answer", error, response, request, body[:4096]) from error
+
+
+# -- server-sent events ----------------------------------------------------------------------------------
+
+
+class ServerSentEvent(NamedTuple):
+    data: str
+    event: str = "message"
+
+
+class SSEDecoder:
+    """An incremental decoder by the HTML standard: bytes in, events out. Ids and retry times are ignored.
+
+    An event does not depend on how the bytes were cut, and is given with its last byte.
+
+    >>> decoder = SSEDecoder()
+    >>> decoder.feed(b"data: one\\n\\ndata: t")
+    [ServerSentEvent(data='one', event='message')]
+    >>> decoder.feed(b"wo\\r\\r")
+    [ServerSentEvent(data='two', event='message')]
+    """
+
+    def __init__(self) -> None:
+        self._line = bytearray()  # the unfinished line
+        self._first = True  # has no line ended yet?
+        self._after_cr = False  # an LF would belong to the line break before it
+        self._data: list[str] = []
+        self._size = 0
+        self._event = ""
+
+    def feed(self, data: bytes) -> list[ServerSentEvent]:
+        """The events that end in `data`."""
+        if self._after_cr and data[:1] == b"\n":
+            data = data[1:]
+        elif not data:
+            return []
+        self._after_cr = data.endswith(b"\r")
+        events: list[ServerSentEvent] = []
+        for piece in bytes(data).splitlines(keepends=True):
+            self._line += piece
+            if len(self._line) + self._size > MAX_EVENT:
+                raise InvalidInputError(f"an event of more than {MAX_EVENT} bytes")
+            if piece.endswith((b"\r", b"\n")) and not self._end_line():
+                if self._data:
+                    events.append(ServerSentEvent("\n".join(self._data), self._event or "message"))
+                self._data, self._size, self._event = [], 0, ""
+        return events
+
+    def _end_line(self) -> bool:
+        """Read the line; False if it is empty, which ends an event."""
+        raw = bytes(self._line).rstrip(b"\r\n")
+        self._line.clear()
+        if self._first:
+            self._first, raw = False, raw.removeprefix(BYTE_ORDER_MARK)
+        name, _, value = raw.decode(errors="replace").partition(":")  # a comment has no name
+        value = value.removeprefix(" ")
+        if name == "data":
+            self._data.append(value)
+            self._size += len(value) + 1
+        elif name == "event":
+            self._event = value
+        return bool(raw)
+
+
+async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEvent, None]:
+    """The events of a response of `url`. The caller stops at the last one; running past it is an error."""
+    request, decoder = FailedRequest("POST", url), SSEDecoder()
+    try:
+        if "text/event-stream" not in (kind := streamed.headers.get("content-type", "")):
+            raise InvalidInputError(f"text/event-stream was expected, got {kind or 'nothing'}")
+        piece: bytes | None = b""
+        while piece is not None:
+            piece = await anext(streamed.pieces, None)
+            for sent in decoder.feed(b"\n\n" if piece is None else piece):  # the end also ends an event
+                if (event := read_event(sent.event, sent.data)) is not None:
+                    yield event
+    except (OSError, *LIBRARY_ERRORS) as cause:
+        raise StreamBrokenError(request, f"{url} broke off: {root_cause(cause)}") from None
+    except InvalidInputError as error:
+        raise _unreadable("an event", error, streamed, request, None) from error
+    raise StreamBrokenError(request, f"{url} broke off: it ended without its result")
 
 
 # -- errors ----------------------------------------------------------------------------------------------
+
+
+def _unreadable(
+    what: str, error: Exception, got: HttpResponse | HttpStream, request: FailedRequest, body: bytes | None
+) -> APIResponseValidationError:
+    message = f"{request.method} {request.url}: {what} cannot be read: {error}"
+    return APIResponseValidationError(FailedResponse(got.status, got.headers, "", request), body, message)
 
 
 def connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
@@ -147,7 +237,7 @@ def root_cause(error: BaseException) -> str:
 
 def response_error(op: AnyOp, url: str, response: HttpResponse) -> APIError:
     """The server refused the call."""
-    status, headers, body = response.status, response.headers, response.body
+    status, headers, body, _ = response
     text, parsed = codec.decode_error(status, headers, body)
     shown = body[:4096].decode(errors="replace")
     answer = FailedResponse(status, dict(headers.items()), shown, FailedRequest(op.method, url))

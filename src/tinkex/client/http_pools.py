@@ -1,25 +1,33 @@
 """One server's HTTP connections, a pool for each kind of traffic.
 
-Promises: plain HTTP goes over our own HTTP/1.1 (http1.py), everything else through the HTTP library
-(http_library.py); redirects are followed, and only the server itself is sent a key. Raises OSError and
+Promises: plain HTTP goes over our own HTTP/1.1 (http1.py); TLS, HTTP/2 and proxies through pyqwest, which no
+other module imports; redirects are followed, and only the server itself is sent a key. Raises OSError and
 LIBRARY_ERRORS, and nothing else. Knows nothing of permits, of retries, or of what bodies mean.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
+import math
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from urllib.parse import urljoin, urlsplit
 
+import pyqwest
+
 from tinkex.client.http1 import Http1Client, HttpRequest, HttpResponse, HttpStream
-from tinkex.client.http_library import LibraryClient
+from tinkex.client.transport import AnyOp
 from tinkex.config import Timeouts
 from tinkex.wire import ops
-from tinkex.wire.ops import Op, Pool
+from tinkex.wire.ops import Pool
 
 log = logging.getLogger("tinkex")
 
+LIBRARY_ERRORS = (pyqwest.ReadError, pyqwest.WriteError, pyqwest.RemoteProtocolError)
+SILENCE = 5.0  # seconds without any response, after which a connection may be dead
 MAX_REDIRECTS = 5
 MAX_ERROR_BODY = 1 << 20  # bytes of an error that are read where a stream was expected
 
@@ -47,25 +55,15 @@ def capacities(https: bool) -> dict[Pool, int]:
     }
 
 
-class HttpClient(Protocol):
-    """What sends requests of one kind of traffic: `Http1Client` or `LibraryClient`."""
-
-    async def execute(self, request: HttpRequest) -> HttpResponse: ...
-
-    async def stream(self, request: HttpRequest) -> HttpStream: ...
-
-    async def aclose(self) -> None: ...
-
-
 class HttpPools:
     """One server's connections; `keep` says how many of each kind stay open while idle."""
 
     def __init__(self, base_url: str, timeouts: Timeouts, keep: Mapping[Pool, int], *, plain: bool) -> None:
-        self.plain = plain  # is there neither TLS nor a proxy on the way to the server?
+        self._plain = plain  # is there neither TLS nor a proxy on the way to the server?
         self._base_url, self._timeouts, self._keep = base_url, timeouts, keep
-        self._clients: dict[tuple[Pool, bool], HttpClient] = {}
+        self._clients: dict[tuple[Pool, bool], Http1Client | LibraryClient] = {}
 
-    async def send(self, op: Op[Any, Any], pool: Pool, request: HttpRequest) -> HttpResponse:
+    async def send(self, op: AnyOp, pool: Pool, request: HttpRequest) -> HttpResponse:
         """Send one request, follow redirects, and read the response."""
         response = await self._send(op, pool, request)
         for _ in range(MAX_REDIRECTS):
@@ -83,7 +81,7 @@ class HttpPools:
             log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self._base_url, note)
         return response
 
-    async def _send(self, op: Op[Any, Any], pool: Pool, request: HttpRequest) -> HttpResponse:
+    async def _send(self, op: AnyOp, pool: Pool, request: HttpRequest) -> HttpResponse:
         client = self.client(pool, request.url)
         if op is not ops.STREAM_SAMPLE:
             return await client.execute(request)
@@ -92,7 +90,7 @@ class HttpPools:
             return HttpResponse(stream.status, stream.headers, b"", stream)
         body = bytearray()
         try:
-            async for piece in stream:
+            async for piece in stream.pieces:
                 body += piece
                 if len(body) > MAX_ERROR_BODY:
                     break
@@ -100,22 +98,22 @@ class HttpPools:
             await stream.aclose()
         return HttpResponse(stream.status, stream.headers, bytes(body))
 
-    def client(self, pool: Pool, url: str) -> HttpClient:
+    def client(self, pool: Pool, url: str) -> Http1Client | LibraryClient:
         """What sends this kind of traffic to `url`."""
-        plain = self.plain and url.startswith(self._base_url + "/")
+        plain = self._plain and url.startswith(self._base_url + "/")
         if (client := self._clients.get((pool, plain))) is None:
             client = self._clients[pool, plain] = self._make(pool, plain)
         return client
 
-    def _make(self, pool: Pool, plain: bool) -> HttpClient:
+    def _make(self, pool: Pool, plain: bool) -> Http1Client | LibraryClient:
         times, keep = self._timeouts, self._keep[pool]
         timeout = times.long_poll if pool in (Pool.RETRIEVE, Pool.POLL) else times.request
-        if plain:
-            return Http1Client(
-                self._base_url, timeout=timeout, connect_timeout=times.connect, keep=keep,
-                resend=pool is not Pool.POLL,
-            )  # fmt: skip
-        return LibraryClient(timeout, times.connect, keep, streaming=pool is Pool.STREAM)
+        if not plain:
+            return LibraryClient(timeout, times.connect, keep, streaming=pool is Pool.STREAM)
+        return Http1Client(
+            self._base_url, timeout=timeout, connect_timeout=times.connect, keep=keep,
+            resend=pool is not Pool.POLL,
+        )  # fmt: skip
 
     async def aclose(self) -> None:
         clients, self._clients = self._clients, {}
@@ -123,7 +121,7 @@ class HttpPools:
             await client.aclose()
 
 
-def is_reply(op: Op[Any, Any], status: int) -> bool:
+def is_reply(op: AnyOp, status: int) -> bool:
     """Is this status what was asked for, and neither an error nor a redirect to follow?"""
     return status < 300 or status in ALSO_OK.get(op.name, ())
 
@@ -132,3 +130,73 @@ def _same_origin(url: str, base_url: str) -> bool:
     """Same host and port, and no less encrypted."""
     to, base = urlsplit(url), urlsplit(base_url)
     return to.netloc.lower() == base.netloc and to.scheme in (base.scheme, "https")
+
+
+class LibraryClient:
+    """Connections of one kind of traffic, by pyqwest.
+
+    `streaming`: `timeout` limits the silence between two pieces of a response, not the whole of it.
+    """
+
+    def __init__(self, timeout: float, connect_timeout: float, keep: int, *, streaming: bool) -> None:
+        self._patience = min(SILENCE, 0.9 * timeout)
+        self._last_response = 0.0  # by time.monotonic()
+        limit = _limit(timeout)
+        self._make = partial(
+            pyqwest.HTTPTransport,
+            timeout=None if streaming else limit,
+            read_timeout=limit if streaming else None,
+            connect_timeout=_limit(connect_timeout),
+            pool_max_idle_per_host=keep,
+            tls_include_system_certs=True,
+            follow_redirects=False,
+            enable_otel=False,
+        )
+        self._transport: pyqwest.HTTPTransport | None = None  # created on first use, and after a dead one
+
+    @contextmanager
+    def _in_use(self) -> Generator[pyqwest.HTTPTransport]:
+        """The connections; dropped after a request that timed out while nothing else was answered.
+
+        With HTTP/2 every later request would go over the same dead connection. Requests under way keep it.
+        """
+        if self._transport is None:
+            self._transport = self._make()
+            self._client = pyqwest.Client(self._transport)
+        transport, sent = self._transport, time.monotonic()
+        try:
+            yield transport
+            self._last_response = time.monotonic()
+        except (TimeoutError, asyncio.CancelledError):  # our own timeout, or the caller's
+            waited = time.monotonic() - sent
+            if waited > self._patience and self._last_response < sent and transport is self._transport:
+                self._transport = None
+            raise
+
+    async def execute(self, request: HttpRequest) -> HttpResponse:
+        method, url, headers, _ = request
+        with self._in_use():
+            response = await self._client.execute(method, url, headers, _body(request))
+        return HttpResponse(response.status, response.headers, response.content)  # type: ignore[arg-type]
+
+    async def stream(self, request: HttpRequest) -> HttpStream:
+        """Send one request; the response, once its head is there."""
+        method, url, headers, _ = request
+        sent = pyqwest.Request(method, url, pyqwest.Headers(headers), _body(request))  # type: ignore[arg-type]
+        with self._in_use() as transport:
+            response = await transport.execute(sent)
+        return HttpStream(response.status, response.headers, aiter(response.content), response.aclose)  # type: ignore[arg-type]
+
+    async def aclose(self) -> None:
+        if self._transport is not None:
+            await self._transport.aclose()
+
+
+def _body(request: HttpRequest) -> bytes | None:
+    content = request.content
+    return content if content is None or isinstance(content, bytes) else b"".join(content)
+
+
+def _limit(seconds: float) -> float | None:
+    """As pyqwest takes it: None instead of infinity."""
+    return None if math.isinf(seconds) else seconds

@@ -2,8 +2,7 @@
 
 Promises: one reply or one typed error for each call; retries by the one policy (retry.py); limits on the
 requests in flight for each kind of traffic, shared fairly between runs and samplers. A call waits in one
-place, `_attempt`, before it is sent. Encoding is in http_call.py, sockets are in http_pools.py. Knows nothing
-of sessions, runs or futures.
+place, `_attempt`, before it is sent. Knows nothing of sessions, runs or futures.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +30,14 @@ from tinkex.client.http_call import (
     encode,
     headers_of,
     owner_of,
+    read_events,
     response_error,
     root_cause,
     with_history,
 )
-from tinkex.client.http_library import LIBRARY_ERRORS
-from tinkex.client.http_pools import HttpPools, capacities, is_reply
+from tinkex.client.http_pools import LIBRARY_ERRORS, HttpPools, capacities, is_reply
 from tinkex.client.limits import FairLimiter, Permit, shared_host, shared_rate_limit
 from tinkex.client.retry import Attempt, RetryPolicy, retryable
-from tinkex.client.sse import read_events
 from tinkex.client.transport import CLOSED, NO_CONTEXT, AnyOp, CallContext
 from tinkex.config import Timeouts, is_loopback
 from tinkex.errors import (
@@ -150,11 +148,7 @@ class HttpTransport:
     # -- calls and streams -------------------------------------------------------------------------------
 
     async def call(self, op: AnyOp, request: Any, context: CallContext = NO_CONTEXT) -> Any:
-        pool = Pool.SAMPLE if context.ready else op.pool  # fetching a result that is there is no long poll
-        # One idempotency key for all attempts: the server executes the operation once.
-        key = "" if op.method == "GET" else next(self._ids)
-        owner = context.owner or owner_of(request) or key
-        call = Call(op, request, context, pool, key, owner)
+        call = self._new_call(op, request, context)
         with self._in_flight, tracing.span(f"transport {op.name}", kind="client", within=True):
             return await decode(call, await self._respond(call), self.base_url, self._pace)
 
@@ -162,7 +156,7 @@ class HttpTransport:
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
     ) -> AsyncGenerator[SampleEvent, None]:
         op = ops.STREAM_SAMPLE
-        call = Call(op, request, context, op.pool, next(self._ids), context.owner or owner_of(request))
+        call = self._new_call(op, request, context)
         with self._in_flight:
             async with self._permits[op.pool].permit(owner=call.owner):
                 with tracing.span(f"transport {op.name}", kind="client", within=True):
@@ -175,6 +169,12 @@ class HttpTransport:
                 finally:
                     await response.aclose()
 
+    def _new_call(self, op: AnyOp, request: Any, context: CallContext) -> Call:
+        pool = Pool.SAMPLE if context.ready else op.pool  # fetching a result that is there is no long poll
+        # One idempotency key for all attempts: the server executes the operation once.
+        key = "" if op.method == "GET" else next(self._ids)
+        return Call(op, request, context, pool, key, context.owner or owner_of(request) or key)
+
     # -- attempts, until there is a response -------------------------------------------------------------
 
     async def _respond(self, call: Call) -> HttpResponse:
@@ -184,15 +184,20 @@ class HttpTransport:
                 response = await self._attempt(call, proto=self._speaks_proto is not False)
                 break
             except _FailedAttemptError as failed:
-                if _is_deleted(call, failed.attempt):
-                    return HttpResponse(204, {}, b"")
-                attempt, call.error = failed.attempt, failed.error
+                attempt, lost = failed.attempt, isinstance(call.error, APIConnectionError)
+                if attempt.status == 404 and call.op.method == "DELETE" and lost:
+                    return HttpResponse(204, {}, b"")  # an earlier attempt deleted it, unnoticed
+                call.error = failed.error
                 if attempt.status == 401 and self._may_renew(call):
                     continue
             except (CredentialError, InvalidInputError) as refusal:
                 raise call.error or refusal from None  # a refusal promises that nothing was ever sent
-            if self._may_want_json(call, attempt) and (json := await self._in_json(call)) is not None:
-                return json
+            if self._may_want_json(call, attempt):
+                with suppress(_FailedAttemptError):  # then it was not about protobuf after all
+                    response = await self._attempt(call, proto=False)
+                    self._speaks_proto = False
+                    log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
+                    break
             await self._pause(call, attempt, call.error)
         if call.op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
             self._speaks_proto = True
@@ -213,7 +218,9 @@ class HttpTransport:
         probing = await self._rate.turn() if op in SAMPLES else False
         began = time.monotonic()
         try:
-            call.token = await self._api_key(call)
+            is_exchange = op is ops.GET_AUTH_TOKEN  # a JWT is asked for with the key itself
+            credential = self._exchange_credential if is_exchange else self.credential
+            call.token = credential.current() or await credential.token()
             async with self._room_for_body(call), self._permit(call):
                 # Encoded only now: of thousands that wait, none holds its body in memory.
                 encoded = await encode(
@@ -232,26 +239,18 @@ class HttpTransport:
         finally:
             if probing:
                 self._rate.finish_probe()
-        self._note_response(op, response.status)
-        if is_reply(op, response.status):
-            return response
-        attempt = Attempt(
-            response.status, response.headers, empty_body=not response.body, took=time.monotonic() - began
-        )
-        raise _FailedAttemptError(attempt, response_error(op, url, response))
-
-    def _note_response(self, op: AnyOp, status: int) -> None:
+        status = response.status
         self._reached, self._silent_since = True, None
         if status < 500:  # else it may be a proxy's
             self._last_response = time.monotonic()
         self._host.answered()
         if op in SAMPLES and status not in PAUSES:
             self._rate.succeeded()
-
-    async def _api_key(self, call: Call) -> str:
-        is_exchange = call.op is ops.GET_AUTH_TOKEN  # a JWT is asked for with the key itself
-        credential = self._exchange_credential if is_exchange else self.credential
-        return credential.current() or await credential.token()
+        if is_reply(op, status):
+            return response
+        took = time.monotonic() - began
+        attempt = Attempt(status, response.headers, empty_body=not response.body, took=took)
+        raise _FailedAttemptError(attempt, response_error(op, url, response))
 
     def _room_for_body(self, call: Call) -> Permit | nullcontext[None]:
         if (limiter := self._body_bytes.get(call.op.name)) is None:
@@ -305,10 +304,9 @@ class HttpTransport:
 
     def _may_renew(self, call: Call) -> bool:
         """Is another token worth an attempt? Once for each call."""
-        if call.renewed or call.op is ops.GET_AUTH_TOKEN or not self.credential.refused(call.token):
-            return False
+        once = not call.renewed and call.op is not ops.GET_AUTH_TOKEN
         call.renewed = True
-        return True
+        return once and self.credential.refused(call.token)
 
     def _may_want_json(self, call: Call, failed: Attempt) -> bool:
         """Was the first protobuf body refused as by a server that only speaks JSON?
@@ -319,16 +317,6 @@ class HttpTransport:
             return False
         tries = 1 if retryable(failed.status, failed.empty_body) else 0
         return failed.status in JSON_ONLY and call.tries == tries
-
-    async def _in_json(self, call: Call) -> HttpResponse | None:
-        """The response to the same request in JSON; None if it was not about protobuf after all."""
-        try:
-            response = await self._attempt(call, proto=False)
-        except _FailedAttemptError:
-            return None
-        self._speaks_proto = False
-        log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
-        return response
 
     # -- a host that cannot be reached -------------------------------------------------------------------
 
@@ -397,8 +385,3 @@ class _InFlight:
         self._tasks.discard(asyncio.current_task())
         if kind is asyncio.CancelledError and self._closed:
             raise ClientClosedError(CLOSED) from None
-
-
-def _is_deleted(call: Call, failed: Attempt) -> bool:
-    """Did an earlier attempt, whose response was lost, delete it already?"""
-    return failed.status == 404 and call.op.method == "DELETE" and isinstance(call.error, APIConnectionError)
