@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 
 from tinkex.service.rows import SamplerRow
-from tinkex.service.runs.execution import FinishedWork
+from tinkex.service.runs.execution import Execution
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
 
@@ -44,12 +44,12 @@ class Metrics:
     def count_request(self, op: str, status: int) -> None:
         self.requests[op, status] += 1
 
-    def worked(self, work: FinishedWork) -> None:
+    def worked(self, work: Execution, seconds: float) -> None:
         """The service executed a training request."""
         future = work.future
-        self.work[work.op].add(work.seconds)
-        self.waits[work.op].add(max(0.0, time.monotonic() - work.seconds - future.created))
-        if work.is_pass:
+        self.work[work.op].add(seconds)
+        self.waits[work.op].add(max(0.0, time.monotonic() - seconds - future.created))
+        if work.one_pass is not None:
             self.tokens["training"] += work.tokens
         if isinstance(future.outcome, RequestFailedResponse):
             self.failures[str(future.outcome.category)] += 1

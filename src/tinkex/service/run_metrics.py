@@ -18,7 +18,7 @@ from tinkex.service.access import Access
 from tinkex.service.home import Home
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import RunRow
-from tinkex.service.runs.execution import FinishedWork
+from tinkex.service.runs.execution import Execution
 from tinkex.types.training import GetTrainingRunRequest
 
 log = logging.getLogger("tinkex.service")
@@ -57,18 +57,22 @@ class RunMetrics:
         self._access = access
         self._windows: dict[str, _Window] = {}
 
-    def worked(self, work: FinishedWork) -> None:
+    def worked(self, work: Execution, seconds: float) -> None:
         """A training request was executed: collect a pass, write a step."""
-        run_id, future = work.row.run_id, work.future
+        run_id, future = work.run.id, work.future
         if work.op == "optim_step":
             window = self._windows.pop(run_id, _Window())
             if not future.failed:
-                window.seconds += work.seconds
-                self._write(work.row, window, future.outcome.metrics or {}, work.seq_id)
+                window.seconds += seconds
+                self._write(work.run.row, window, future.outcome.metrics or {}, work.seq_id)
         elif work.backward and not future.failed:
             window = self._windows.setdefault(run_id, _Window())
-            window.seconds += work.seconds
+            window.seconds += seconds
             window.add(future.outcome.metrics)
+
+    def forget(self, run_id: str) -> None:
+        """A run was closed: the passes after its last step are in no line."""
+        self._windows.pop(run_id, None)
 
     def _write(self, row: RunRow, window: _Window, step: dict[str, float], seq_id: int) -> None:
         line = {

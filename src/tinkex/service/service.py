@@ -36,7 +36,7 @@ from tinkex.service.polling import Polling
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.runs.accept import TrainingRequests
-from tinkex.service.runs.barriers import Barriers
+from tinkex.service.runs.execution import Barriers
 from tinkex.service.runs.journal import JournalError
 from tinkex.service.runs.listing import RunListing
 from tinkex.service.runs.manager import RunManager
@@ -276,7 +276,10 @@ class Service:
     async def _clean_up(self, session_id: str) -> None:
         """After a session: close its runs once they are idle, delete its unnamed samplers and its trace."""
         open_runs = [row for row in self.ledger.runs_of_session(session_id) if row.state != "closed"]
-        if all([await self.runs.close(row) for row in open_runs]):
+        closed = [row.run_id for row in open_runs if await self.runs.close(row)]
+        for run_id in closed:
+            self.metrics.forget(run_id)
+        if len(closed) == len(open_runs):
             await self.samplers.clean(session_id, ended=True)
             self.traces.forget(session_id)
             self.sessions.ended.discard(session_id)

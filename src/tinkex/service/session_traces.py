@@ -15,7 +15,7 @@ from tinkex.service.archive import LINK_LIFE, Link
 from tinkex.service.home import Home
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import SamplerRow
-from tinkex.service.runs.execution import FinishedWork
+from tinkex.service.runs.execution import Execution
 from tinkex.types import sessions
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
@@ -36,13 +36,12 @@ class SessionTraces:
         self._link = link
         self._traces: dict[str, deque[Event]] = {}
 
-    def worked(self, work: FinishedWork) -> None:
+    def worked(self, work: Execution, seconds: float) -> None:
         """A training request was executed."""
-        row, failed = work.row, work.future.failed
-        if work.is_pass and not failed:
+        row, failed = work.run.row, work.future.failed
+        if work.one_pass is not None and not failed:
             self._activity.count(row, {"training": work.tokens})
-        began = time.time() - work.seconds
-        self._add(row.session_id, (work.op, row.run_id, began, work.seconds, work.seq_id, failed))
+        self._add(row.session_id, (work.op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
 
     def sampled(
         self, row: SamplerRow, seconds: float, outcome: SampleResponse | RequestFailedResponse

@@ -27,7 +27,7 @@ from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow
 from tinkex.service.runs.execution import REFUSED, UNREADABLE, Unreadable, tokens_of
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalFullError
-from tinkex.service.runs.lifecycle import Run, RunState, request_id_of
+from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.scheduler import Verdict
 from tinkex.service.served_models import ServedModels
@@ -214,7 +214,7 @@ class TrainingRequests:
     async def _accept(self, run: Run, seq_id: int, op: str, request: Any, digest: bytes) -> UntypedAPIFuture:
         if why := await self._no_room(request):
             request, op = Unreadable("forward" if request.forward_only else op, why), UNREADABLE
-        request_id = request_id_of(run.id, seq_id)
+        request_id = f"{run.id}#{seq_id}"
         entry = JournalEntry(seq_id, request_id, op, request, time.time(), digest)
         await self._record(run.journal, entry)
         future = self._futures.create(run.row.owner, request_id=request_id)

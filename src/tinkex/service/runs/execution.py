@@ -1,29 +1,47 @@
-"""What a journaled request does when its turn comes: for the first time, or again after a restart.
+"""What a request does when its turn comes, for the first time or again after a restart.
 
 Replaying an answered request repeats its effect and nothing else. A pass that failed is not computed again
-and still fails its step. A save is not written again. A checkpoint that was deleted stays deleted. Knows
-nothing of order; barriers.py executes everything that is not a pass.
+and still fails its step; a save is not written again. A barrier (create, step, save, load) sees exactly the
+requests before it. A checkpoint's files are complete before its row exists, and its row before its future
+resolves. Executed again after a crash before its outcome was recorded, a barrier gives what the first time
+would have given. Knows nothing of order.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import shutil
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tinkex import tracing
-from tinkex.engine.protocol import Pass
+from tinkex.engine import protocol
+from tinkex.engine.protocol import Engine, EngineError, Pass, SaveAdapter
+from tinkex.service import encryption
+from tinkex.service.access import Access
+from tinkex.service.activity import Activity
+from tinkex.service.adapter_cache import AdapterCaches
 from tinkex.service.custom_losses import find_loss
 from tinkex.service.futures import Future
+from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
-from tinkex.service.rows import RunRow
+from tinkex.service.refusal import Caller
+from tinkex.service.rows import CheckpointKind, CheckpointRow, RunRow, SamplerRow
 from tinkex.service.runs.journal import JournalEntry
 from tinkex.service.runs.lifecycle import Run
+from tinkex.service.served_models import execute
+from tinkex.types import checkpoints as saves
+from tinkex.types import training
 from tinkex.types.data import EncodedTextChunk
-from tinkex.types.training import ForwardBackwardRequest
 
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 UNREADABLE = "unreadable"  # the op of an entry whose request could not be read
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
+EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 
 
 @dataclass(frozen=True)
@@ -40,18 +58,17 @@ class Execution:
 
     run: Run
     op: str
+    seq_id: int
     request: Any
-    future: Future | None  # None: the outcome is known, and only the effect on the run is computed again
+    future: Future
+    replayed: bool  # its outcome is known: only the effect on the run is computed again
+    tokens: int = 0
     one_pass: Pass | None = None
+    backward: bool = False  # a pass with gradients: if it fails, so must the next step of its run
     refusal: str | None = None  # fail with this message, executing nothing
     skip: bool = False  # it was done before, and what it wrote is there
-    breaks_window: bool = False  # if it fails, so must the next step of its run
-    accepted_at: float | None = None  # set if a killed process may have executed it
+    may_be_done_since: float = math.inf  # when it was accepted, if a killed process may have executed it
     hop: tracing.Hop | None = None  # its wait for its turn, when tracing is on
-
-    @property
-    def replayed(self) -> bool:
-        return self.future is None
 
     @property
     def must_succeed(self) -> bool:
@@ -59,50 +76,27 @@ class Execution:
         return self.replayed and self.refusal is None
 
 
-@dataclass(frozen=True)
-class FinishedWork:
-    """What observers are told of an executed request; replayed ones are not reported."""
-
-    row: RunRow
-    op: str
-    seq_id: int
-    tokens: int
-    seconds: float
-    future: Future
-    is_pass: bool
-    backward: bool
-
-
-def plan(
-    run: Run, entry: JournalEntry, future: Future, ledger: Ledger, accepted_at: float | None = None
-) -> Execution:
-    """What an unanswered request does; with `accepted_at` if a killed process may have executed it."""
-    request, op = entry.request, entry.op
+def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, *, again: bool) -> Execution:
+    """What a journaled request does; `again`: a killed process may have executed and not answered it."""
+    request, op, replayed = entry.request, entry.op, future.done
+    refusal = future.outcome.error if replayed and future.failed else None
+    backward, one_pass = False, None
     if isinstance(request, Unreadable):
-        breaks = request.op == "forward_backward"
-        return Execution(run, request.op, request, future, refusal=request.message, breaks_window=breaks)
-    if op == "forward_backward":
-        one_pass = _pass(run, request, ledger)
-        return Execution(run, op, request, future, one_pass, breaks_window=one_pass.backward)
-    return Execution(run, op, request, future, accepted_at=accepted_at)
+        op, refusal, backward = request.op, request.message, request.op == "forward_backward"
+    skip = replayed and refusal is None and op in SAVES
+    if isinstance(request, training.ForwardBackwardRequest):
+        backward = not request.forward_only
+        skip = replayed and refusal is None and not backward
+        if refusal is None and not skip:
+            one_pass = _pass(run, request, ledger)
+    return Execution(
+        run, op, entry.seq_id, request, future, replayed, tokens_of(request), one_pass, backward, refusal,
+        skip, entry.accepted_at if again else math.inf,
+        hop=None if replayed else tracing.begin(f"scheduler {op}"),
+    )  # fmt: skip
 
 
-def plan_replay(run: Run, entry: JournalEntry, answered: Future, ledger: Ledger) -> Execution:
-    """What an answered request does for the run to become what it was."""
-    request, op = entry.request, entry.op
-    backward = isinstance(request, ForwardBackwardRequest) and not request.forward_only
-    if isinstance(request, Unreadable):
-        breaks = request.op == "forward_backward"
-        return Execution(run, request.op, request, None, refusal=request.message, breaks_window=breaks)
-    if answered.failed:
-        return Execution(run, op, request, None, refusal=answered.outcome.error, breaks_window=backward)
-    if op in SAVES or (op == "forward_backward" and not backward):
-        return Execution(run, op, request, None, skip=True)
-    one_pass = _pass(run, request, ledger) if op == "forward_backward" else None
-    return Execution(run, op, request, None, one_pass, breaks_window=backward)
-
-
-def _pass(run: Run, request: ForwardBackwardRequest, ledger: Ledger) -> Pass:
+def _pass(run: Run, request: training.ForwardBackwardRequest, ledger: Ledger) -> Pass:
     work, custom = request.forward_backward_input, None
     config = dict(work.loss_fn_config or {})
     if work.loss_fn == "custom":
@@ -112,10 +106,170 @@ def _pass(run: Run, request: ForwardBackwardRequest, ledger: Ledger) -> Pass:
 
 def tokens_of(request: Any) -> int:
     """How many tokens a pass has; 0 for any other request."""
-    if not isinstance(request, ForwardBackwardRequest):
+    if not isinstance(request, training.ForwardBackwardRequest):
         return 0
     return sum(
         chunk.length if isinstance(chunk, EncodedTextChunk) else 1
         for datum in request.forward_backward_input.data
         for chunk in datum.model_input.chunks
     )
+
+
+@dataclass(eq=False)
+class Barriers:
+    """One method per barrier operation."""
+
+    home: Home
+    ledger: Ledger
+    access: Access
+    activity: Activity
+    adapters: AdapterCaches
+
+    def __post_init__(self) -> None:
+        self._table: dict[str, Callable[[Engine, RunRow, Execution], Awaitable[Any]]] = {
+            "create_model": self._create,
+            "optim_step": self._step,
+            "load_weights": self._load,
+            "save_weights": self._save_state,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+        }
+
+    async def execute(self, engine: Engine, work: Execution) -> Any:
+        """The result of a barrier, for the first time or replayed."""
+        if work.refusal is not None:
+            raise EngineError(work.refusal, "user")
+        return None if work.skip else await self._table[work.op](engine, work.run.row, work)
+
+    async def _create(self, engine: Engine, run: RunRow, work: Execution) -> training.CreateModelResponse:
+        await execute(engine, protocol.CreateAdapter(run.run_id, run.lora))
+        return training.CreateModelResponse(model_id=run.run_id)
+
+    async def _step(self, engine: Engine, run: RunRow, work: Execution) -> training.OptimStepResponse:
+        metrics = await execute(engine, protocol.OptimStep(run.run_id, work.request.optim_params))
+        # JSON has no NaN, and official clients take no null for a metric.
+        return training.OptimStepResponse(metrics={k: v for k, v in metrics.items() if math.isfinite(v)})
+
+    async def _load(self, engine: Engine, run: RunRow, work: Execution) -> saves.LoadWeightsResponse:
+        path, optimizer = work.request.path, work.request.optimizer
+        checkpoint = self.access.any_checkpoint(path)  # accept.py checked that it may be read
+        if checkpoint is None:
+            raise EngineError(f"{path} does not exist any more", "user")
+        if checkpoint.encrypted:
+            raise EngineError(f"{path} is encrypted: only its recipients can read it", "user")
+        if checkpoint.base_model != run.base_model:
+            raise EngineError(
+                f"{path} is for {checkpoint.base_model}, this run is on {run.base_model}", "user"
+            )
+        if optimizer and not checkpoint.with_optimizer:
+            raise EngineError(f"{path} was saved without optimizer state; load it without", "user")
+        location = str(self.home.root / checkpoint.directory)
+        await execute(engine, protocol.LoadAdapter(run.run_id, location, optimizer=optimizer))
+        return saves.LoadWeightsResponse(path=path, model_id=run.run_id, type="load_weights")
+
+    async def _save_state(self, engine: Engine, run: RunRow, work: Execution) -> saves.SaveWeightsResponse:
+        row = await self._save(engine, run, work, "weights", overwrite=work.request.overwrite, optimizer=True)
+        return saves.SaveWeightsResponse(path=row.tinker_path, type="save_weights")
+
+    async def _save_for_sampler(
+        self, engine: Engine, run: RunRow, work: Execution
+    ) -> saves.SaveWeightsForSamplerResponseInternal:
+        if work.request.path is not None:
+            saved = {"path": (await self._save(engine, run, work, "sampler_weights")).tinker_path}
+        else:
+            saved = {"sampling_session_id": await self._publish(engine, run, work)}
+        return saves.SaveWeightsForSamplerResponseInternal(**saved, type="save_weights_for_sampler")
+
+    async def _publish(self, engine: Engine, run: RunRow, work: Execution) -> str:
+        """The id of an unnamed sampler. It is on disk before it is announced: it must survive a restart."""
+        number = work.request.sampling_session_seq_id
+        directory = self.home.run_dir(run.run_id) / EPHEMERAL / str(number)
+        sampler_id = f"{run.session_id}:sample:{number}"
+        sampler = SamplerRow(
+            sampler_id, run.session_id, run.owner, run.base_model, time.time(),
+            adapter=sampler_id, adapter_dir=self.home.relative(directory),
+        )  # fmt: skip
+        kept = self.ledger.sampler(sampler_id)
+        if kept is not None and kept.adapter_dir != sampler.adapter_dir:
+            raise EngineError(f"sampler {sampler_id} exists already: use another number", "user")
+        self.home.check_disk()
+        await execute(engine, SaveAdapter(run.run_id, str(directory), overwrite=True))
+        await self._must_fit(directory)
+        exported = await execute(engine, protocol.ExportAdapter(run.run_id))
+        await self.adapters.of(engine).add(sampler, exported)
+        self.ledger.add_sampler(sampler)
+        return sampler_id
+
+    async def _save_external(
+        self, engine: Engine, run: RunRow, work: Execution
+    ) -> saves.SaveWeightsExternalResponseInternal:
+        recipients = encryption.read_recipients(work.request.age_encryption_recipients or [])
+        row = await self._save(engine, run, work, "external_weights", recipients=recipients)
+        return saves.SaveWeightsExternalResponseInternal(
+            path=row.tinker_path, size_bytes=row.size_bytes, type="save_weights_external"
+        )
+
+    async def _save(
+        self,
+        engine: Engine,
+        run: RunRow,
+        work: Execution,
+        kind: CheckpointKind,
+        *,
+        overwrite: bool = False,
+        optimizer: bool = False,
+        recipients: list[Any] | None = None,
+    ) -> CheckpointRow:
+        """Write the files, then the row."""
+        request = work.request
+        directory = self.home.run_dir(run.run_id) / kind / request.path
+        async with self.home.locked(place := self.home.relative(directory)):
+            path = f"tinker://{run.run_id}/{kind}/{request.path}"
+            kept = self.access.any_checkpoint(path)
+            if kept is not None and not overwrite and kept.created_at < work.may_be_done_since:
+                raise EngineError(f"ResourceAlreadyExists: {path} exists already", "user")
+            await self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
+            size = await _write(engine, run.run_id, directory, optimizer, recipients)
+            now = time.time()
+            row = CheckpointRow(
+                run.run_id, kind, request.path, run.owner, run.base_model, run.lora, place, size, now,
+                optimizer, run.project_id, None if request.ttl_seconds is None else now + request.ttl_seconds,
+                user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
+            )  # fmt: skip
+            if kept is None:
+                await self._must_fit(directory)
+            with self.ledger.transaction():
+                self.ledger.add_checkpoint(row, overwrite=True)
+                caller = Caller(run.owner, run.project_id)
+                self.activity.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=path)
+            self.activity.count(run, {"checkpoint": 1})
+            return row
+
+    async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
+        """A run's checkpoints of one kind are all of one size: the last one tells the next one's."""
+        last = self.ledger.latest_checkpoints([run.run_id]).get((run.run_id, kind))
+        size = 0 if last is None else last.size_bytes
+        self.home.check_disk(size)
+        if why := await self.home.over_quota(max(0, size - replaced)):
+            raise EngineError(why, "user")
+
+    async def _must_fit(self, directory: Path) -> None:
+        """Delete what has just been written, if it is more than the quota allows."""
+        if why := await self.home.over_quota(0):
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+            raise EngineError(why, "user")
+
+
+async def _write(
+    engine: Engine, run_id: str, directory: Path, optimizer: bool, recipients: list[Any] | None
+) -> int:
+    """Write a checkpoint's files, encrypted if there are recipients; returns their size."""
+    place = directory.with_name(f".{directory.name}.plain.tmp") if recipients else directory
+    try:
+        size = await execute(engine, SaveAdapter(run_id, str(place), optimizer=optimizer, overwrite=True))
+        if recipients:
+            size = await asyncio.to_thread(encryption.seal, place, directory, recipients)
+        return size
+    finally:
+        if recipients:
+            await asyncio.to_thread(shutil.rmtree, place, True)

@@ -2,7 +2,7 @@
 
 A restored run has the state of its snapshot, and then replays its journal: requests that were answered before
 have the same effect again and keep their answers. When an engine is lost, its runs are restored on a new one.
-Knows nothing of what requests mean (barriers.py does).
+Knows nothing of what requests mean (execution.py does).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from tinkex import tracing
 from tinkex.engine.protocol import EngineLost
 from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Future, Futures, QueueState, failure
@@ -23,11 +21,9 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import RunRow
-from tinkex.service.runs.barriers import Barriers
-from tinkex.service.runs.execution import Unreadable, plan, plan_replay, tokens_of
+from tinkex.service.runs.execution import Barriers, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
 from tinkex.service.runs.lifecycle import Run, RunState, run_of
-from tinkex.service.runs.residency import Residency, not_created
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
 from tinkex.service.scheduler import QueuedRequest, Scheduler
 from tinkex.service.served_models import ServedModel, ServedModels
@@ -53,7 +49,7 @@ class RunManager:
         self._home = home
         self._models = models
         self._futures = futures
-        self._residency = Residency(config, ledger)
+        self._runs: dict[str, Run] = {}
         self._barriers = barriers
         self._observers = observers
         self._opening: dict[str, asyncio.Task[Run]] = {}
@@ -62,7 +58,7 @@ class RunManager:
         self._stopping = False
 
     def get(self, run_id: str) -> Run | None:
-        return self._residency.get(run_id)
+        return self._runs.get(run_id)
 
     def queue_depths(self) -> list[tuple[str, int]]:
         """Requests accepted and not begun, by base model."""
@@ -72,7 +68,7 @@ class RunManager:
 
     async def find(self, row: RunRow) -> Run:
         """The run, from disk if need be."""
-        run = self._residency.get(row.run_id)
+        run = self._runs.get(row.run_id)
         if run is None:
             task = self._opening.get(row.run_id)
             if task is None:
@@ -134,10 +130,12 @@ class RunManager:
         """
         loop = self._loop(model)
         scheduler = loop.scheduler
-        run = Run(row, model, scheduler, journal, restored.snapshot)
-        self._residency.add(run)
+        run = Run(
+            self._config, self._ledger, self._runs, row, model, scheduler, journal, restored.snapshot
+        )  # fmt: skip
+        self._runs[run.id] = run
         if model.engine is not None:
-            self._residency.check_weights(run, model.engine)
+            run.check_weights(model.engine)
         scheduler.open(run.id, row.owner, restored.next_seq)
         for entry in restored.undelivered:  # the snapshot covers them; their results were not fetched
             self._future(run, entry).resolve(restored.outcomes[entry.request_id])
@@ -166,7 +164,7 @@ class RunManager:
     def _loop(self, model: ServedModel) -> TrainingLoop:
         if model.name not in self._loops:
             scheduler = Scheduler(gap_patience=self._config.gap_patience)
-            loop = TrainingLoop(model, scheduler, self._residency, self._barriers, self._observers)
+            loop = TrainingLoop(model, scheduler, self._barriers, self._observers)
             self._loops[model.name] = loop
             drive = asyncio.get_running_loop().create_task(self._drive(loop), name=f"training {model.name}")
             self._tasks.append(drive)
@@ -174,23 +172,19 @@ class RunManager:
 
     def schedule(self, run: Run, entry: JournalEntry, future: Future, *, again: bool = False) -> None:
         """Queue a journaled request; `again`: it may have been executed, and not answered."""
-        if future.done:
-            work = plan_replay(run, entry, future, self._ledger)
-            if entry.seq_id == 0 and future.failed and not isinstance(entry.request, Unreadable):
-                self._residency.fail_run(run, not_created(run.id, future.outcome.error))
-        else:
-            work = plan(run, entry, future, self._ledger, entry.accepted_at if again else None)
-            work = replace(work, hop=tracing.begin(f"scheduler {work.op}"))
+        work = plan(run, entry, future, self._ledger, again=again)
+        if entry.seq_id == 0 and work.replayed and future.failed and not isinstance(work.request, Unreadable):
+            run.was_not_made(future.outcome.error)
         item = QueuedRequest(
-            run.id, entry.seq_id, entry.request_id, work.one_pass is not None, tokens_of(entry.request),
-            entry.digest, work, shares=work.op == "optim_step",
+            run.id, entry.seq_id, entry.request_id, work.one_pass is not None, work.tokens, entry.digest,
+            work, shares=work.op == "optim_step",
         )  # fmt: skip
         scheduler = run.scheduler
         lost = entry.seq_id and scheduler.next_seq(run.id) == 0 and run.idle
         self._loop(run.model).submit(item)
         if lost:
             # Its client knows the run's id, so the creation was answered: it will not be sent again.
-            self._residency.cannot_restore(run, "its creation is not in its journal", "user")
+            run.cannot_restore("its creation is not in its journal", "user")
             scheduler.give_up(run.id, entry.seq_id, time.monotonic())
 
     async def _drive(self, loop: TrainingLoop) -> None:
@@ -212,14 +206,14 @@ class RunManager:
     async def _reopen_runs(self, model: ServedModel) -> None:
         """After the loss of an engine: runs go back to their files, those with unanswered requests return."""
         unanswered: list[str] = []
-        for run in self._residency.runs(model):
+        for run in [run for run in self._runs.values() if run.model is model]:
             try:
                 run.write_outcomes()
-                await self._residency.committed(run)
+                await run.committed()
                 async with run.accepting:
                     if not run.idle:
                         unanswered.append(run.id)
-                    self._residency.forget(run)
+                    run.leave_memory()
             except Exception:  # the other runs go on
                 log.exception("run %s could not be closed", run.id)
         for run_id in unanswered:
@@ -236,7 +230,7 @@ class RunManager:
 
     def queue_state(self, future: Future) -> QueueState:
         """Why a future is not done yet."""
-        run = self._residency.get(run_of(future.request_id))
+        run = self._runs.get(run_of(future.request_id))
         if run is None:
             return future.queue_state
         if run.model.loading:
@@ -272,7 +266,7 @@ class RunManager:
 
     def reread(self, session_id: str) -> None:
         """Rows of a session's runs have changed in the ledger."""
-        for run in self._residency.runs():
+        for run in list(self._runs.values()):
             if run.row.session_id == session_id:
                 run.row = self._ledger.run(run.id) or run.row
 
@@ -280,18 +274,18 @@ class RunManager:
 
     async def evict(self, run: Run) -> bool:
         """Free the device, if the run is idle; its next request brings it back."""
-        return await self._loop(run.model).between_batches(lambda: self._residency.evict(run))
+        return await self._loop(run.model).between_batches(run.evict)
 
     async def evict_idle(self, sessions: set[str]) -> None:
         """Evict the idle runs of sessions that have lapsed."""
-        for run in self._residency.runs():
+        for run in list(self._runs.values()):
             gone = run.state is RunState.EVICTED  # while another run was being evicted
             if run.row.session_id in sessions and not gone and run.idle and await self.evict(run):
                 log.info("run %s was evicted: its session has lapsed", run.id)
 
     async def close(self, row: RunRow) -> bool:
         """After a run's session has ended: delete its journal, once its requests are done."""
-        run = self._residency.get(row.run_id)
+        run = self._runs.get(row.run_id)
         if run is not None and not await self.evict(run):
             return False
         self._ledger.update_run(row.run_id, state="closed")
@@ -307,7 +301,7 @@ class RunManager:
     def forget_results(self, request_ids: Iterable[str]) -> None:
         """These results need not be kept; those that a replay may need stay until a snapshot covers them."""
         for request_id in request_ids:
-            if (run := self._residency.get(run_of(request_id))) is not None:
+            if (run := self._runs.get(run_of(request_id))) is not None:
                 run.delivered.add(request_id)
 
     async def stop(self) -> None:
@@ -316,6 +310,6 @@ class RunManager:
         for loop in self._loops.values():
             loop.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for run in self._residency.runs():
-            await self._residency.snapshot_if_changed(run)
+        for run in list(self._runs.values()):
+            await run.snapshot_if_changed()
             run.journal.close()

@@ -31,10 +31,8 @@ from tinkex.engine.protocol import (
 )
 from tinkex.service.futures import failure
 from tinkex.service.refusal import Refusal
-from tinkex.service.runs.barriers import Barriers
-from tinkex.service.runs.execution import Execution, FinishedWork
+from tinkex.service.runs.execution import Barriers, Execution
 from tinkex.service.runs.lifecycle import RunState
-from tinkex.service.runs.residency import Residency
 from tinkex.service.scheduler import QueuedRequest, Scheduler
 from tinkex.service.served_models import ServedModel, execute
 from tinkex.types.outputs import ForwardBackwardOutput
@@ -44,9 +42,9 @@ T = TypeVar("T")
 
 
 class TrainingObserver(Protocol):
-    """Counts or records executed training requests."""
+    """Counts or records executed training requests; replayed ones are not reported."""
 
-    def worked(self, work: FinishedWork, /) -> None: ...
+    def worked(self, work: Execution, seconds: float, /) -> None: ...
 
 
 class TrainingLoop:
@@ -56,13 +54,11 @@ class TrainingLoop:
         self,
         model: ServedModel,
         scheduler: Scheduler,
-        residency: Residency,
         barriers: Barriers,
         observers: Sequence[TrainingObserver],
     ) -> None:
         self.model = model
         self.scheduler = scheduler
-        self._residency = residency
         self._barriers = barriers
         self._observers = observers
         self._between: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
@@ -131,7 +127,9 @@ class TrainingLoop:
             engine = await self.model.load()
         except Exception as error:
             for item in batch:
-                self._finish([item], started, _load_failure(item, error))
+                # Only for a run that is being created can it be the user's mistake.
+                creates = item.seq_id == 0 and not item.payload.must_succeed
+                self._finish([item], started, error if creates else EngineError(str(error), "server"))
             return
         if self._engine is not None and self._engine() is not engine:
             raise EngineLost("a sample noticed that the engine was lost")
@@ -139,7 +137,7 @@ class TrainingLoop:
         ready: list[QueuedRequest] = []
         for item in batch:  # one after the other: each may need room on the device
             try:
-                await self._residency.make_resident(engine, item.payload.run, item.seq_id)
+                await item.payload.run.make_resident(engine, item.seq_id)
                 ready.append(item)
             except EngineLost:
                 raise
@@ -148,7 +146,9 @@ class TrainingLoop:
         if ready and ready[0].is_pass:
             await self._finishing(ready, started, self._passes(engine, ready))
         else:
-            barriers = [self._finishing([item], started, self._barrier(engine, item)) for item in ready]
+            barriers = [
+                self._finishing([item], started, self._barrier(engine, item.payload)) for item in ready
+            ]
             ended = await asyncio.gather(*barriers, return_exceptions=True)
             for error in filter(None, ended):
                 raise error
@@ -167,55 +167,46 @@ class TrainingLoop:
         """The runs may go on: at once, not when everything in the same batch has ended."""
         now = time.monotonic()
         for item in batch:
+            work: Execution = item.payload
             try:
                 if error is not None:
-                    self._fail(item, error)
-                self._observe(item, now - started)
+                    _fail(work, error)
+                for observer in () if work.replayed else self._observers:
+                    observer.worked(work, now - started)
             except Exception:  # a ledger that cannot be written, say: the run must not wait for ever
-                log.exception("%s of %s could not be recorded", item.payload.op, item.run)
+                log.exception("%s of %s could not be recorded", work.op, item.run)
             finally:
                 self.scheduler.done(item, now)
 
-    def _observe(self, item: QueuedRequest, seconds: float) -> None:
-        work: Execution = item.payload
-        if work.future is not None:
-            one_pass = work.one_pass
-            finished = FinishedWork(
-                work.run.row, work.op, item.seq_id, item.tokens, seconds, work.future,
-                item.is_pass, one_pass is not None and one_pass.backward,
-            )  # fmt: skip
-            for observer in self._observers:
-                observer.worked(finished)
-
     async def _passes(self, engine: Engine, batch: list[QueuedRequest]) -> None:
-        passes: list[Pass] = [item.payload.one_pass for item in batch]
-        for item, one_pass in zip(batch, passes, strict=True):
-            item.payload.run.has_gradients |= one_pass.backward
-        with _traced(batch):
-            outcomes = await _compute(engine, tuple(passes))
-        for item, outcome in zip(batch, outcomes, strict=True):
+        works: list[Execution] = [item.payload for item in batch]
+        for work in works:
+            work.run.has_gradients |= work.backward
+        with _traced(works):
+            outcomes = await _compute(engine, tuple(work.one_pass for work in works if work.one_pass))
+        for work, outcome in zip(works, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                self._fail(item, EngineError(outcome.message, outcome.category))
+                _fail(work, EngineError(outcome.message, outcome.category))
             else:
-                self._residency.resolve(item.payload, outcome)
-        for item in {item.run: item for item in batch}.values():  # the last one of each run
-            if not item.payload.run.has_gradients:
-                await self._residency.after_pass(engine, item.payload.run, item.seq_id + 1)
+                work.run.resolve(work.future, outcome)
+        for work in {work.run: work for work in works}.values():  # the last one of each run
+            if not work.run.has_gradients:
+                await work.run.after_pass(engine, work.seq_id + 1)
 
-    async def _barrier(self, engine: Engine, item: QueuedRequest) -> None:
-        work: Execution = item.payload
-        with _traced([item]):
+    async def _barrier(self, engine: Engine, work: Execution) -> None:
+        run, loads = work.run, work.op == "load_weights"
+        with _traced([work]):
             if work.op == "optim_step":
                 await self._step(engine, work)
             else:
                 outcome = await self._barriers.execute(engine, work)
-                if work.op in ("create_model", "load_weights") and not work.run.resident:
-                    work.run.move(RunState.RESIDENT)
-                self._residency.resolve(work, outcome)
-            if work.op == "load_weights":
-                work.run.clear_gradients()  # as loading did on the device
-            if work.op in ("optim_step", "load_weights"):
-                await self._residency.after_step(engine, work, item.seq_id + 1)
+                if (loads or work.op == "create_model") and not run.resident:
+                    run.move(RunState.RESIDENT)
+                run.resolve(work.future, outcome)
+            if loads:
+                run.clear_gradients()  # as loading did on the device
+            if loads or work.op == "optim_step":
+                await run.after_step(engine, work.seq_id + 1, loaded=loads)
 
     async def _step(self, engine: Engine, work: Execution) -> None:
         run, failed_pass = work.run, work.run.failed_pass
@@ -227,7 +218,7 @@ class TrainingLoop:
                     "discarded with it",
                     "user",
                 )
-            self._residency.resolve(work, await self._barriers.execute(engine, work))
+            run.resolve(work.future, await self._barriers.execute(engine, work))
         except EngineLost:
             raise
         except Exception:
@@ -235,30 +226,19 @@ class TrainingLoop:
                 await execute(engine, ClearGradients(run.id))
             raise
 
-    def _fail(self, item: QueuedRequest, error: Exception) -> None:
-        work: Execution = item.payload
-        category = error.category if isinstance(error, EngineError) else "server"
-        if isinstance(error, Refusal):
-            category = "user" if error.status < 500 else "server"
-        elif not isinstance(error, EngineError):
-            log.exception("%s of %s failed", work.op, item.run, exc_info=error)
-        message = str(error) or type(error).__name__
-        if work.breaks_window:
-            work.run.has_gradients, work.run.failed_pass = True, work.run.failed_pass or message
-        if work.must_succeed:
-            self._residency.diverged(work, item.seq_id, message, category)
-        self._residency.resolve(work, failure(message, category))
 
-
-def _load_failure(item: QueuedRequest, error: Exception) -> Exception:
-    """Why a base model could not be loaded, as a failure of `item`.
-
-    Only for a run that is being created can it be the user's mistake. Any other run stays on disk as it is.
-    """
-    work: Execution = item.payload
-    if item.seq_id == 0 and not work.must_succeed:
-        return error
-    return EngineError(str(error), "server")
+def _fail(work: Execution, error: Exception) -> None:
+    run, category = work.run, error.category if isinstance(error, EngineError) else "server"
+    if isinstance(error, Refusal):
+        category = "user" if error.status < 500 else "server"
+    elif not isinstance(error, EngineError):
+        log.exception("%s of %s failed", work.op, run.id, exc_info=error)
+    message = str(error) or type(error).__name__
+    if work.backward:
+        run.has_gradients, run.failed_pass = True, run.failed_pass or message
+    if work.must_succeed and not run.problem:
+        run.cannot_restore(f"{work.op} {work.seq_id} had succeeded and now failed ({message})", category)
+    run.resolve(work.future, failure(message, category))
 
 
 async def _compute(engine: Engine, passes: tuple[Pass, ...]) -> list[ForwardBackwardOutput | Failure]:
@@ -280,11 +260,11 @@ async def _settle(function: Callable[[], Awaitable[Any]], done: asyncio.Future[A
             done.set_result(result)
 
 
-def _traced(batch: list[QueuedRequest]) -> AbstractContextManager[Any]:
+def _traced(works: list[Execution]) -> AbstractContextManager[Any]:
     """The engine's span: part of the first request's trace, linked to those of the others in the batch."""
-    hops = [item.payload.hop for item in batch if item.payload.hop is not None]
+    hops = [work.hop for work in works if work.hop is not None]
     if not hops:
         return contextlib.nullcontext()
-    name = f"engine {batch[0].payload.op}"
-    hop = tracing.begin(name, parent=hops[0], links=hops[1:], tinkex_requests=len(batch))
+    name = f"engine {works[0].op}"
+    hop = tracing.begin(name, parent=hops[0], links=hops[1:], tinkex_requests=len(works))
     return contextlib.nullcontext() if hop is None else hop
