@@ -16,7 +16,6 @@ import click
 
 from tinkex.cli.output import bar, note
 from tinkex.cli.target import connected
-from tinkex.client.checkpoints import CheckpointMethods
 from tinkex.client.download import Progress, download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
 from tinkex.errors import (
@@ -67,7 +66,7 @@ def _fetch(
 
 
 def _export(
-    rest: CheckpointMethods, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    rest: RestClient, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
 ) -> None:
     """Load the checkpoint into a run, export that, download the export and delete it."""
     import tinkex

@@ -8,16 +8,14 @@ from __future__ import annotations
 from datetime import date, datetime
 
 from tinkex.client.base_client import BaseClient
-from tinkex.client.future import APIFuture, Within
+from tinkex.client.future import APIFuture
+from tinkex.client.twins import awaited
 from tinkex.errors import InvalidInputError
 from tinkex.types.reports import (
     AuditEventType,
-    AuditLogRequest,
     AuditLogResponse,
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
-    GetBillingUsageRequest,
-    GetCurrentCheckpointStorageUsageRequest,
 )
 from tinkex.wire import ops
 
@@ -33,45 +31,26 @@ class AdminClient(BaseClient):
         self, event_type: AuditEventType = "all", day: date | None = None
     ) -> APIFuture[AuditLogResponse]:
         """Return audit events, of one type or all, on `day` or the latest ones."""
-        request = AuditLogRequest(event_type=event_type, day=day)
-        return self._submit(ops.GET_AUDIT_LOG, request, "get_audit_log")
+        return self._submit(ops.GET_AUDIT_LOG, event_type=event_type, day=day)
 
-    async def get_audit_log_async(
-        self, event_type: AuditEventType = "all", day: date | None = None, *, timeout: float | None = None
-    ) -> AuditLogResponse:
-        """Like `get_audit_log`, awaited."""
-        return await Within(timeout).result_async(self.get_audit_log(event_type, day))
+    get_audit_log_async = awaited(get_audit_log)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> APIFuture[BillingUsageResponse]:
         """Return usage per hour, from `starting_on` up to but excluding `ending_before`."""
-        request = GetBillingUsageRequest(
-            starting_on=_moment("starting_on", starting_on),
-            ending_before=_moment("ending_before", ending_before),
-        )
-        return self._submit(ops.GET_BILLING_USAGE, request, "get_billing_usage")
+        start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
+        return self._submit(ops.GET_BILLING_USAGE, starting_on=start, ending_before=end)
 
-    async def get_billing_usage_async(
-        self, starting_on: datetime | str, ending_before: datetime | str, *, timeout: float | None = None
-    ) -> BillingUsageResponse:
-        """Like `get_billing_usage`, awaited."""
-        return await Within(timeout).result_async(self.get_billing_usage(starting_on, ending_before))
+    get_billing_usage_async = awaited(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         """Return the storage that checkpoints use now, in one project or in all."""
-        request = GetCurrentCheckpointStorageUsageRequest(project_id=project_id)
-        return self._submit(
-            ops.GET_CURRENT_CHECKPOINT_STORAGE_USAGE, request, "get_current_checkpoint_storage_usage"
-        )
+        return self._submit(ops.GET_CURRENT_CHECKPOINT_STORAGE_USAGE, project_id=project_id)
 
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None, *, timeout: float | None = None
-    ) -> CurrentCheckpointStorageUsageResponse:
-        """Like `get_current_checkpoint_storage_usage`, awaited."""
-        return await Within(timeout).result_async(self.get_current_checkpoint_storage_usage(project_id))
+    get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
 
 def _moment(name: str, value: datetime | str) -> datetime:

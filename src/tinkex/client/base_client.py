@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,7 +21,7 @@ from tinkex.config import LOCAL
 from tinkex.errors import InvalidInputError
 from tinkex.wire.ops import Op
 
-Req = TypeVar("Req")
+T = TypeVar("T")
 Reply = TypeVar("Reply")
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -51,8 +52,22 @@ class BaseClient:
         self._owns_connection = connection is None
         self._connection = connection or connect(base_url, api_key)
 
-    def _submit(self, op: Op[Req, Reply], request: Req, method: str) -> APIFuture[Reply]:
-        return self._connection.submit(op, request, CallContext(method))
+    def _submit(self, op: Op[Any, Reply], method: str = "", /, **fields: Any) -> APIFuture[Reply]:
+        """Do an operation; `method` is the public one's name, if it is another than the operation's."""
+        return self._connection.submit(op, _request(op, fields), CallContext(method or op.name))
+
+    def _convert(self, op: Op[Any, Any], convert: Callable[[Any], T], /, **fields: Any) -> APIFuture[T]:
+        """Do an operation and convert its reply."""
+        request = _request(op, fields)
+
+        async def call() -> T:
+            return convert(await self._connection.call(op, request, CallContext(op.name)))
+
+        return self._start(call, op.name)
+
+    def _start(self, make: Callable[[], Coroutine[Any, Any, T]], method: str) -> APIFuture[T]:
+        self._connection.check_open()
+        return start(make, method)
 
     def get_telemetry(self) -> Telemetry | None:
         """The connection's telemetry; None if it is off."""
@@ -80,6 +95,14 @@ class BaseClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._connection.base_url or LOCAL!r})"
+
+
+def _request(op: Op[Any, Any], fields: dict[str, Any]) -> Any:
+    """An operation's request; ids that go into the path of its URL are checked."""
+    for name, may_have_slashes in op.placeholders.items():
+        if not may_have_slashes:
+            check_id(name, fields[name])
+    return op.request(**fields)
 
 
 def check_text(name: str, value: object) -> None:

@@ -314,24 +314,6 @@ async def _drive(coroutine: Coroutine[Any, Any, T], future: APIFuture[T], hop: t
             raise
 
 
-class Within:
-    """A limit in seconds for one wait, checked before the request is made.
-
-    In `Within(timeout).result(self.call())` Python evaluates `Within(timeout)` first, so a bad timeout is
-    refused before `call` sends anything.
-    """
-
-    def __init__(self, timeout: float | None) -> None:
-        check_timeout(timeout)
-        self._timeout = timeout
-
-    def result(self, future: APIFuture[T]) -> T:
-        return future.result(self._timeout)
-
-    async def result_async(self, future: APIFuture[T]) -> T:
-        return await future.result_async(self._timeout)
-
-
 async def owned(future: APIFuture[T], timeout: float | None) -> T:
     """Await a future that only this task has: cancelling the task cancels the request."""
     try:

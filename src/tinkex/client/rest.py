@@ -1,4 +1,4 @@
-"""RestClient: look up and manage runs, sessions and samplers; its checkpoint methods are in checkpoints.py.
+"""RestClient: look up and manage runs, checkpoints, sessions and samplers.
 
 Promises: the official names, parameters and defaults; `x()` returns a future at once, `await x_async()` the
 result; an impossible path or id is refused at the call. `iter_…` methods fetch listings page by page. Needs
@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 from datetime import date, datetime
+from typing import Any, TypeVar
 
 from tinkex.client.admin import AdminClient
-from tinkex.client.base_client import check_id, warn_caller
-from tinkex.client.checkpoints import CheckpointMethods
+from tinkex.client.base_client import BaseClient, check_id, check_ttl, warn_caller
 from tinkex.client.credentials import decode_claims
-from tinkex.client.future import APIFuture, Within, check_timeout, start
+from tinkex.client.future import APIFuture, check_timeout
 from tinkex.client.rest_results import Listing, StepMetrics, check_page_size
 from tinkex.client.transport import CallContext
+from tinkex.client.twins import awaited
 from tinkex.errors import (
     CredentialError,
     ExperimentalWarning,
@@ -27,7 +28,14 @@ from tinkex.errors import (
     RequestFailedError,
     ResultTimeoutError,
 )
-from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.types.checkpoints import (
+    Checkpoint,
+    CheckpointArchiveUrlResponse,
+    CheckpointsListResponse,
+    ExternalWeightsUrlsResponse,
+    ParsedCheckpointTinkerPath,
+    WeightsInfoResponse,
+)
 from tinkex.types.config import WhoamiResponse
 from tinkex.types.reports import (
     AuditEventType,
@@ -35,12 +43,10 @@ from tinkex.types.reports import (
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
 )
-from tinkex.types.sampling import GetSamplerRequest, GetSamplerResponse
+from tinkex.types.sampling import GetSamplerResponse
 from tinkex.types.sessions import (
     AccessScope,
-    AssignSessionProjectRequest,
     ExportSessionTraceRequest,
-    GetSessionRequest,
     GetSessionResponse,
     ListSessionsRequest,
     ListSessionsResponse,
@@ -48,20 +54,22 @@ from tinkex.types.sessions import (
     SessionSearchResponse,
 )
 from tinkex.types.training import (
-    GetTrainingRunRequest,
     ListTrainingRunsRequest,
     TrainingRun,
     TrainingRunsResponse,
 )
 from tinkex.wire import ops
+from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
+Reply = TypeVar("Reply")
+_parse = ParsedCheckpointTinkerPath.from_tinker_path
 
 TRACE_POLL_INTERVAL = 5.0
 TRACE_TIMEOUT = 1800.0  # seconds that the server may take to build a trace
 
 
-class RestClient(CheckpointMethods):
+class RestClient(BaseClient):
     """Look up and manage the runs, checkpoints and sessions of a server.
 
     >>> rest = RestClient()  # doctest: +SKIP
@@ -78,34 +86,19 @@ class RestClient(CheckpointMethods):
 
         >>> rest.get_training_run(run_id).result().base_model  # doctest: +SKIP
         """
-        request = GetTrainingRunRequest(
-            training_run_id=check_id("training_run_id", training_run_id), access_scope=access_scope
-        )
-        return self._submit(ops.GET_TRAINING_RUN, request, "get_training_run")
+        return self._submit(ops.GET_TRAINING_RUN, training_run_id=training_run_id, access_scope=access_scope)
 
-    async def get_training_run_async(
-        self, training_run_id: str, access_scope: AccessScope = "owned", *, timeout: float | None = None
-    ) -> TrainingRun:
-        """Like `get_training_run`, awaited."""
-        return await Within(timeout).result_async(self.get_training_run(training_run_id, access_scope))
+    get_training_run_async = awaited(get_training_run)
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[TrainingRun]:
         """Return the record of the run that saved a checkpoint."""
-        request = GetTrainingRunRequest(
-            training_run_id=ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id,
-            access_scope=access_scope,
-        )
-        return self._submit(ops.GET_TRAINING_RUN, request, "get_training_run_by_tinker_path")
+        run_id = _parse(tinker_path).training_run_id
+        method = "get_training_run_by_tinker_path"
+        return self._submit(ops.GET_TRAINING_RUN, method, training_run_id=run_id, access_scope=access_scope)
 
-    async def get_training_run_by_tinker_path_async(
-        self, tinker_path: str, access_scope: AccessScope = "owned", *, timeout: float | None = None
-    ) -> TrainingRun:
-        """Like `get_training_run_by_tinker_path`, awaited."""
-        return await Within(timeout).result_async(
-            self.get_training_run_by_tinker_path(tinker_path, access_scope)
-        )
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     def list_training_runs(
         self,
@@ -115,24 +108,12 @@ class RestClient(CheckpointMethods):
         project_id: str | None = None,
     ) -> APIFuture[TrainingRunsResponse]:
         """Return one page of runs, newest first; `iter_training_runs` iterates over all."""
-        request = ListTrainingRunsRequest(
-            limit=limit, offset=offset, access_scope=access_scope, project_id=project_id
-        )
-        return self._submit(ops.LIST_TRAINING_RUNS, request, "list_training_runs")
+        return self._submit(
+            ops.LIST_TRAINING_RUNS,
+            limit=limit, offset=offset, access_scope=access_scope, project_id=project_id,
+        )  # fmt: skip
 
-    async def list_training_runs_async(
-        self,
-        limit: int = 20,
-        offset: int = 0,
-        access_scope: AccessScope = "owned",
-        project_id: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingRunsResponse:
-        """Like `list_training_runs`, awaited."""
-        return await Within(timeout).result_async(
-            self.list_training_runs(limit, offset, access_scope, project_id)
-        )
+    list_training_runs_async = awaited(list_training_runs)
 
     def iter_training_runs(
         self,
@@ -147,11 +128,9 @@ class RestClient(CheckpointMethods):
         >>> [run.training_run_id for run in rest.iter_training_runs()]  # doctest: +SKIP
         """
         check_page_size(page_size)
-        request = ListTrainingRunsRequest(limit=page_size, access_scope=access_scope, project_id=project_id)
+        ListTrainingRunsRequest(access_scope=access_scope, project_id=project_id)  # refuses bad ones now
         return Listing(
-            lambda offset: self._submit(
-                ops.LIST_TRAINING_RUNS, request.model_copy(update={"offset": offset}), "list_training_runs"
-            ),
+            lambda offset: self.list_training_runs(page_size, offset, access_scope, project_id),
             items=lambda page: page.training_runs,
             identify=lambda run: run.training_run_id,
             total=lambda page: page.cursor.total_count,
@@ -163,20 +142,146 @@ class RestClient(CheckpointMethods):
 
         >>> [line["loss"] for line in rest.get_run_metrics(run_id).result()]  # doctest: +SKIP
         """
-        request = GetTrainingRunRequest(training_run_id=check_id("training_run_id", training_run_id))
+        parse = StepMetrics.from_json_lines
+        return self._convert(ops.GET_RUN_METRICS, parse, training_run_id=training_run_id)
 
-        async def fetch() -> StepMetrics:
-            lines = await self._connection.call(ops.GET_RUN_METRICS, request, CallContext("get_run_metrics"))
-            return StepMetrics.from_json_lines(lines)
+    get_run_metrics_async = awaited(get_run_metrics)
 
-        self._connection.check_open()
-        return start(fetch, "get_run_metrics")
+    # -- checkpoints -------------------------------------------------------------------------------------
 
-    async def get_run_metrics_async(
-        self, training_run_id: str, *, timeout: float | None = None
-    ) -> StepMetrics:
-        """Like `get_run_metrics`, awaited."""
-        return await Within(timeout).result_async(self.get_run_metrics(training_run_id))
+    def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
+        """Return the checkpoints of one run."""
+        return self._submit(ops.LIST_CHECKPOINTS, training_run_id=training_run_id)
+
+    list_checkpoints_async = awaited(list_checkpoints)
+
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
+        """Return one page of your checkpoints, newest first; `iter_checkpoints` iterates over all."""
+        return self._submit(ops.LIST_USER_CHECKPOINTS, limit=limit, offset=offset)
+
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+
+    def iter_checkpoints(
+        self, training_run_id: str | None = None, *, page_size: int = 1000, timeout: float | None = None
+    ) -> Listing[CheckpointsListResponse, Checkpoint]:
+        """Iterate over the checkpoints of one run, or all of yours; `timeout` limits the wait for each page.
+
+        >>> [checkpoint.tinker_path for checkpoint in rest.iter_checkpoints(run_id)]  # doctest: +SKIP
+        """
+        check_page_size(page_size)
+        run_id = training_run_id if training_run_id is None else check_id("training_run_id", training_run_id)
+
+        def fetch(offset: int) -> APIFuture[CheckpointsListResponse]:
+            return (
+                self.list_user_checkpoints(page_size, offset)
+                if run_id is None
+                else self.list_checkpoints(run_id)
+            )
+
+        def total(page: CheckpointsListResponse) -> int | None:
+            if run_id is not None:
+                return len(page.checkpoints)  # a run's checkpoints come in one page
+            return page.cursor.total_count if page.cursor else None
+
+        return Listing(
+            fetch,
+            items=lambda page: page.checkpoints,
+            identify=lambda checkpoint: checkpoint.tinker_path,
+            total=total,
+            timeout=timeout,
+        )
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        """Return what a run needs to load a checkpoint: base model, rank and trained layers."""
+        path = _parse(tinker_path).tinker_path
+        return self._submit(ops.GET_WEIGHTS_INFO, "get_weights_info_by_tinker_path", tinker_path=path)
+
+    def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
+        """Return the download URLs of an exported checkpoint's files."""
+        if _parse(tinker_path).checkpoint_type != "external":
+            raise InvalidInputError(
+                "only exported checkpoints (save_weights_external) have files to download: expected "
+                f"tinker://RUN/external_weights/NAME, got {tinker_path!r}"
+            )
+        return self._of_checkpoint(ops.GET_EXTERNAL_WEIGHTS_URLS, tinker_path, by_path=False)
+
+    get_external_weights_urls_async = awaited(get_external_weights_urls)
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """Return the download URL of a checkpoint as one tar file.
+
+        A server builds the file on the first request and answers 503 meanwhile; the client waits up to five
+        minutes. Hosted Tinker no longer offers this (see save_weights_external); Tinkex servers do.
+        """
+        path = _path(training_run_id, checkpoint_id)
+        return self._of_checkpoint(ops.GET_CHECKPOINT_ARCHIVE_URL, path, by_path=False)
+
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """Return the download URL of a checkpoint as one tar file, by its path."""
+        return self._of_checkpoint(ops.GET_CHECKPOINT_ARCHIVE_URL, tinker_path)
+
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
+        """Delete a checkpoint permanently."""
+        path = _path(training_run_id, checkpoint_id)
+        return self._of_checkpoint(ops.DELETE_CHECKPOINT, path, by_path=False)
+
+    delete_checkpoint_async = awaited(delete_checkpoint)
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Delete a checkpoint permanently, by its path."""
+        return self._of_checkpoint(ops.DELETE_CHECKPOINT, tinker_path)
+
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Make a checkpoint readable for everyone."""
+        return self._of_checkpoint(ops.PUBLISH_CHECKPOINT, tinker_path)
+
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Make a published checkpoint private again."""
+        return self._of_checkpoint(ops.UNPUBLISH_CHECKPOINT, tinker_path)
+
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> APIFuture[None]:
+        """Let a checkpoint expire `ttl_seconds` from now; None: never."""
+        return self._of_checkpoint(ops.SET_CHECKPOINT_TTL, tinker_path, ttl_seconds=check_ttl(ttl_seconds))
+
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into a project (by default TINKER_PROJECT_ID); returns the copy's path."""
+        project = destination_project_id or self._connection.settings.project_id
+        if not project:
+            raise InvalidInputError(
+                "copy_weights needs a project: pass destination_project_id or set TINKER_PROJECT_ID"
+            )
+        return self._convert(
+            ops.COPY_WEIGHTS, lambda reply: reply.tinker_path, source_path=_parse(path).tinker_path,
+            destination_project_id=project, ttl_seconds=check_ttl(ttl_seconds),
+            weights_access_token=weights_access_token,
+        )  # fmt: skip
+
+    copy_weights_async = awaited(copy_weights)
 
     # -- sessions and samplers ---------------------------------------------------------------------------
 
@@ -184,43 +289,26 @@ class RestClient(CheckpointMethods):
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[GetSessionResponse]:
         """Return the runs and samplers of a session."""
-        request = GetSessionRequest(session_id=check_id("session_id", session_id), access_scope=access_scope)
-        return self._submit(ops.GET_SESSION, request, "get_session")
+        return self._submit(ops.GET_SESSION, session_id=session_id, access_scope=access_scope)
 
-    async def get_session_async(
-        self, session_id: str, access_scope: AccessScope = "owned", *, timeout: float | None = None
-    ) -> GetSessionResponse:
-        """Like `get_session`, awaited."""
-        return await Within(timeout).result_async(self.get_session(session_id, access_scope))
+    get_session_async = awaited(get_session)
 
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[ListSessionsResponse]:
         """Return one page of session ids, newest first; `iter_sessions` iterates over all."""
-        request = ListSessionsRequest(limit=limit, offset=offset, access_scope=access_scope)
-        return self._submit(ops.LIST_SESSIONS, request, "list_sessions")
+        return self._submit(ops.LIST_SESSIONS, limit=limit, offset=offset, access_scope=access_scope)
 
-    async def list_sessions_async(
-        self,
-        limit: int = 20,
-        offset: int = 0,
-        access_scope: AccessScope = "owned",
-        *,
-        timeout: float | None = None,
-    ) -> ListSessionsResponse:
-        """Like `list_sessions`, awaited."""
-        return await Within(timeout).result_async(self.list_sessions(limit, offset, access_scope))
+    list_sessions_async = awaited(list_sessions)
 
     def iter_sessions(
         self, access_scope: AccessScope = "owned", *, page_size: int = 100, timeout: float | None = None
     ) -> Listing[ListSessionsResponse, str]:
         """Iterate over all session ids, newest first; `timeout` limits the wait for each page."""
         check_page_size(page_size)
-        request = ListSessionsRequest(limit=page_size, access_scope=access_scope)
+        ListSessionsRequest(access_scope=access_scope)  # refuses a bad one now
         return Listing(
-            lambda offset: self._submit(
-                ops.LIST_SESSIONS, request.model_copy(update={"offset": offset}), "list_sessions"
-            ),
+            lambda offset: self.list_sessions(page_size, offset, access_scope),
             items=lambda page: page.sessions,
             identify=str,
             timeout=timeout,
@@ -228,33 +316,21 @@ class RestClient(CheckpointMethods):
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         """Return one page of the sessions that match; `next_cursor` starts the next page. Experimental."""
-        _warn_experimental("search_sessions")
-        return self._search(request)
-
-    async def search_sessions_async(
-        self, request: SessionSearchRequest, *, timeout: float | None = None
-    ) -> SessionSearchResponse:
-        """Like `search_sessions`, awaited."""
-        _warn_experimental("search_sessions_async")
-        return await Within(timeout).result_async(self._search(request))
-
-    def _search(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
+        warn_caller(
+            "RestClient.search_sessions is experimental and may change without notice", ExperimentalWarning
+        )
         if not isinstance(request, SessionSearchRequest):
             raise InvalidInputError(f"request must be a SessionSearchRequest, got {type(request).__name__}")
-        return self._submit(ops.SEARCH_SESSIONS, request, "search_sessions")
+        return self._connection.submit(ops.SEARCH_SESSIONS, request, CallContext("search_sessions"))
+
+    search_sessions_async = awaited(search_sessions)
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Move a session into a project."""
-        request = AssignSessionProjectRequest(
-            session_id=check_id("session_id", session_id), project_id=check_id("project_id", project_id)
-        )
-        return self._submit(ops.ASSIGN_SESSION_PROJECT, request, "assign_session_project")
+        project = check_id("project_id", project_id)
+        return self._submit(ops.ASSIGN_SESSION_PROJECT, session_id=session_id, project_id=project)
 
-    async def assign_session_project_async(
-        self, session_id: str, project_id: str, *, timeout: float | None = None
-    ) -> None:
-        """Like `assign_session_project`, awaited."""
-        return await Within(timeout).result_async(self.assign_session_project(session_id, project_id))
+    assign_session_project_async = awaited(assign_session_project)
 
     def export_session_trace(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
@@ -265,14 +341,13 @@ class RestClient(CheckpointMethods):
         """
         check_timeout(timeout)
         request = ExportSessionTraceRequest(session_id=check_id("session_id", session_id))
-        self._connection.check_open()
-        return start(lambda: self._trace_url(request, timeout), "export_session_trace")
+        return self._start(lambda: self._trace_url(request, timeout), "export_session_trace")
 
     async def export_session_trace_async(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
     ) -> str:
         """Like `export_session_trace`, awaited."""
-        return await Within(timeout).result_async(self.export_session_trace(session_id, timeout=timeout))
+        return await self.export_session_trace(session_id, timeout=timeout).result_async(timeout)
 
     async def _trace_url(self, request: ExportSessionTraceRequest, timeout: float | None) -> str:
         started, logged = time.monotonic(), False
@@ -301,35 +376,27 @@ class RestClient(CheckpointMethods):
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
         """Return the base model and the adapter of a sampler."""
-        request = GetSamplerRequest(sampler_id=check_id("sampler_id", sampler_id))
-        return self._submit(ops.GET_SAMPLER, request, "get_sampler")
+        return self._submit(ops.GET_SAMPLER, sampler_id=sampler_id)
 
-    async def get_sampler_async(self, sampler_id: str, *, timeout: float | None = None) -> GetSamplerResponse:
-        """Like `get_sampler`, awaited."""
-        return await Within(timeout).result_async(self.get_sampler(sampler_id))
+    get_sampler_async = awaited(get_sampler)
 
     # -- the account -------------------------------------------------------------------------------------
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
         """Return the owner of the API key in use, read from the JWT that the key was exchanged for."""
-        self._connection.check_open()
-        return start(self._whoami, "whoami")
+        return self._start(self._whoami, "whoami")
 
     async def _whoami(self) -> WhoamiResponse:
         await self._connection.open()
         credential = self._connection.transport.credential
-        token = await credential.token() if credential is not None else ""
-        claims = decode_claims(token)
+        claims = decode_claims(await credential.token() if credential is not None else "")
         if "sub" not in claims:
             raise CredentialError(
                 f"whoami reads a JWT, and {self._connection.base_url or 'the local service'} takes plain API "
                 "keys, which do not say whose they are"
             )
-        return WhoamiResponse(
-            user_urn=claims["sub"],
-            org_urn=f"tml:organization:{claims.get('org_id')}",
-            email=claims.get("email"),
-        )
+        organization = f"tml:organization:{claims.get('org_id')}"
+        return WhoamiResponse(user_urn=claims["sub"], org_urn=organization, email=claims.get("email"))
 
     # -- moved to AdminClient ----------------------------------------------------------------------------
 
@@ -339,12 +406,7 @@ class RestClient(CheckpointMethods):
         """Deprecated: use `AdminClient.get_audit_log`."""
         return self._admin("get_audit_log").get_audit_log(event_type, day)
 
-    async def get_audit_log_async(
-        self, event_type: AuditEventType = "all", day: date | None = None, *, timeout: float | None = None
-    ) -> AuditLogResponse:
-        """Deprecated: use `AdminClient.get_audit_log_async`."""
-        admin = self._admin("get_audit_log_async")
-        return await admin.get_audit_log_async(event_type, day, timeout=timeout)
+    get_audit_log_async = awaited(get_audit_log)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
@@ -352,12 +414,7 @@ class RestClient(CheckpointMethods):
         """Deprecated: use `AdminClient.get_billing_usage`."""
         return self._admin("get_billing_usage").get_billing_usage(starting_on, ending_before)
 
-    async def get_billing_usage_async(
-        self, starting_on: datetime | str, ending_before: datetime | str, *, timeout: float | None = None
-    ) -> BillingUsageResponse:
-        """Deprecated: use `AdminClient.get_billing_usage_async`."""
-        admin = self._admin("get_billing_usage_async")
-        return await admin.get_billing_usage_async(starting_on, ending_before, timeout=timeout)
+    get_billing_usage_async = awaited(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
@@ -366,19 +423,26 @@ class RestClient(CheckpointMethods):
         admin = self._admin("get_current_checkpoint_storage_usage")
         return admin.get_current_checkpoint_storage_usage(project_id)
 
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None, *, timeout: float | None = None
-    ) -> CurrentCheckpointStorageUsageResponse:
-        """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage_async`."""
-        admin = self._admin("get_current_checkpoint_storage_usage_async")
-        return await admin.get_current_checkpoint_storage_usage_async(project_id, timeout=timeout)
+    get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
-    def _admin(self, method: str) -> AdminClient:
+    def _admin(self, name: str) -> AdminClient:
         warn_caller(
-            f"RestClient.{method} is deprecated: it moved to AdminClient.{method}", DeprecationWarning
+            f"RestClient.{name} is deprecated, and so is its twin: they moved to AdminClient.{name} and "
+            f"AdminClient.{name}_async",
+            DeprecationWarning,
         )
         return AdminClient(self._connection)
 
+    def _of_checkpoint(
+        self, op: Op[Any, Reply], tinker_path: str, *, by_path: bool = True, **fields: Any
+    ) -> APIFuture[Reply]:
+        """Do an operation on a checkpoint; `by_path`: the public method is called …_from_tinker_path."""
+        parsed = _parse(tinker_path)
+        return self._submit(
+            op, f"{op.name}_from_tinker_path" if by_path else op.name,
+            training_run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id, **fields,
+        )  # fmt: skip
 
-def _warn_experimental(name: str) -> None:
-    warn_caller(f"RestClient.{name} is experimental and may change without notice", ExperimentalWarning)
+
+def _path(training_run_id: str, checkpoint_id: str) -> str:
+    return f"tinker://{check_id('training_run_id', training_run_id)}/{checkpoint_id}"

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tinkex.client import tokenizer_files
-from tinkex.client.future import APIFuture, Within, check_timeout, owned, start
+from tinkex.client.future import APIFuture, check_timeout, start
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sample_sender import SampleSender, check_request
@@ -24,6 +24,7 @@ from tinkex.client.server_connection import check_headers, connect, is_public
 from tinkex.client.session import Session
 from tinkex.client.streaming import SampleStream, TokenBuffer
 from tinkex.client.telemetry import Telemetry
+from tinkex.client.twins import awaited, blocking
 from tinkex.config import Timeouts
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.types.data import ModelInput
@@ -32,7 +33,6 @@ from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     GetSamplerRequest,
-    GetSamplerResponse,
     SampleRequest,
 )
 from tinkex.types.tensor import TensorData
@@ -99,27 +99,7 @@ class SamplingClient:
         self._check(request)
         return start(lambda: self._sender.send(request), "sample")
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> SampleResponse:
-        """Like `sample`, awaited; cancelling the task that awaits it cancels the sample."""
-        check_timeout(timeout)
-        future = self.sample(
-            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs,
-            topk_sample_logprobs, target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n,
-        )  # fmt: skip
-        return await owned(future, timeout)
+    sample_async = awaited(sample, cancels=True)
 
     def sample_stream(
         self,
@@ -178,12 +158,7 @@ class SamplingClient:
 
         return start(score, "compute_logprobs")
 
-    async def compute_logprobs_async(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None, *, timeout: float | None = None
-    ) -> list[float | None]:
-        """Like `compute_logprobs`, awaited; cancelling the task that awaits it cancels the request."""
-        check_timeout(timeout)
-        return await owned(self.compute_logprobs(prompt, prompt_logprobs_last_n), timeout)
+    compute_logprobs_async = awaited(compute_logprobs, cancels=True)
 
     def _check(self, request: SampleRequest) -> None:
         self._connection.check_open()
@@ -199,36 +174,36 @@ class SamplingClient:
 
     # -- about the sampler -------------------------------------------------------------------------------
 
-    def get_base_model(self, *, timeout: float | None = None) -> str:
+    @blocking
+    def get_base_model(self) -> APIFuture[str]:
         """Return the name of the base model.
 
         >>> sampler.get_base_model()                                            # doctest: +SKIP
         """
-        return Within(timeout).result(self._info()).base_model
+        return start(self._base_model, "get_base_model")
 
-    async def get_base_model_async(self, *, timeout: float | None = None) -> str:
-        """Like `get_base_model`, awaited."""
-        return (await Within(timeout).result_async(self._info())).base_model
+    get_base_model_async = awaited(get_base_model)
 
-    def _info(self) -> APIFuture[GetSamplerResponse]:
-        return self._connection.submit(
-            ops.GET_SAMPLER, GetSamplerRequest(sampler_id=self._sampling_session_id)
-        )
+    async def _base_model(self) -> str:
+        request = GetSamplerRequest(sampler_id=self._sampling_session_id)
+        return (await self._connection.call(ops.GET_SAMPLER, request)).base_model
 
-    def get_tokenizer(self, *, timeout: float | None = None) -> Any:
+    @blocking
+    def get_tokenizer(self) -> APIFuture[Any]:
         """Load the base model's tokenizer, a transformers one; it is cached.
 
         `sampler.get_tokenizer().decode(tokens)`
         """
-        return Within(timeout).result(start(self._tokenizer, "tokenizer"))
+        return start(self._tokenizer, "tokenizer")
 
     # Not a coroutine function: programs that patch every coroutine function expect only the official ones.
     def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
         """Like `get_tokenizer`, awaited."""
-        return Within(timeout).result_async(start(self._tokenizer, "tokenizer"))
+        check_timeout(timeout)
+        return start(self._tokenizer, "tokenizer").result_async(timeout)
 
     async def _tokenizer(self) -> Any:
-        return await tokenizer_files.load(self._connection, (await self._info()).base_model)
+        return await tokenizer_files.load(self._connection, await self._base_model())
 
     def get_telemetry(self) -> Telemetry | None:
         """Return what reports failures to the server; None unless telemetry is on."""

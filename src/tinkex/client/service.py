@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.client.base_client import check_text, check_ttl, warn_caller
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
-from tinkex.client.future import APIFuture, Within, start
+from tinkex.client.future import APIFuture, start
 from tinkex.client.polling import retrieve
 from tinkex.client.queue_state import QueueStateObserver
 from tinkex.client.rest import RestClient
@@ -25,6 +25,7 @@ from tinkex.client.server_connection import ServerConnection, check_headers, con
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.training import TrainingClient
+from tinkex.client.twins import awaited, blocking
 from tinkex.config import LOCAL, Settings, Timeouts
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.checkpoints import (
@@ -98,21 +99,15 @@ class RemoteServiceClient:
 
     # -- the server --------------------------------------------------------------------------------------
 
-    def get_server_capabilities(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
+    @blocking
+    def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         """Return the base models that the server offers.
 
         >>> models = service.get_server_capabilities().supported_models         # doctest: +SKIP
         """
-        return Within(timeout).result(self._capabilities())
-
-    async def get_server_capabilities_async(
-        self, *, timeout: float | None = None
-    ) -> GetServerCapabilitiesResponse:
-        """Like `get_server_capabilities`, awaited."""
-        return await Within(timeout).result_async(self._capabilities())
-
-    def _capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         return self._connection.submit(ops.GET_SERVER_CAPABILITIES, EmptyRequest())
+
+    get_server_capabilities_async = awaited(get_server_capabilities)
 
     def create_rest_client(self) -> RestClient:
         """Create a client for runs, checkpoints and sessions, on the same connection.
@@ -131,6 +126,7 @@ class RemoteServiceClient:
 
     # -- runs --------------------------------------------------------------------------------------------
 
+    @blocking
     def create_lora_training_client(
         self,
         base_model: str,
@@ -141,35 +137,17 @@ class RemoteServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
+    ) -> APIFuture[TrainingClient]:
         """Create a run: a new LoRA adapter on a base model.
 
         >>> run = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)  # doctest: +SKIP
         """
         lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        return Within(timeout).result(create_run(self._session, base_model, lora, user_metadata, optimizer))
+        return create_run(self._session, base_model, lora, user_metadata, optimizer)
 
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, str] | None = None,
-        optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
-        """Like `create_lora_training_client`, awaited."""
-        lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        return await Within(timeout).result_async(
-            create_run(self._session, base_model, lora, user_metadata, optimizer)
-        )
+    create_lora_training_client_async = awaited(create_lora_training_client)
 
+    @blocking
     def create_training_client_from_state(
         self,
         path: str,
@@ -177,68 +155,36 @@ class RemoteServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
+    ) -> APIFuture[TrainingClient]:
         """Create a run from saved weights, with a new optimizer.
 
         >>> path = run.save_state("pretrained").result().path                   # doctest: +SKIP
         >>> tuned = service.create_training_client_from_state(path)
         """
-        return Within(timeout).result(
-            resume_run(self._session, path, base_model, user_metadata, weights_access_token, optimizer)
-        )
+        return resume_run(self._session, path, base_model, user_metadata, weights_access_token, optimizer)
 
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
-        """Like `create_training_client_from_state`, awaited."""
-        return await Within(timeout).result_async(
-            resume_run(self._session, path, base_model, user_metadata, weights_access_token, optimizer)
-        )
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
 
+    @blocking
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
+    ) -> APIFuture[TrainingClient]:
         """Create a run from saved weights and optimizer state: Adam's moments and its step count.
 
         >>> path = run.save_state("step-100").result().path                     # doctest: +SKIP
         >>> resumed = service.create_training_client_from_state_with_optimizer(path)
         """
-        return Within(timeout).result(
-            resume_run(
-                self._session, path, base_model, user_metadata, weights_access_token, with_optimizer=True
-            )
+        return resume_run(
+            self._session, path, base_model, user_metadata, weights_access_token, with_optimizer=True
         )
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
-        """Like `create_training_client_from_state_with_optimizer`, awaited."""
-        return await Within(timeout).result_async(
-            resume_run(
-                self._session, path, base_model, user_metadata, weights_access_token, with_optimizer=True
-            )
-        )
+    create_training_client_from_state_with_optimizer_async = awaited(
+        create_training_client_from_state_with_optimizer
+    )
 
     # -- losses ------------------------------------------------------------------------------------------
 
@@ -279,45 +225,25 @@ class RemoteServiceClient:
 
     # -- samplers ----------------------------------------------------------------------------------------
 
+    @blocking
     def create_sampling_client(
         self,
         model_path: str | None = None,
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
+    ) -> APIFuture[SamplingClient]:
         """Create a sampler of a base model or of a published adapter (`tinker://…/sampler_weights/…`).
 
         >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")  # doctest: +SKIP
         """
-        return Within(timeout).result(
-            self._sampler(model_path, base_model, retry_config, record_stability_info)
-        )
-
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
-        """Like `create_sampling_client`, awaited."""
-        return await Within(timeout).result_async(
-            self._sampler(model_path, base_model, retry_config, record_stability_info)
-        )
-
-    def _sampler(
-        self, model_path: str | None, base_model: str | None, retry_config: RetryConfig | None, record: bool
-    ) -> APIFuture[SamplingClient]:
         self._connection.check_open()
         return open_sampler(
             self._session, model_path=model_path, base_model=base_model, retry_config=retry_config,
-            record_stability_info=record,
+            record_stability_info=record_stability_info,
         )  # fmt: skip
+
+    create_sampling_client_async = awaited(create_sampling_client)
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None

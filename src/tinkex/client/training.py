@@ -13,13 +13,14 @@ from typing import Any
 from tinkex.client import custom_loss, passes, tokenizer_files
 from tinkex.client.base_client import check_ttl, warn_caller
 from tinkex.client.custom_loss import CustomLoss
-from tinkex.client.future import APIFuture, Within, start
+from tinkex.client.future import APIFuture, check_timeout, start
 from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.telemetry import Telemetry
+from tinkex.client.twins import awaited, blocking, queued
 from tinkex.errors import InvalidInputError, RunLostError, TinkerError
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
@@ -67,16 +68,16 @@ class TrainingClient:
         self._check_pass(data, loss_fn, loss_fn_config)
         return self._queue.submit_pass("forward", list(data), loss_fn, loss_fn_config, forward_only=True)
 
-    async def forward_async(
-        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """Like `forward`: await this call, then the future that it returns."""
-        return self.forward(data, loss_fn, loss_fn_config)
+    forward_async = queued(forward)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """Add the gradients of a loss, summed over all tokens and datums, to the run's gradients.
+
+        data: the datums, each a ModelInput and the inputs of the loss, such as target_tokens and weights.
+        loss_fn: the name of a loss: "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", …
+        loss_fn_config: the parameters of the loss, such as {"clip_low_threshold": 0.8} of "ppo".
 
         >>> future = run.forward_backward(data, "cross_entropy")        # doctest: +SKIP
         >>> run.optim_step()                                            # queued behind it, without waiting
@@ -88,11 +89,7 @@ class TrainingClient:
             "forward_backward", list(data), loss_fn, loss_fn_config, forward_only=False
         )
 
-    async def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """Like `forward_backward`: await this call, then the future that it returns."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+    forward_backward_async = queued(forward_backward)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
@@ -109,11 +106,7 @@ class TrainingClient:
         """
         return custom_loss.submit(self._queue, data, loss_fn)
 
-    async def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """Like `forward_backward_custom`: await this call, then the future that it returns."""
-        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
+    forward_backward_custom_async = queued(forward_backward_custom)
 
     def _check_pass(self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None) -> None:
         passes.check_pass(data, loss_fn, config)
@@ -142,14 +135,7 @@ class TrainingClient:
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
         return self._queue.submit_step(request)
 
-    async def optim_step_async(
-        self,
-        optim_params: OptimParams | Mapping[str, Any] | None = None,
-        *,
-        adam_params: AdamParams | None = None,
-    ) -> APIFuture[OptimStepResponse]:
-        """Like `optim_step`: await this call, then the future that it returns."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = queued(optim_step)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -172,15 +158,7 @@ class TrainingClient:
         )  # fmt: skip
         return self._queue.submit("save_state", ops.SAVE_WEIGHTS, request)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        """Like `save_state`: await this call, then the future that it returns."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = queued(save_state)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -192,11 +170,7 @@ class TrainingClient:
         _deprecated("load_state", "ServiceClient.create_training_client_from_state")
         return self._load(path, optimizer=False, token=weights_access_token)
 
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[LoadWeightsResponse]:
-        """Like `load_state`: await this call, then the future that it returns."""
-        return self.load_state(path, weights_access_token)
+    load_state_async = queued(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -210,11 +184,7 @@ class TrainingClient:
         )
         return self._load(path, optimizer=True, token=weights_access_token)
 
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[LoadWeightsResponse]:
-        """Like `load_state_with_optimizer`: await this call, then the future that it returns."""
-        return self.load_state_with_optimizer(path, weights_access_token)
+    load_state_with_optimizer_async = queued(load_state_with_optimizer)
 
     def _load(self, path: str, *, optimizer: bool, token: str | None) -> APIFuture[LoadWeightsResponse]:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -242,11 +212,7 @@ class TrainingClient:
             lambda reply: SaveWeightsForSamplerResponse(path=_path(reply)),
         )
 
-    async def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """Like `save_weights_for_sampler`: await this call, then the future that it returns."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = queued(save_weights_for_sampler)
 
     def save_weights_external(
         self,
@@ -270,59 +236,33 @@ class TrainingClient:
             lambda reply: SaveWeightsExternalResponse(path=_path(reply)),
         )
 
-    async def save_weights_external_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-    ) -> APIFuture[SaveWeightsExternalResponse]:
-        """Like `save_weights_external`: await this call, then the future that it returns."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+    save_weights_external_async = queued(save_weights_external)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
+    @blocking
     def create_sampling_client(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
+        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+    ) -> APIFuture[SamplingClient]:
         """Create a sampler of a published adapter.
 
         >>> path = run.save_weights_for_sampler("v2").result().path     # doctest: +SKIP
         >>> sampler = run.create_sampling_client(path)
         """
-        return Within(timeout).result(self._sampler(model_path, retry_config, record_stability_info))
-
-    async def create_sampling_client_async(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
-        """Like `create_sampling_client`, without blocking the event loop."""
-        within = Within(timeout)
-        return await within.result_async(self._sampler(model_path, retry_config, record_stability_info))
-
-    def _sampler(
-        self, model_path: str, retry_config: RetryConfig | None, record: bool
-    ) -> APIFuture[SamplingClient]:
         return open_sampler(
-            self._session, model_path=model_path, retry_config=retry_config, record_stability_info=record
-        )
+            self._session, model_path=model_path, retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )  # fmt: skip
 
+    create_sampling_client_async = awaited(create_sampling_client)
+
+    @blocking
     def save_weights_and_get_sampling_client(
         self,
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
+    ) -> APIFuture[SamplingClient]:
         """Publish the adapter as it is after every call made so far, and create a sampler of it.
 
         `name` is in the official signature and has no effect.
@@ -330,28 +270,14 @@ class TrainingClient:
         >>> sampler = run.save_weights_and_get_sampling_client()        # doctest: +SKIP
         >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=16)).result()
         """
-        return Within(timeout).result(self._publish(retry_config, record_stability_info))
-
-    async def save_weights_and_get_sampling_client_async(
-        self,
-        name: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
-        """Like `save_weights_and_get_sampling_client`, without blocking the event loop."""
-        return await Within(timeout).result_async(self._publish(retry_config, record_stability_info))
-
-    def _publish(self, retry_config: RetryConfig | None, record: bool) -> APIFuture[SamplingClient]:
-        check_sampler_settings(retry_config, record)
+        check_sampler_settings(retry_config, record_stability_info)
 
         def open_published(reply: Any) -> SamplingClient:
             if not reply.sampling_session_id:
                 raise TinkerError("the server published the adapter, but named no sampling session for it")
             return SamplingClient(
                 self._session, reply.sampling_session_id,
-                retry_config=retry_config, record_stability_info=record,
+                retry_config=retry_config, record_stability_info=record_stability_info,
             )  # fmt: skip
 
         async def send() -> Awaitable[SamplingClient]:
@@ -362,36 +288,36 @@ class TrainingClient:
 
         return self._queue.enqueue("save_weights_and_get_sampling_client", send)
 
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
+
     # -- about the run -----------------------------------------------------------------------------------
 
-    def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
+    @blocking
+    def get_info(self) -> APIFuture[GetInfoResponse]:
         """Return the run's base model, rank and tokenizer id.
 
         >>> run.get_info().model_data.model_name                        # doctest: +SKIP
         """
-        return Within(timeout).result(self._info())
-
-    async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
-        """Like `get_info`, without blocking the event loop."""
-        return await Within(timeout).result_async(self._info())
-
-    def _info(self) -> APIFuture[GetInfoResponse]:
         return self._session.connection.submit(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
 
-    def get_tokenizer(self, *, timeout: float | None = None) -> Any:
+    get_info_async = awaited(get_info)
+
+    @blocking
+    def get_tokenizer(self) -> APIFuture[Any]:
         """Load the base model's tokenizer, a transformers one; it is cached.
 
         `run.get_tokenizer().encode("hello")`
         """
-        return Within(timeout).result(start(self._tokenizer, "tokenizer"))
+        return start(self._tokenizer, "tokenizer")
 
     # Not a coroutine function: programs that patch every coroutine function expect only the official ones.
     def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
-        """Like `get_tokenizer`, without blocking the event loop."""
-        return Within(timeout).result_async(start(self._tokenizer, "tokenizer"))
+        """Like `get_tokenizer`, awaited."""
+        check_timeout(timeout)
+        return start(self._tokenizer, "tokenizer").result_async(timeout)
 
     async def _tokenizer(self) -> Any:
-        info = await self._info()
+        info = await self.get_info_async()
         name, tokenizer_id = info.model_data.model_name or info.model_name, info.model_data.tokenizer_id
         if not name and not tokenizer_id:
             raise TinkerError(
