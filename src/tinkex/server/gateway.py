@@ -194,7 +194,7 @@ class Endpoint:
         else:
             response = await self._handle(http, request_id)
         response.raw_headers.append((b"x-request-id", request_id.encode()))
-        self._gateway.metrics.count_request(self._name, response.status_code)
+        self._gateway.metrics.requests[self._name, response.status_code] += 1
         if log.isEnabledFor(logging.DEBUG):
             took = (time.perf_counter() - began) * 1000
             log.debug("%s %s %d %.1f ms", request_id, self._name, response.status_code, took)

@@ -1,7 +1,7 @@
-"""Counters and histograms of one server: requests, queue waits, work, tokens, failures.
+"""Counters and histograms of one server, and the page on which Prometheus reads them.
 
 Counting is a dictionary look-up. No number names a user. The service calls `worked` and `sampled` as its
-observers; prometheus.py renders the numbers.
+observers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
 from tinkex.service.rows import SamplerRow
 from tinkex.service.runs.execution import Execution
+from tinkex.service.service import Service
 from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.outputs import SampleResponse
 
@@ -34,15 +39,12 @@ class Metrics:
     """All numbers of one server."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()
+        self.requests: Counter[tuple[str, int]] = Counter()  # by operation and status
         self.tokens: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.work: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
         self.waits: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
         self.samples = DurationHistogram()
-
-    def count_request(self, op: str, status: int) -> None:
-        self.requests[op, status] += 1
 
     def worked(self, work: Execution, seconds: float) -> None:
         """The service executed a training request."""
@@ -65,3 +67,50 @@ class Metrics:
         for sequence in outcome.sequences:
             self.tokens["sampled"] += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         self.tokens["prompt_cached"] += outcome.prompt_cache_hit_tokens
+
+    def page(self, service: Service) -> tuple[str, bytes]:
+        """The content type and the text of the page, with gauges read from the service at this moment."""
+        # Imported here: it takes a tenth of a second, and many servers are never scraped.
+        from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+        collector: Any = SimpleNamespace(collect=lambda: self._families(service))
+        return CONTENT_TYPE_LATEST, generate_latest(collector)
+
+    def _families(self, service: Service) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        def family(
+            kind: Any, name: str, about: str, labels: list[str], values: Iterable[tuple[Any, ...]]
+        ) -> Any:
+            made = kind(f"tinkex_{name}", about, labels=labels)
+            for label, *value in values:
+                made.add_metric([label] if isinstance(label, str) else [*map(str, label)], *value)
+            return made
+
+        counter, gauge, histogram = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        yield family(counter, "requests", "HTTP requests.", ["op", "status"], self.requests.items())
+        yield family(counter, "tokens", "Tokens, by kind.", ["kind"], self.tokens.items())
+        yield family(counter, "failures", "Futures that failed.", ["category"], self.failures.items())
+        about = "Execution, by operation."
+        yield family(histogram, "work_seconds", about, ["op"], _durations(self.work))
+        about = "From acceptance to execution, by operation."
+        yield family(histogram, "wait_seconds", about, ["op"], _durations(self.waits))
+        about = "Sample requests, from acceptance to the end."
+        yield family(histogram, "sample_seconds", about, [], _durations({(): self.samples}))
+        if not service.ready:
+            return
+        about = "Training work accepted, not begun."
+        yield family(gauge, "queue_depth", about, ["model"], service.runs.queue_depths())
+        yield gauge("tinkex_futures", "Futures in memory.", len(service.futures))
+        stats: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+        for model in service.models:
+            for name, value in model.engine.heartbeat().stats.items() if model.engine is not None else ():
+                stats[name].append((model.name, value))
+        for name, values in stats.items():
+            yield family(gauge, f"engine_{name}", "A gauge of the engine.", ["model"], values)
+
+
+def _durations(histograms: Mapping[Any, DurationHistogram]) -> Iterator[tuple[Any, ...]]:
+    bounds = [*map(str, SECONDS), "+Inf"]
+    for label, each in histograms.items():
+        yield label, list(zip(bounds, accumulate(each.counts), strict=True)), each.total

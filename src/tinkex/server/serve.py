@@ -154,9 +154,8 @@ class Server:
     async def _metrics_page(self, http: IncomingRequest) -> Response:
         if self.service.ready and not self.gateway.authenticator.is_open:
             self.gateway.admit(http)
-        from tinkex.server.prometheus import CONTENT_TYPE, MetricsPage
-
-        return Response(MetricsPage(self._metrics, self.service).text(), 200, {"content-type": CONTENT_TYPE})
+        content_type, page = self._metrics.page(self.service)
+        return Response(page, 200, {"content-type": content_type})
 
     # -- start and stop ----------------------------------------------------------------------------------
 

@@ -1,28 +1,26 @@
 """Signed download links, and tokens that grant read access to a run's weights.
 
-A signature covers what is granted and until when. Nothing unsigned or expired is accepted. The home directory
-holds one secret, from which each purpose derives its own key. This module knows no HTTP, and does not check
-whether the path or the run exists.
+A signature covers what is granted and until when. The home directory holds one secret, from which each
+purpose derives its own key. Does not check whether the path or the run exists.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
 import time
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import quote, urlencode
 
 DOWNLOADS = "/api/v1/download"
-SECRET_FILE = "secret"
 _SECRET_BYTES = 32
 
 
 def home_secret(home: Path) -> bytes:
     """The home's secret, created on first use. Who can read it can sign."""
-    place = home / SECRET_FILE
+    place = home / "secret"
     try:
         file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -41,7 +39,22 @@ def derive(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, purpose.encode(), "sha256")
 
 
-class DownloadSigner:
+class _Signer:
+    purpose: ClassVar[str]
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = derive(secret, self.purpose)
+
+    def _signature(self, what: str, expires: int) -> str:
+        return hmac.digest(self._key, f"{expires}\n{what}".encode(), "sha256").hex()
+
+    def verify(self, what: str, expires: str, signature: str, now: float) -> bool:
+        if not (expires.isascii() and expires.isdigit() and len(expires) < 16) or int(expires) <= now:
+            return False
+        return hmac.compare_digest(self._signature(what, int(expires)).encode(), signature.encode())
+
+
+class DownloadSigner(_Signer):
     """Signs download links and verifies them.
 
     >>> signer = DownloadSigner(b"secret")
@@ -49,19 +62,15 @@ class DownloadSigner:
     '/api/v1/download/runs/a/weights/w?expires=1700000000'
     """
 
-    def __init__(self, secret: bytes) -> None:
-        self._key = derive(secret, "downloads")
+    purpose = "downloads"
 
     def sign(self, path: str, expires: float) -> str:
         """The link to `path` (relative to the home), valid until `expires` (unix seconds), without a host."""
-        query = urlencode({"expires": int(expires), "signature": _signature(self._key, path, int(expires))})
+        query = urlencode({"expires": int(expires), "signature": self._signature(path, int(expires))})
         return f"{DOWNLOADS}/{quote(path)}?{query}"
 
-    def verify(self, path: str, expires: str, signature: str, now: float) -> bool:
-        return _verify(self._key, path, expires, signature, now)
 
-
-class WeightsTokens:
+class WeightsTokens(_Signer):
     """Tokens with which any user of this server may read one run's checkpoints.
 
     >>> tokens = WeightsTokens(b"secret")
@@ -69,25 +78,14 @@ class WeightsTokens:
     'a:train:0'
     """
 
-    def __init__(self, secret: bytes) -> None:
-        self._key = derive(secret, "weights")
+    purpose = "weights"
 
     def issue(self, run_id: str, expires: float) -> str:
         """A token for the run, valid until `expires` (unix seconds)."""
-        return f"{int(expires)}.{_signature(self._key, run_id, int(expires))}.{run_id}"
+        return f"{int(expires)}.{self._signature(run_id, int(expires))}.{run_id}"
 
     def run_of(self, token: str) -> str | None:
         """The run that `token` grants access to; None if it was not issued here, or has expired."""
         expires, _, rest = token.partition(".")
         signature, _, run_id = rest.partition(".")
-        return run_id if _verify(self._key, run_id, expires, signature, time.time()) else None
-
-
-def _signature(key: bytes, what: str, expires: int) -> str:
-    return hmac.new(key, f"{expires}\n{what}".encode(), hashlib.sha256).hexdigest()
-
-
-def _verify(key: bytes, what: str, expires: str, signature: str, now: float) -> bool:
-    if not (expires.isascii() and expires.isdigit() and len(expires) < 16) or int(expires) <= now:
-        return False
-    return hmac.compare_digest(_signature(key, what, int(expires)).encode(), signature.encode())
+        return run_id if self.verify(run_id, expires, signature, time.time()) else None
