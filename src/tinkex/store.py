@@ -1,8 +1,4 @@
-"""Directories that appear whole or not at all, and whether their bytes have reached the disk.
-
-Promises: a directory is written under a temporary name, flushed and renamed, so a crash leaves either the old
-state or the new one. Knows nothing of what the files hold.
-"""
+"""Directories that appear whole or not at all: a crash leaves either the old state or the new one."""
 
 from __future__ import annotations
 
@@ -34,27 +30,25 @@ def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: boo
         yield temporary
         if sync:
             sync_tree(temporary)
-        replace_directory(temporary, target)
+        replaced = temporary.with_suffix(".old")
+        if target.exists():
+            target.rename(replaced)
+        temporary.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
         if sync:
             sync_path(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`; a directory that is there is moved aside first and deleted afterwards."""
-    if not target.exists():
-        source.rename(target)
-        return
-    replaced = source.with_suffix(".old")
-    target.rename(replaced)
-    source.rename(target)
-    shutil.rmtree(replaced)
-
-
 def directory_bytes(location: str | Path) -> int:
-    """The size of all files below `location`."""
-    return sum(path.stat().st_size for path in Path(location).rglob("*") if path.is_file())
+    """The size of all files below; those that are deleted meanwhile do not count."""
+    total = 0
+    for place, _, files in os.walk(location):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, file)).st_size
+    return total
 
 
 def sync_path(path: str | Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -88,8 +87,7 @@ class Access:
         except InvalidInputError as error:
             raise Refusal(400, str(error)) from None
         row = self._ledger.checkpoint(parsed.training_run_id, *parsed.checkpoint_id.split("/"))
-        expired = row is not None and row.expires_at is not None and row.expires_at <= time.time()
-        return None if expired else row
+        return None if row is None or row.expired else row
 
     def _opens(self, token: str | None, run_id: str) -> bool:
         return token is not None and self._opened_by(token) == run_id

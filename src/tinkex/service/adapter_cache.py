@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary, ref
 
 from tinkex.engine.protocol import Engine, EngineError, EngineLost, ExportedAdapter
 from tinkex.service.access import Access
-from tinkex.service.home import Home, bytes_below
+from tinkex.service.home import Home
 from tinkex.service.rows import SamplerRow
+from tinkex.store import directory_bytes
 
 MAX_ADAPTERS = 64  # however small they are
 SHARE = 0.5  # of the memory planned for adapters
@@ -87,7 +88,7 @@ class AdapterCache:
             if row.adapter in self._sizes:
                 return
             await self._engine.sampler.publish(row.adapter, exported or self._location(row))
-            self._sizes[row.adapter] = bytes_below(self._home.root / row.adapter_dir)
+            self._sizes[row.adapter] = directory_bytes(self._home.root / row.adapter_dir)
             await self._make_room()
 
     async def _make_room(self) -> None:

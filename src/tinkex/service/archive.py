@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tinkex.service.home import Home, bytes_below
+from tinkex.service.home import Home
 from tinkex.service.refusal import Caller
+from tinkex.store import directory_bytes
 
 LINK_LIFE = 3600.0  # seconds for which a download link works
 # Makes a path below the home downloadable until a time, a directory as a tar; returns a URL.
@@ -93,7 +94,7 @@ class Archives:
     def link(self, caller: Caller, path: Path, expires: float) -> str:
         """A file: URL for a program of this machine; blocks while a directory is packed."""
         if path.is_dir():
-            self._home.check_disk(bytes_below(path))
+            self._home.check_disk(directory_bytes(path))
             path = self.pack(path)
         return path.absolute().as_uri()
 

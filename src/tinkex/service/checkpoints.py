@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow, texts
-from tinkex.store import sync_path, sync_tree
+from tinkex.store import atomic_directory
 from tinkex.types import checkpoints as types
-from tinkex.types.checkpoints import Cursor
 
 MAX_NAME = 200
 MAX_RECIPIENTS = 10
@@ -28,56 +27,43 @@ MIN_TTL, MAX_TTL = 3600, int(10 * 365.25 * 24 * 3600)  # seconds
 _COPIES = uuid.UUID("6f1c52d6-5f4b-4f0e-9d3d-0d1f5c9b7a11")  # the namespace of sessions that hold copies
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The upkeep of saved weights, one method per operation."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        home: Home,
-        access: Access,
-        activity: Activity,
-        archives: Archives,
-        link: Link,
-    ) -> None:
-        self._ledger = ledger
-        self._home = home
-        self._access = access
-        self._activity = activity
-        self._archives = archives
-        self._link = link
-        self._copying = asyncio.Lock()
+    _ledger: Ledger
+    _home: Home
+    _access: Access
+    _activity: Activity
+    _archives: Archives
+    _link: Link
+    _copying: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def _find(
-        self, request: types.CheckpointRequest, caller: Caller, *, to_change: bool = True
+        self,
+        request: types.CheckpointRequest | types.SetCheckpointTTLRequest,
+        caller: Caller,
+        *,
+        to_change: bool = True,
     ) -> CheckpointRow:
         path = f"tinker://{request.training_run_id}/{request.checkpoint_id}"
         return self._access.checkpoint(path, caller, to_change=to_change)
 
     # -- looking -----------------------------------------------------------------------------------------
 
-    async def list_checkpoints(
-        self, request: types.ListCheckpointsRequest, caller: Caller
-    ) -> types.CheckpointsListResponse:
+    async def list_checkpoints(self, request: types.ListCheckpointsRequest, caller: Caller):
         run = self._access.run(request.training_run_id, caller)
-        rows = [row for row in self._ledger.checkpoints_of_run(run.run_id) if not _expired(row)]
-        cursor = Cursor(offset=0, limit=len(rows), total_count=len(rows))
-        return types.CheckpointsListResponse(checkpoints=[shown(row) for row in rows], cursor=cursor)
+        listed = [shown(row) for row in self._ledger.checkpoints_of_run(run.run_id) if not row.expired]
+        cursor = types.Cursor(offset=0, limit=len(listed), total_count=len(listed))
+        return types.CheckpointsListResponse(checkpoints=listed, cursor=cursor)
 
-    async def list_user_checkpoints(
-        self, request: types.ListUserCheckpointsRequest, caller: Caller
-    ) -> types.CheckpointsListResponse:
-        page = self._ledger.checkpoints(
-            scope_of(caller), limit=request.limit, offset=request.offset, now=time.time()
-        )
-        return types.CheckpointsListResponse(
-            checkpoints=[shown(row) for row in page.rows],
-            cursor=Cursor(offset=request.offset, limit=request.limit, total_count=page.total),
-        )
+    async def list_user_checkpoints(self, request: types.ListUserCheckpointsRequest, caller: Caller):
+        limit, offset = request.limit, request.offset
+        page = self._ledger.checkpoints(scope_of(caller), limit=limit, offset=offset, now=time.time())
+        cursor = types.Cursor(offset=offset, limit=limit, total_count=page.total)
+        return types.CheckpointsListResponse(checkpoints=[shown(row) for row in page.rows], cursor=cursor)
 
-    async def get_weights_info(
-        self, request: types.WeightsInfoRequest, caller: Caller
-    ) -> types.WeightsInfoResponse:
+    async def get_weights_info(self, request: types.WeightsInfoRequest, caller: Caller):
         row = self._access.checkpoint(request.tinker_path, caller)
         return types.WeightsInfoResponse(
             base_model=row.base_model,
@@ -97,28 +83,25 @@ class Checkpoints:
         self._set_public(self._find(request, caller), False, caller)
 
     def _set_public(self, row: CheckpointRow, public: bool, caller: Caller) -> None:
-        self._ledger.update_checkpoint(row.run_id, row.kind, row.name, public=public)
-        event = "checkpoints.publish" if public else "checkpoints.unpublish"
-        self._activity.audit(caller, event, run_id=row.run_id, tinker_path=row.tinker_path)
+        self._ledger.update_checkpoint(*row.key, public=public)
+        self._audit(caller, "publish" if public else "unpublish", row)
+
+    def _audit(self, caller: Caller, event: str, row: CheckpointRow) -> None:
+        self._activity.audit(caller, f"checkpoints.{event}", run_id=row.run_id, tinker_path=row.tinker_path)
 
     async def set_checkpoint_ttl(self, request: types.SetCheckpointTTLRequest, caller: Caller) -> None:
-        row = self._find(_only_name(request), caller)
-        check_ttl(request.ttl_seconds)
-        expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
-        self._ledger.update_checkpoint(row.run_id, row.kind, row.name, expires_at=expires)
+        row = self._find(request, caller)
+        self._ledger.update_checkpoint(*row.key, expires_at=expiry(request.ttl_seconds))
 
     async def delete_checkpoint(self, request: types.CheckpointRequest, caller: Caller) -> None:
         row = self._find(request, caller)
-        await self.remove(row)
-        self._activity.audit(caller, "checkpoints.delete", run_id=row.run_id, tinker_path=row.tinker_path)
-
-    async def remove(self, row: CheckpointRow) -> None:
         async with self._home.locked(row.directory):
             await self._remove(row)
+        self._audit(caller, "delete", row)
 
     async def _remove(self, row: CheckpointRow) -> None:
         """The row first: what is listed must exist, what exists need not be listed."""
-        self._ledger.delete_checkpoint(row.run_id, row.kind, row.name)
+        self._ledger.delete_checkpoint(*row.key)
         directory = self._home.root / row.directory
         await asyncio.to_thread(shutil.rmtree, directory, True)
         await asyncio.to_thread(self._archives.forget, directory)  # nor can it be downloaded any more
@@ -126,15 +109,12 @@ class Checkpoints:
     async def expire(self) -> None:
         for row in self._ledger.expired_checkpoints(time.time()):
             async with self._home.locked(row.directory):
-                present = self._ledger.checkpoint(row.run_id, row.kind, row.name)
-                if present == row:  # else it was saved again meanwhile
+                if self._ledger.checkpoint(*row.key) == row:  # else it was saved again meanwhile
                     await self._remove(row)
 
     # -- downloads and copies ----------------------------------------------------------------------------
 
-    async def get_external_weights_urls(
-        self, request: types.CheckpointRequest, caller: Caller
-    ) -> types.ExternalWeightsUrlsResponse:
+    async def get_external_weights_urls(self, request: types.CheckpointRequest, caller: Caller):
         row = self._find(request, caller, to_change=False)
         if row.kind != "external_weights":
             raise Refusal(400, "only exported checkpoints (external_weights/NAME) have files to download")
@@ -145,44 +125,39 @@ class Checkpoints:
             expires=datetime.fromtimestamp(expires, UTC),
         )
 
-    async def get_checkpoint_archive_url(
-        self, request: types.CheckpointRequest, caller: Caller
-    ) -> types.CheckpointArchiveUrlResponse:
+    async def get_checkpoint_archive_url(self, request: types.CheckpointRequest, caller: Caller):
         row = self._find(request, caller, to_change=False)
         expires = time.time() + LINK_LIFE
         directory = self._home.root / row.directory  # which comes as a tar
         link = await asyncio.to_thread(self._link, caller, directory, expires)
         return types.CheckpointArchiveUrlResponse(url=link, expires=datetime.fromtimestamp(expires, UTC))
 
-    async def copy_weights(
-        self, request: types.CopyWeightsRequest, caller: Caller
-    ) -> types.CopyWeightsResponse:
+    async def copy_weights(self, request: types.CopyWeightsRequest, caller: Caller):
         """A copy of one's own: of a checkpoint that may be read, under a run made to hold it."""
         async with self._copying:  # a client may repeat its request while the first one is being done
-            return await self._copy(request, caller)
+            return types.CopyWeightsResponse(tinker_path=await self._copy(request, caller))
 
-    async def _copy(self, request: types.CopyWeightsRequest, caller: Caller) -> types.CopyWeightsResponse:
-        source = self._access.checkpoint(request.source_path, caller, token=request.weights_access_token)
-        check_ttl(request.ttl_seconds)
+    async def _copy(self, request: types.CopyWeightsRequest, caller: Caller) -> str:
+        token = request.weights_access_token
+        source = self._access.checkpoint(request.source_path, caller, token=token)
+        expires_at = expiry(request.ttl_seconds)
         if (copied := self._copied_before(request, source, caller)) is not None:
-            return types.CopyWeightsResponse(tinker_path=copied)
+            return copied
         self._home.check_disk(source.size_bytes)
         if why := await self._home.over_quota(source.size_bytes):
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
         target = self._home.run_dir(run.run_id) / source.kind / source.name
         async with self._home.locked(source.directory):  # it may have been saved again meanwhile
-            source = self._access.checkpoint(request.source_path, caller, token=request.weights_access_token)
+            source = self._access.checkpoint(request.source_path, caller, token=token)
             await asyncio.to_thread(_copy, self._home.root / source.directory, target)
-        now = time.time()
         row = replace(
-            source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=now,
-            public=False, directory=self._home.relative(target),
-            expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+            source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=time.time(),
+            public=False, directory=self._home.relative(target), expires_at=expires_at,
         )  # fmt: skip
         self._ledger.add_checkpoint(row, overwrite=True)
-        self._activity.audit(caller, "checkpoints.copy", run_id=run.run_id, tinker_path=row.tinker_path)
-        return types.CopyWeightsResponse(tinker_path=row.tinker_path)
+        self._audit(caller, "copy", row)
+        return row.tinker_path
 
     def _copied_before(
         self, request: types.CopyWeightsRequest, source: CheckpointRow, caller: Caller
@@ -228,16 +203,10 @@ def _copy_id(caller: Caller) -> str:
     return str(made)
 
 
-def _only_name(request: types.SetCheckpointTTLRequest) -> types.CheckpointRequest:
-    return types.CheckpointRequest(
-        training_run_id=request.training_run_id, checkpoint_id=request.checkpoint_id
-    )
-
-
 def check_save(request: Any) -> None:
     """Refuse a save whose name, lifetime or recipients cannot be."""
     name = request.path
-    if name is not None and not is_name(name):
+    if name is not None and not _is_name(name):
         raise Refusal(
             400,
             f"a checkpoint's name is 1 to {MAX_NAME} letters, digits or any of '._-+=@, ', without dots "
@@ -248,21 +217,25 @@ def check_save(request: Any) -> None:
     recipients: list[str] = getattr(request, "age_encryption_recipients", None) or []
     if len(recipients) > MAX_RECIPIENTS:
         raise Refusal(422, f"at most {MAX_RECIPIENTS} age_encryption_recipients, got {len(recipients)}")
-    check_ttl(request.ttl_seconds)
+    expiry(request.ttl_seconds)
 
 
-def check_ttl(seconds: int | None) -> None:
-    if seconds is not None and not MIN_TTL <= seconds <= MAX_TTL:
-        raise Refusal(
-            422, f"ttl_seconds must be from {MIN_TTL} to {MAX_TTL}, or null for ever; got {seconds}"
-        )
-
-
-def is_name(name: str) -> bool:
+def _is_name(name: str) -> bool:
     """Can it be a directory's name everywhere, and one part of a path and of a URL?"""
     if not 1 <= len(name.encode()) <= MAX_NAME or name.strip(". ") != name:
         return False
     return all(char.isalnum() or char in "._-+=@, " for char in name)
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    """When something with this lifetime expires; None: never. Refusal if the lifetime is not allowed."""
+    if ttl_seconds is None:
+        return None
+    if not MIN_TTL <= ttl_seconds <= MAX_TTL:
+        raise Refusal(
+            422, f"ttl_seconds must be from {MIN_TTL} to {MAX_TTL}, or null for ever; got {ttl_seconds}"
+        )
+    return time.time() + ttl_seconds
 
 
 def shown(row: CheckpointRow) -> types.Checkpoint:
@@ -280,16 +253,6 @@ def shown(row: CheckpointRow) -> types.Checkpoint:
     )
 
 
-def _expired(row: CheckpointRow) -> bool:
-    return row.expires_at is not None and row.expires_at <= time.time()
-
-
 def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part)
-    sync_tree(part)  # as a save is: the source may be deleted next
-    shutil.rmtree(target, ignore_errors=True)  # not before: it may be the source itself
-    part.rename(target)
-    sync_path(target.parent)
+    with atomic_directory(target, overwrite=True) as part:
+        shutil.copytree(source, part, dirs_exist_ok=True)

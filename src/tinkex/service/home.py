@@ -6,7 +6,6 @@ One process at a time serves a home. Knows which files belong to a run; knows no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from tinkex.errors import TinkerError
 from tinkex.service.refusal import Refusal
+from tinkex.store import directory_bytes
 
 DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
 DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is believed
@@ -85,10 +85,6 @@ class Home:
 
     # -- space -------------------------------------------------------------------------------------------
 
-    @property
-    def has_quota(self) -> bool:
-        return self.quota is not None
-
     def check_disk(self, needed: int = 0) -> None:
         """Refuse what the disk has no room for."""
         read_at, free = self._free
@@ -107,7 +103,7 @@ class Home:
             return ""
         read_at, used = self._used
         if not lately or used + more > self.quota or time.monotonic() - read_at > DISK_LOOK:
-            used = await asyncio.to_thread(bytes_below, self.root)
+            used = await asyncio.to_thread(directory_bytes, self.root)
             read_at = time.monotonic()
         if used + more <= self.quota:
             self._used = read_at, used + more
@@ -116,16 +112,6 @@ class Home:
             f"the server's files take {used} of the {self.quota} bytes allowed, {more} more do not fit; "
             "delete some checkpoints"
         )
-
-
-def bytes_below(directory: Path) -> int:
-    """The sizes of the files below; those that are deleted meanwhile do not count."""
-    total = 0
-    for place, _, files in os.walk(directory):
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(place, file)).st_size
-    return total
 
 
 def _lock_file(descriptor: int) -> None:

@@ -7,6 +7,7 @@ datetime; a dict or a list is kept as JSON.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Literal, TypeVar
@@ -91,6 +92,14 @@ class CheckpointRow:
     public: bool = False
     user_metadata: dict[str, Any] | None = None
     encrypted: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.run_id, self.kind, self.name
+
+    @property
+    def expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time.time()
 
     @property
     def checkpoint_id(self) -> str:

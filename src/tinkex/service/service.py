@@ -44,8 +44,7 @@ from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.sample_stream import SampleEvents
 from tinkex.service.samplers import SampleObserver, Samplers
 from tinkex.service.served_models import ServedModels
-from tinkex.service.session_traces import SessionTraces
-from tinkex.service.sessions import Sessions
+from tinkex.service.sessions import Sessions, SessionTraces
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire.ops import Op

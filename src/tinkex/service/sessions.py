@@ -1,50 +1,52 @@
-"""Sessions: opened, kept alive by heartbeats, finished, listed.
+"""Sessions: opened, kept alive by heartbeats, finished, listed; and traces of what was executed for them.
 
 A session without heartbeats lapses; its next request revives it. A finished session stays finished.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from tinkex.service.access import Access, project_for, scope_of
 from tinkex.service.activity import Activity
+from tinkex.service.archive import LINK_LIFE, Link
 from tinkex.service.config import ServiceConfig
+from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller
-from tinkex.service.rows import Scope, SessionRow, texts
+from tinkex.service.rows import SamplerRow, Scope, SessionRow, texts
+from tinkex.service.runs.execution import Execution
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.served_models import ServedModels
 from tinkex.types import sessions as types
+from tinkex.types.futures import RequestFailedResponse
+from tinkex.types.outputs import SampleResponse
+
+TRACE_LENGTH = 20_000  # events kept of one session
 
 
+@dataclass(eq=False)
 class Sessions:
     """The leases of client processes, one method per operation."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        ledger: Ledger,
-        access: Access,
-        activity: Activity,
-        models: ServedModels,
-        runs: RunManager,
-    ) -> None:
-        self._config = config
-        self._ledger = ledger
-        self._access = access
-        self._activity = activity
-        self._models = models
-        self._runs = runs
-        self._started = time.time()
-        self.ended: set[str] = set()  # whose runs and samplers are to be deleted
+    _config: ServiceConfig
+    _ledger: Ledger
+    _access: Access
+    _activity: Activity
+    _models: ServedModels
+    _runs: RunManager
+    _started: float = field(default_factory=time.time, init=False)
+    ended: set[str] = field(default_factory=set[str], init=False)  # whose runs and samplers are to be deleted
 
-    async def create_session(
-        self, request: types.CreateSessionRequest, caller: Caller
-    ) -> types.CreateSessionResponse:
+    async def create_session(self, request: types.CreateSessionRequest, caller: Caller):
         session_id, now = str(uuid.uuid4()), time.time()
         metadata = None if request.user_metadata is None else dict(request.user_metadata)
         row = SessionRow(
@@ -55,9 +57,7 @@ class Sessions:
         self._activity.seen[session_id] = now
         return types.CreateSessionResponse(session_id=session_id)
 
-    async def session_heartbeat(
-        self, request: types.SessionHeartbeatRequest, caller: Caller
-    ) -> types.SessionHeartbeatResponse:
+    async def session_heartbeat(self, request: types.SessionHeartbeatRequest, caller: Caller):
         self._access.active_session(request.session_id, caller)
         return types.SessionHeartbeatResponse()
 
@@ -106,9 +106,7 @@ class Sessions:
 
     # -- listing -----------------------------------------------------------------------------------------
 
-    async def list_sessions(
-        self, request: types.ListSessionsRequest, caller: Caller
-    ) -> types.ListSessionsResponse:
+    async def list_sessions(self, request: types.ListSessionsRequest, caller: Caller):
         scope = scope_of(caller, request.access_scope)
         page = self._ledger.sessions(scope, limit=request.limit, offset=request.offset)
         return types.ListSessionsResponse(sessions=[row.session_id for row in page.rows])
@@ -126,18 +124,14 @@ class Sessions:
             display_name=row.display_name,
         )
 
-    async def assign_session_project(
-        self, request: types.AssignSessionProjectRequest, caller: Caller
-    ) -> None:
+    async def assign_session_project(self, request: types.AssignSessionProjectRequest, caller: Caller):
         self._access.session(request.session_id, caller, to_use=True)
         project_for(request.project_id, caller)
         self._ledger.move_session(request.session_id, request.project_id)
         self._runs.reread(request.session_id)
         self._activity.audit(caller, "projects.assign", details=request.model_dump())
 
-    async def search_sessions(
-        self, request: types.SessionSearchRequest, caller: Caller
-    ) -> types.SessionSearchResponse:
+    async def search_sessions(self, request: types.SessionSearchRequest, caller: Caller):
         own = isinstance(request.owner, types.OwnSearchOwner)
         scope = Scope(caller.user, None if own else caller.project)
         found, more = self._ledger.search_sessions(request, scope)
@@ -161,3 +155,72 @@ class Sessions:
                 last_created_at=sessions[-1].created_at, last_session_id=sessions[-1].session_id
             )
         return types.SessionSearchResponse(sessions=sessions, next_cursor=cursor)
+
+
+# -- traces ----------------------------------------------------------------------------------------------
+
+# Its name, run or sampler, beginning, seconds, seq id, and whether it failed.
+TraceEvent = tuple[str, str, float, float, int | None, bool]
+
+
+@dataclass(eq=False)
+class SessionTraces:
+    """The latest events of each session, since this process began. Also counts training tokens."""
+
+    _home: Home
+    _access: Access
+    _activity: Activity
+    _link: Link
+    _traces: dict[str, deque[TraceEvent]] = field(default_factory=dict[str, deque[TraceEvent]], init=False)
+
+    def worked(self, work: Execution, seconds: float) -> None:
+        """A training request was executed."""
+        row, failed = work.run.row, work.future.failed
+        if work.one_pass is not None and not failed:
+            self._activity.count(row, {"training": work.tokens})
+        self._add(row.session_id, (work.op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
+
+    def sampled(
+        self, row: SamplerRow, seconds: float, outcome: SampleResponse | RequestFailedResponse
+    ) -> None:
+        """A sample ended."""
+        failed = isinstance(outcome, RequestFailedResponse)
+        self._add(row.session_id, ("sample", row.sampler_id, time.time() - seconds, seconds, None, failed))
+
+    def _add(self, session_id: str, event: TraceEvent) -> None:
+        if session_id:
+            if (trace := self._traces.get(session_id)) is None:
+                trace = self._traces[session_id] = deque(maxlen=TRACE_LENGTH)
+            trace.append(event)
+
+    def forget(self, session_id: str) -> None:
+        self._traces.pop(session_id, None)
+        self._file(session_id).unlink(missing_ok=True)
+
+    def _file(self, session_id: str) -> Path:
+        return self._home.root / "traces" / f"{session_id}.json"
+
+    async def export_session_trace(self, request: types.ExportSessionTraceRequest, caller: Caller):
+        self._access.session(request.session_id, caller)
+        self._home.check_disk()
+        events = list(self._traces.get(request.session_id, ()))
+        path = self._file(request.session_id)
+        await asyncio.to_thread(_write_trace, path, request.session_id, events)
+        link = self._link(caller, path, time.time() + LINK_LIFE)
+        return types.SessionTraceExportResponse(status="ready", url=link)
+
+
+def _write_trace(path: Path, session_id: str, events: list[TraceEvent]) -> None:
+    """Write Chrome's trace format, which Perfetto opens too: a row for each run and sampler."""
+    rows = {of: n for n, of in enumerate(dict.fromkeys(event[1] for event in events), 1)}
+    names: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": n, "args": {"name": of}} for of, n in rows.items()
+    ]
+    spans = [
+        {"name": name, "cat": "failed" if failed else "ok", "ph": "X", "pid": 1, "tid": rows[of],
+         "ts": begun * 1e6, "dur": seconds * 1e6, "args": {} if seq_id is None else {"seq_id": seq_id}}
+        for name, of, begun, seconds, seq_id, failed in events
+    ]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"traceEvents": names + spans, "displayTimeUnit": "ms", "otherData": {"session": session_id}}
+    path.write_text(json.dumps(content))

@@ -175,7 +175,7 @@ class ReplyWriter:
 
     def _choice(self, deltas: list[ChoiceDelta], *, whole: bool) -> Json:
         text = "".join(delta.text for delta in deltas)
-        fields = {"index": deltas[0].choice, "finish_reason": deltas[-1].reason}
+        fields: Json = {"index": deltas[0].choice, "finish_reason": deltas[-1].reason}
         if not self._is_chat:
             return {**fields, "text": text, "logprobs": self._completion_logprobs(deltas)}
         if whole:

@@ -157,7 +157,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise InvalidInputError(f"{where} must be an object with a role, got {str(message)[:80]}")
     content: AnyJson = message.get("content") or ""
-    parts: list[AnyJson] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise InvalidInputError(

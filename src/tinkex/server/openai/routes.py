@@ -103,7 +103,7 @@ class SamplerCache:
         call = self._service.call
         about = CreateSessionRequest(tags=["openai"], user_metadata={}, sdk_version=__version__)
         session = await call(ops.CREATE_SESSION, about, caller)
-        which = {"model_path" if model.startswith("tinker://") else "base_model": model}
+        which: dict[str, Any] = {"model_path" if model.startswith("tinker://") else "base_model": model}
         request = CreateSamplingSessionRequest(
             session_id=session.session_id, sampling_session_seq_id=0, **which
         )

@@ -223,7 +223,7 @@ class TrainingRequests:
 
     async def _no_room(self, request: Any) -> str:
         """Why the quota has no room for the record of this pass; "" if it has. Small requests always fit."""
-        if not self._home.has_quota or not isinstance(request, training.ForwardBackwardRequest):
+        if self._home.quota is None or not isinstance(request, training.ForwardBackwardRequest):
             return ""
         size = sum(datum.nbytes for datum in request.forward_backward_input.data)
         return await self._home.over_quota(size, lately=True)
