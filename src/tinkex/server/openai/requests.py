@@ -157,10 +157,12 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise InvalidInputError(f"{where} must be an object with a role, got {str(message)[:80]}")
     content: AnyJson = message.get("content") or ""
-    parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts: list[AnyJson] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = ""
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise InvalidInputError(
                 f"{where}.content: this model reads a string or text parts, got {str(part)[:80]}"
             )
-    return {**message, "content": "".join(part["text"] for part in parts)}
+        text += part["text"]
+    return {**message, "content": text}
