@@ -12,8 +12,8 @@ import pytest
 from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually, fast_retries, free_port
 from tests.stub import Stub, drop, hang, status
 from tinkex import APIConnectionError, ClientClosedError, RetryConfig, ServiceClient, Timeouts
-from tinkex.client.limits import Host, shared_host
-from tinkex.client.retry import Breaker, RetryPolicy
+from tinkex.client.limits import CIRCUIT_LIMIT, Host, shared_host
+from tinkex.client.retry import RetryPolicy
 
 POLICY = RetryPolicy()
 REFUSED = ConnectionRefusedError("refused")
@@ -24,7 +24,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def open_breaker(host: Host) -> None:
-    for _ in range(host.breaker.limit):
+    for _ in range(CIRCUIT_LIMIT):
         host.failed(REFUSED)
 
 
@@ -32,20 +32,22 @@ def open_breaker(host: Host) -> None:
 
 
 def test_it_opens_after_so_many_failures_in_a_row_and_closes_with_any_answer() -> None:
-    breaker = Breaker(limit=3)
-    for n in range(2):
-        breaker.failed(REFUSED, now=float(n))
-    assert not breaker.is_open
-    assert breaker.state() == "circuit closed"
-    breaker.answered()
-    for n in range(3):
-        breaker.failed(REFUSED, now=10.0 + n)
-    assert breaker.is_open
-    assert breaker.state() == "circuit open: 3 failures to connect in a row over 2.0 s"
-    breaker.failed(REFUSED, now=14.0)
-    assert breaker.probes == 1
-    breaker.answered()
-    assert (breaker.is_open, breaker.failures, breaker.probes) == (False, 0, 0)
+    async def scenario() -> None:
+        host = Host()
+        for _ in range(CIRCUIT_LIMIT - 1):
+            host.failed(REFUSED)
+        assert not host.is_open
+        assert host.state() == "circuit closed"
+        host.answered()
+        for _ in range(CIRCUIT_LIMIT):
+            assert not host.is_open
+            host.failed(REFUSED)
+        assert (host.is_open, host.cause) == (True, REFUSED)
+        assert host.state() == f"circuit open: {CIRCUIT_LIMIT} failures to connect in a row over 0.0 s"
+        host.answered()
+        assert (host.is_open, host.failures, host.cause) == (False, 0, None)
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -184,15 +186,15 @@ def test_a_lost_server_is_not_hammered_and_everyone_goes_on_when_it_is_back(stub
     stub.stop()
     futures = [run.optim_step() for run in runs]
     futures += [sampler.sample(PROMPT, 1, PARAMS) for sampler in samplers for _ in range(100)]
-    eventually(lambda: host.breaker.is_open)
+    eventually(lambda: host.is_open)
     time.sleep(1.0)
-    failures = host.breaker.failures
+    failures = host.failures
     assert failures < 200, "420 callers would have tried some thousand times in that second"
     assert not any(future.done() for future in futures)
     stub.start()
     for future in futures:
         future.result(20)
-    assert not host.breaker.is_open
+    assert not host.is_open
     assert stub.count("healthz") <= len(services), "and the answer to one probe was enough"
     assert stub.total_requests > before
     for service in services:
@@ -227,7 +229,7 @@ def test_once_it_is_open_who_does_not_retry_fails_at_once(stub: Stub) -> None:
     hasty.sample(PROMPT, 1, PARAMS).result(20)
     stub.stop()
     waiting = patient.sample(PROMPT, 1, PARAMS)
-    eventually(lambda: shared_host(stub.url).breaker.is_open)
+    eventually(lambda: shared_host(stub.url).is_open)
     began = time.monotonic()
     with pytest.raises(APIConnectionError, match="circuit open"):
         hasty.sample(PROMPT, 1, PARAMS).result(20)

@@ -212,7 +212,7 @@ class HttpTransport:
         bytes of its body and a permit. The credential comes before the permit: fetching a token is a call
         too, and must not wait for calls that wait for it.
         """
-        if self._host.breaker.is_open:
+        if self._host.is_open:
             await self._wait_for_host(call)
         op, url = call.op, self.base_url + call.op.path
         probing = await self._rate.turn() if op in SAMPLES else False
@@ -286,7 +286,7 @@ class HttpTransport:
             self._rate.pause(delay)
             if failed.status == 429:
                 call.started = now + delay  # queueing is no failure: the retry budget begins after it
-        elif failed.status or not self._host.breaker.is_open:
+        elif failed.status or not self._host.is_open:
             await asyncio.sleep(delay)
 
     def _policy(self, call: Call) -> RetryPolicy:
@@ -324,14 +324,14 @@ class HttpTransport:
         """Wait, with all other callers, until the host can be reached; raise when this call's time is up."""
         if call.started is None:
             call.started = time.monotonic()
-        breaker, policy = self._host.breaker, self._policy(call)
+        host, policy = self._host, self._policy(call)
         elapsed = time.monotonic() - call.started
         patience = policy.patience(self._reached, elapsed) if call.op.retry else 0.0
-        if await self._host.reachable(patience, self._probe, policy.probe_delay):
+        if await host.reachable(patience, self._probe, policy.probe_delay):
             return
-        cause = breaker.cause or ConnectionError("it does not answer")
+        cause = host.cause or ConnectionError("it does not answer")
         error = call.error or connection_error(call.op, self.base_url + call.op.path, cause)
-        raise with_history(error, call.tries, time.monotonic() - call.started, breaker.state())
+        raise with_history(error, call.tries, time.monotonic() - call.started, host.state())
 
     async def _probe(self) -> None:
         """Does the host respond, whatever it says? OSError if not."""
@@ -343,7 +343,7 @@ class HttpTransport:
         except LIBRARY_ERRORS as cause:
             raise ConnectionError(root_cause(cause)) from cause
         except OSError:
-            self._warn_if_lost(self._host.breaker.cause)
+            self._warn_if_lost(self._host.cause)
             raise
 
     def _warn_if_lost(self, cause: BaseException | None) -> None:

@@ -1,8 +1,7 @@
 """Limits that requests wait for: fair permits, and the state that all clients of one server share.
 
 Promises: every acquire and release is O(1); owners (runs, samplers) take turns, and the requests of one owner
-are first in, first out; a cancelled waiter gives up its place. Runs on the background loop. Knows nothing of
-what is limited.
+are first in, first out; a cancelled waiter gives up its place. Runs on the background loop.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 
-from tinkex.client.retry import Breaker
 from tinkex.errors import ClientClosedError
+
+CIRCUIT_LIMIT = 5  # failures to connect in a row, after which a host's circuit opens
 
 
 class FairLimiter:
@@ -103,10 +103,10 @@ class RateLimit:
     def __init__(self) -> None:
         self._until = 0.0
         self._cautious = False
-        self._probe = FairLimiter(1)
+        self._probe = asyncio.Lock()
 
     def pause(self, seconds: float) -> None:
-        self._until = max(self._until, asyncio.get_running_loop().time() + seconds)
+        self._until = max(self._until, time.monotonic() + seconds)
         self._cautious = True
 
     def succeeded(self) -> None:
@@ -118,8 +118,7 @@ class RateLimit:
             return False
         await self._probe.acquire()
         try:
-            now = asyncio.get_running_loop().time
-            while self._cautious and (wait := self._until - now()) > 0:
+            while self._cautious and (wait := self._until - time.monotonic()) > 0:
                 await asyncio.sleep(wait)
         except BaseException:
             self._probe.release()
@@ -133,21 +132,43 @@ class RateLimit:
 
 
 class Host:
-    """One server's circuit breaker: whether it can be reached, and a shared wait for when it cannot."""
+    """One server's circuit breaker, shared by all its callers.
+
+    Closed: they send. Open, after CIRCUIT_LIMIT failures to connect in a row: they wait for one probe at a time,
+    until the host responds to anything.
+    """
 
     def __init__(self) -> None:
-        self.breaker = Breaker()
+        self.failures = 0  # to connect, in a row
+        self.cause: BaseException | None = None
+        self._probes = 0  # that failed since it is open
+        self._first = self._last = 0.0  # when the failures began, and the last one, by time.monotonic()
         self._waiters = 0
         self._prober: asyncio.Task[None] | None = None  # ends when the host responds
 
+    @property
+    def is_open(self) -> bool:
+        return self.failures >= CIRCUIT_LIMIT
+
     def failed(self, cause: BaseException) -> None:
-        self.breaker.failed(cause, time.monotonic())
+        self._last = time.monotonic()
+        if not self.failures:
+            self._first = self._last
+        self._probes += self.is_open
+        self.failures, self.cause = self.failures + 1, cause
 
     def answered(self) -> None:
-        if self.breaker.failures:
-            self.breaker.answered()
+        if self.failures:
+            self.failures, self._probes, self.cause = 0, 0, None
             if self._prober is not None and self._prober is not asyncio.current_task():
                 self._prober.cancel()
+
+    def state(self) -> str:
+        """For error messages."""
+        if not self.is_open:
+            return "circuit closed"
+        span = self._last - self._first
+        return f"circuit open: {self.failures} failures to connect in a row over {span:.1f} s"
 
     async def reachable(
         self, within: float, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]
@@ -161,7 +182,7 @@ class Host:
         until = loop.time() + within
         self._waiters += 1
         try:
-            while self.breaker.is_open:
+            while self.is_open:
                 if self._prober is None or self._prober.done():
                     self._prober = loop.create_task(self._probe(probe, delay))
                 await asyncio.wait([self._prober], timeout=max(0.0, until - loop.time()))
@@ -169,20 +190,19 @@ class Host:
                     break
         finally:
             self._waiters -= 1
-        return not self.breaker.is_open
+        return not self.is_open
 
     async def _probe(self, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]) -> None:
         """Probe once, and again while anybody waits."""
-        while self.breaker.is_open:
-            await asyncio.sleep(self.breaker.last + delay(self.breaker.probes) - time.monotonic())
+        while self.is_open:
+            await asyncio.sleep(self._last + delay(self._probes) - time.monotonic())
             try:
                 await probe()
+                self.answered()
             except OSError as cause:
                 self.failed(cause)
             except ClientClosedError:
                 return  # the next waiter starts a prober of its own
-            else:
-                self.answered()
             if not self._waiters:
                 return
 

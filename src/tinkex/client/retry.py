@@ -9,11 +9,9 @@
     401 on a JWT                          once, with another JWT
     anything else                         never
 
-After a few failures to connect in a row the host's circuit opens (`Breaker`): all its callers then wait for
-one shared probe, each for as long as the table allows, instead of retrying by themselves.
-
-`x-should-retry` overrides the table; `retry-after-ms` beats `retry-after` in seconds, which beats a date.
-Pure: it decides from a failure and the elapsed time. It never sleeps and knows no HTTP library.
+After a few failures to connect in a row the host's circuit opens (limits.py): all its callers then wait for
+one shared probe, each for as long as the table allows. `x-should-retry` overrides the table; `retry-after-ms`
+beats `retry-after` in seconds, which beats a date. Pure: it decides from a failure and the elapsed time.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from tinkex.errors import InvalidInputError
 from tinkex.strict import check_seconds, strict
 
-NO_HEADERS: Mapping[str, str] = {}
 MAX_RETRY_AFTER = 60.0
 _random = random.Random()  # not the global one: retries must not consume numbers of a user's seed
 
@@ -84,7 +81,7 @@ class Attempt:
     """One failed attempt: an HTTP status with its headers, or status 0, no response and its cause."""
 
     status: int = 0
-    headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
     cause: BaseException | None = None
     empty_body: bool = False
     reached: bool = False  # has this host ever responded?
@@ -120,7 +117,7 @@ class RetryPolicy:
         `tries` counts the failures so far (1 after the first). `patient` marks work for which a 429 is
         backpressure, waited out without a limit.
         """
-        forced = should_retry(failed.headers)
+        forced = {"true": True, "false": False}.get(failed.headers.get("x-should-retry", ""))
         queueing = self.queues and patient and failed.status == 429
         if forced is False or not (self.enabled or queueing):
             return None
@@ -164,53 +161,12 @@ class RetryPolicy:
         return delay * (1.0 - self.jitter * _random.random())
 
 
-@dataclass
-class Breaker:
-    """A host's circuit breaker, shared by all its callers.
-
-    Closed: they send. Open, after `limit` failures to connect in a row: only one probe at a time is sent,
-    until the host responds to anything.
-    """
-
-    limit: int = 5
-    failures: int = 0  # to connect, in a row
-    probes: int = 0  # that failed since it is open
-    first: float = 0.0  # when the failures began, by time.monotonic()
-    last: float = 0.0
-    cause: BaseException | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.failures >= self.limit
-
-    def failed(self, cause: BaseException, now: float) -> None:
-        if not self.failures:
-            self.first = now
-        self.probes += self.is_open
-        self.failures, self.last, self.cause = self.failures + 1, now, cause
-
-    def answered(self) -> None:
-        self.failures, self.probes, self.cause = 0, 0, None
-
-    def state(self) -> str:
-        """For error messages."""
-        if not self.is_open:
-            return "circuit closed"
-        span = self.last - self.first
-        return f"circuit open: {self.failures} failures to connect in a row over {span:.1f} s"
-
-
 def retryable(status: int, empty_body: bool = False) -> bool:
     """Can the same request succeed later? A 400 with no body is a proxy's, not the server's."""
     return status in (0, 402, 408, 409, 429) or status >= 500 or (status == 400 and empty_body)
 
 
-def should_retry(headers: Mapping[str, str]) -> bool | None:
-    """What the server says in `x-should-retry`, if anything."""
-    return {"true": True, "false": False}.get(headers.get("x-should-retry", ""))
-
-
-def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds to wait by the response's headers: milliseconds, else seconds, else a date; at most 60.
 
     >>> retry_after({"retry-after-ms": "1500", "retry-after": "9"})
@@ -223,17 +179,15 @@ def retry_after(headers: Mapping[str, str], now: float | None = None) -> float |
             continue
         if 0 < seconds <= MAX_RETRY_AFTER:
             return seconds
-    try:
-        at = email.utils.parsedate_to_datetime(headers.get("retry-after", "")).timestamp()
-    except (TypeError, ValueError, IndexError):
+    # By the server's clock, if its Date header shows it: ours may be wrong.
+    if (at := _timestamp(headers.get("retry-after", ""))) is None:
         return None
-    seconds = at - _server_time(headers, now)
+    seconds = at - (_timestamp(headers.get("date", "")) or time.time())
     return seconds if 0 < seconds <= MAX_RETRY_AFTER else None
 
 
-def _server_time(headers: Mapping[str, str], now: float | None) -> float:
-    """The server's clock by its Date header, since ours may be wrong; ours if it sent none."""
+def _timestamp(date: str) -> float | None:
     try:
-        return email.utils.parsedate_to_datetime(headers.get("date", "")).timestamp()
+        return email.utils.parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError, IndexError):
-        return time.time() if now is None else now
+        return None
