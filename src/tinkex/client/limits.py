@@ -134,8 +134,8 @@ class RateLimit:
 class Host:
     """One server's circuit breaker, shared by all its callers.
 
-    Closed: they send. Open, after CIRCUIT_LIMIT failures to connect in a row: they wait for one probe at a time,
-    until the host responds to anything.
+    Closed: they send. Open, after CIRCUIT_LIMIT failures to connect in a row: they wait for one probe at
+    a time, until the host responds to anything.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,15 @@
 """Telemetry: events about sessions, failures and pauses that a client sends to its server, if it is on.
 
 Promises: off by default; no call waits for it or fails because of it; at most CAPACITY events are queued, the
-oldest are dropped first, and drops are counted. Events are redacted when they are made: an exception's type,
-status and our own line numbers, but not its message; numbers and plain names, but no other text. So no key,
-header, prompt or token is ever sent. Knows nothing of HTTP.
+oldest are dropped first and counted. Events are redacted when they are made: an exception's type, status and
+our own line numbers, but not its message; numbers and plain names, but no other text. So no key, header,
+prompt or token is ever sent. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -19,6 +20,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -48,23 +50,19 @@ REDACTED = "[redacted]"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # the only strings that are sent,
 _CREDENTIAL = re.compile("tml-|eyJ", re.I)  # unless they contain this
 _PACKAGE = Path(__file__).resolve().parents[1]
-_processes: dict[int, str] = {}
 
 Send = Callable[[TelemetrySendRequest], Awaitable[object]]
 
 
 class Telemetry:
-    """The events of one connection. Thread-safe.
-
-    A string is sent only if `allowed(name, value)` agrees.
-    """
+    """The events of one connection. Thread-safe. A string is sent only if `allowed(name, value)` agrees."""
 
     def __init__(self, send: Send, allowed: Callable[[str, str], bool] = lambda name, value: True) -> None:
         self._send, self._allowed = send, allowed
         self._session_id = f"sessionless-{uuid.uuid4()}"
         self._began = time.monotonic()
         self._index = itertools.count()
-        self._queue: deque[TelemetryEvent] = deque()
+        self._queue: deque[TelemetryEvent] = deque(maxlen=CAPACITY)
         self._urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -76,10 +74,7 @@ class Telemetry:
     def log(
         self, event_name: str, event_data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
     ) -> bool:
-        """Send an event of your own; False if telemetry is closed.
-
-        Numbers and plain names are kept; everything else is redacted.
-        """
+        """Send an event of your own, of numbers and plain names; False if telemetry is closed."""
         name = event_name if self._is_plain("", event_name) else REDACTED
         data = self._redacted("", event_data or {})
         return self._add(GenericEvent, severity, event_name=name, event_data=data)
@@ -99,17 +94,16 @@ class Telemetry:
 
     def flush(self) -> None:
         """Send the queued events, in the background."""
-        self._on_loop(self._wake)
+        self._on_loop(self._wake, True)
 
     def _add(
         self, kind: Callable[..., TelemetryEvent], severity: Severity, *, urgent: bool = False, **fields: Any
     ) -> bool:
         if self._closed:
             return False
-        now = datetime.now(UTC)
         event = kind(
             event_id=str(uuid.uuid4()), event_session_index=next(self._index), severity=severity,
-            timestamp=now, **fields,
+            timestamp=datetime.now(UTC), **fields,
         )  # fmt: skip
         return self._on_loop(self._put, event, urgent)
 
@@ -119,14 +113,12 @@ class Telemetry:
                 key if self._is_plain("", key) else REDACTED: self._redacted(str(key), item)
                 for key, item in value.items()
             }
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        return value if self._is_plain(name, value) else REDACTED
+        is_number = value is None or isinstance(value, bool | int | float)
+        return value if is_number or self._is_plain(name, value) else REDACTED
 
     def _is_plain(self, name: str, value: Any) -> bool:
-        if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value) or _CREDENTIAL.search(value):
-            return False
-        return self._allowed(name, value)
+        is_name = isinstance(value, str) and _PLAIN_NAME.fullmatch(value) and not _CREDENTIAL.search(value)
+        return bool(is_name) and self._allowed(name, value)
 
     # -- the session -------------------------------------------------------------------------------------
 
@@ -144,7 +136,7 @@ class Telemetry:
             self._add(SessionEndEvent, "INFO", duration=duration)
             await asyncio.sleep(0)  # events are put into the queue by callbacks of the loop
         self._closed = True
-        self._wake()
+        self._wake(True)
         if (task := self._task) is not None:
             await asyncio.wait([task], timeout=within)
             task.cancel()
@@ -164,17 +156,13 @@ class Telemetry:
         if self._closed:
             self.dropped += 1
             return
-        if len(self._queue) >= CAPACITY:
-            self._queue.popleft()
-            self.dropped += 1
+        self.dropped += len(self._queue) == self._queue.maxlen
         self._queue.append(event)
-        if urgent or len(self._queue) >= BATCH:
-            self._wake()
-        elif self._task is None:
-            self._task = background.spawn(self._drain())
+        self._wake(urgent or len(self._queue) >= BATCH)
 
-    def _wake(self) -> None:
-        self._urgent.set()
+    def _wake(self, urgent: bool) -> None:
+        if urgent:
+            self._urgent.set()
         if self._task is None and self._queue:
             self._task = background.spawn(self._drain())
 
@@ -182,11 +170,9 @@ class Telemetry:
         """Send until the queue is empty; there is no task while it is."""
         try:
             while self._queue:
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(FLUSH_EVERY):
                         await self._urgent.wait()
-                except TimeoutError:
-                    pass
                 self._urgent.clear()
                 while self._queue:
                     await self._send_batch()
@@ -197,7 +183,7 @@ class Telemetry:
         events = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
         request = TelemetrySendRequest(
             events=list(events), platform=platform.system(), sdk_version=__version__,
-            session_id=self._session_id, process_uuid=_process_uuid(),
+            session_id=self._session_id, process_uuid=_process_uuid(os.getpid()),
         )  # fmt: skip
         for attempt in range(ATTEMPTS):
             try:
@@ -212,8 +198,9 @@ class Telemetry:
         self.dropped += len(events)
 
 
-def _process_uuid() -> str:
-    return _processes.setdefault(os.getpid(), str(uuid.uuid4()))  # a forked child is another process
+@functools.cache
+def _process_uuid(pid: int) -> str:  # a forked child is another process
+    return str(uuid.uuid4())
 
 
 def _described(error: BaseException, during: str) -> dict[str, Any]:
@@ -231,9 +218,6 @@ def _described(error: BaseException, during: str) -> dict[str, Any]:
 
 def _our_lines(error: BaseException) -> str | None:
     """The traceback's lines in this package, without their code."""
-    lines: list[str] = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if path.is_relative_to(_PACKAGE):
-            lines.append(f"{path.relative_to(_PACKAGE).as_posix()}:{frame.lineno} in {frame.name}")
-    return "\n".join(lines) or None
+    frames = [(Path(f.filename), f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    ours = [frame for frame in frames if frame[0].is_relative_to(_PACKAGE)]
+    return "\n".join(f"{p.relative_to(_PACKAGE).as_posix()}:{line} in {at}" for p, line, at in ours) or None
