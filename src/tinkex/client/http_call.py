@@ -99,8 +99,9 @@ class Pace:
             await asyncio.sleep(0)
 
 
-async def encode(op: AnyOp, request: Any, *, proto: bool, compress: bool, pace: Pace) -> codec.Encoded:
+async def encode(call: Call, *, proto: bool, compress: bool, pace: Pace) -> codec.Encoded:
     """A request's path, query, headers and body. `proto` and `compress` concern forward_backward only."""
+    op, request = call.op, call.request
     compress = compress and op is ops.FORWARD_BACKWARD
     write = partial(codec.encode_request, op, request, proto=proto, compress=compress)
     if codec.request_size(request, BIG_JSON) < BIG_JSON:

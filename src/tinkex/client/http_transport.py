@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,6 @@ from tinkex.client.transport import CLOSED, NO_CONTEXT, AnyOp, CallContext
 from tinkex.config import Timeouts, is_loopback
 from tinkex.errors import (
     APIConnectionError,
-    APIError,
     ClientClosedError,
     CredentialError,
     InvalidInputError,
@@ -61,13 +60,6 @@ JSON_ONLY = (400, 415, 422, 500)  # how servers without protobuf refuse a protob
 PROXY_TIMEOUTS = (504, 524)  # from proxies that give up a long poll before the server does
 PAUSES = {402: "paused_billing", 429: "paused_rate_limit"}  # statuses that mean "later", as queue states
 _UNLIMITED = nullcontext()
-
-
-class _FailedAttemptError(Exception):
-    """One attempt that failed: what the policy needs to know, and the error it would be."""
-
-    def __init__(self, attempt: Attempt, error: APIError) -> None:
-        self.attempt, self.error = attempt, error
 
 
 def _body_limits(config: ClientConfigResponse) -> dict[str, int]:
@@ -104,9 +96,8 @@ class HttpTransport:
         plain = not https and (direct or is_loopback(base_url))
         self._pools = HttpPools(base_url, self.timeouts, caps, plain=plain)
         self._permits = {pool: FairLimiter(cap) for pool, cap in caps.items()}
-        self._body_bytes = {
-            op: FairLimiter(size) for op, size in _body_limits(ClientConfigResponse()).items()
-        }
+        limits = _body_limits(ClientConfigResponse())
+        self._body_bytes = {op: FairLimiter(size) for op, size in limits.items()}
         self._body_bytes[ops.STREAM_SAMPLE.name] = self._body_bytes[ops.SAMPLE.name]
         self._rate = shared_rate_limit(base_url, credential.identity)
         self._host = shared_host(base_url)
@@ -123,11 +114,10 @@ class HttpTransport:
         self._in_flight = _InFlight()
 
     async def open(self) -> ClientConfigResponse:
-        config = ClientConfigResponse()
         try:
             config = await self.call(ops.GET_CLIENT_CONFIG, ClientConfigRequest(sdk_version=__version__))
-        except NotFoundError:
-            pass  # an older or other server: the defaults describe it
+        except NotFoundError:  # an older or other server: the defaults describe it
+            config = ClientConfigResponse()
         self._compress = config.proto_compress_fwdbwd
         self._no_retries = config.sample_no_retries
         self.policy = replace(self.policy, billing_budget=config.billing_exception_max_pause_duration_sec)
@@ -181,32 +171,31 @@ class HttpTransport:
         """Send until there is a response, by the one policy."""
         while True:
             try:
-                response = await self._attempt(call, proto=self._speaks_proto is not False)
-                break
-            except _FailedAttemptError as failed:
-                attempt, lost = failed.attempt, isinstance(call.error, APIConnectionError)
-                if attempt.status == 404 and call.op.method == "DELETE" and lost:
-                    return HttpResponse(204, {}, b"")  # an earlier attempt deleted it, unnoticed
-                call.error = failed.error
-                if attempt.status == 401 and self._may_renew(call):
-                    continue
+                outcome = await self._attempt(call, proto=self._speaks_proto is not False)
             except (CredentialError, InvalidInputError) as refusal:
                 raise call.error or refusal from None  # a refusal promises that nothing was ever sent
-            if self._may_want_json(call, attempt):
-                with suppress(_FailedAttemptError):  # then it was not about protobuf after all
-                    response = await self._attempt(call, proto=False)
-                    self._speaks_proto = False
+            if isinstance(outcome, HttpResponse):
+                break
+            lost, call.error = isinstance(call.error, APIConnectionError), outcome.error
+            if outcome.status == 404 and call.op.method == "DELETE" and lost:
+                return HttpResponse(204, {}, b"")  # an earlier attempt deleted it, unnoticed
+            if outcome.status == 401 and self._may_renew(call):
+                continue
+            if self._may_want_json(call, outcome):
+                in_json = await self._attempt(call, proto=False)
+                if isinstance(in_json, HttpResponse):  # else it was not about protobuf after all
+                    outcome, self._speaks_proto = in_json, False
                     log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
                     break
-            await self._pause(call, attempt, call.error)
+            await self._pause(call, outcome)
         if call.op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
             self._speaks_proto = True
         if call.context.observer is not None:
             call.context.observer("active", None)
-        return response
+        return outcome
 
-    async def _attempt(self, call: Call, *, proto: bool) -> HttpResponse:
-        """Wait until the call may be sent, and send it once; all but a reply is a `_FailedAttemptError`.
+    async def _attempt(self, call: Call, *, proto: bool) -> HttpResponse | Attempt:
+        """Wait until the call may be sent, and send it once; returns a reply, or what failed.
 
         In this order it waits for the host (if its circuit is open), the rate limit, the credential, the
         bytes of its body and a permit. The credential comes before the permit: fetching a token is a call
@@ -223,9 +212,7 @@ class HttpTransport:
             call.token = credential.current() or await credential.token()
             async with self._room_for_body(call), self._permit(call):
                 # Encoded only now: of thousands that wait, none holds its body in memory.
-                encoded = await encode(
-                    op, call.request, proto=proto, compress=self._compress, pace=self._pace
-                )
+                encoded = await encode(call, proto=proto, compress=self._compress, pace=self._pace)
                 url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
                 headers = headers_of(call, encoded, self._headers)
                 began = time.monotonic()
@@ -234,8 +221,8 @@ class HttpTransport:
         except (OSError, *LIBRARY_ERRORS) as cause:
             if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
                 self._host.failed(cause)  # a slow host is reachable
-            attempt = Attempt(cause=cause, reached=self._reached, took=time.monotonic() - began)
-            raise _FailedAttemptError(attempt, connection_error(op, url, cause)) from None
+            error, took = connection_error(op, url, cause), time.monotonic() - began
+            return Attempt(cause=cause, reached=self._reached, took=took, error=error)
         finally:
             if probing:
                 self._rate.finish_probe()
@@ -248,9 +235,8 @@ class HttpTransport:
             self._rate.succeeded()
         if is_reply(op, status):
             return response
-        took = time.monotonic() - began
-        attempt = Attempt(status, response.headers, empty_body=not response.body, took=took)
-        raise _FailedAttemptError(attempt, response_error(op, url, response))
+        error, took = response_error(op, url, response), time.monotonic() - began
+        return Attempt(status, response.headers, empty_body=not response.body, took=took, error=error)
 
     def _room_for_body(self, call: Call) -> Permit | nullcontext[None]:
         if (limiter := self._body_bytes.get(call.op.name)) is None:
@@ -265,9 +251,10 @@ class HttpTransport:
 
     # -- after a failed attempt --------------------------------------------------------------------------
 
-    async def _pause(self, call: Call, failed: Attempt, error: APIError) -> None:
-        """Wait until the next attempt is due; raise `error` if there shall be none."""
-        op, now = call.op, time.monotonic()
+    async def _pause(self, call: Call, failed: Attempt) -> None:
+        """Wait until the next attempt is due; raise the error if there shall be none."""
+        op, now, error = call.op, time.monotonic(), failed.error
+        assert error is not None
         if self._was_long_poll(call, failed):
             call.tries, call.started = 0, now
         call.tries += 1
@@ -294,10 +281,7 @@ class HttpTransport:
         return replace(policy, enabled=False) if self._no_retries and call.op in SAMPLES else policy
 
     def _was_long_poll(self, call: Call, failed: Attempt) -> bool:
-        """Did a long poll outlast our timeout or a proxy's, while the server responds to other calls?
-
-        Some servers hold a poll for many minutes. It is a "not yet" then, and no failure.
-        """
+        """Did a long poll outlast our timeout or a proxy's, while the server responds to other calls?"""
         timed_out = isinstance(failed.cause, TimeoutError) or failed.status in PROXY_TIMEOUTS
         is_alive = self._last_response > time.monotonic() - failed.took
         return call.op is ops.RETRIEVE_FUTURE and timed_out and is_alive
@@ -309,14 +293,11 @@ class HttpTransport:
         return once and self.credential.refused(call.token)
 
     def _may_want_json(self, call: Call, failed: Attempt) -> bool:
-        """Was the first protobuf body refused as by a server that only speaks JSON?
-
-        What may pass (a 500, a proxy's 400) must have come twice.
-        """
+        """Was the first protobuf body refused as by a server that only speaks JSON?"""
         if self._speaks_proto is not None or call.op is not ops.FORWARD_BACKWARD:
             return False
-        tries = 1 if retryable(failed.status, failed.empty_body) else 0
-        return failed.status in JSON_ONLY and call.tries == tries
+        may_pass = retryable(failed.status, failed.empty_body)  # a 500, a proxy's 400: it must come twice
+        return failed.status in JSON_ONLY and call.tries == may_pass
 
     # -- a host that cannot be reached -------------------------------------------------------------------
 
@@ -347,12 +328,10 @@ class HttpTransport:
             raise
 
     def _warn_if_lost(self, cause: BaseException | None) -> None:
-        if not self._reached:
-            return
         now = time.monotonic()
-        if self._silent_since is None:
-            self._silent_since = now
-        elif now - self._silent_since >= LOST_NOTICE:
+        since = now if self._silent_since is None else self._silent_since
+        self._silent_since = since
+        if self._reached and now - since >= LOST_NOTICE:
             self._silent_since = now
             log.warning(
                 "lost contact with %s (%s); still trying, for up to %g s in all",

@@ -1,13 +1,14 @@
 """The one background thread whose event loop all clients of the process share, and its worker threads.
 
 Promises: started on first use; user code and large bodies run in other threads and never block it; a forked
-child gets an error instead of waiting for a thread that only its parent has. Knows nothing of what it runs.
+child gets an error instead of waiting for a thread that only its parent has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -38,20 +39,26 @@ class Threads(ThreadPoolExecutor):
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError:
-            done: Future[T] = Future()
+            return _in_own_thread(functools.partial(fn, *args, **kwargs))
 
-        def work() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    done.set_exception(error)
 
-        try:
-            threading.Thread(target=work, name="tinkex-late").start()
-        except RuntimeError:  # since Python 3.12 no thread starts at exit
-            work()
-        return done
+def _in_own_thread(function: Callable[[], T]) -> Future[T]:
+    done: Future[T] = Future()
+
+    def work() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+            except BaseException as error:  # SystemExit, say, would end the loop itself
+                done.set_exception(TinkerError(f"{type(error).__name__} in a function of yours: {error}"))
+
+    try:
+        threading.Thread(target=work, name="tinkex-user", daemon=True).start()
+    except RuntimeError:  # since Python 3.12 no thread starts at exit
+        work()
+    return done
 
 
 _lock = threading.Lock()
@@ -89,29 +96,17 @@ def get_loop() -> asyncio.AbstractEventLoop:
         return _loop
     with _lock:
         if _loop is None:
-            loop = _new_loop()
+            try:
+                from uvloop import new_event_loop  # half the CPU per request; not available on Windows
+            except ImportError:
+                from asyncio import new_event_loop
+            loop = new_event_loop()
             loop.set_default_executor(Threads(thread_name_prefix="tinkex-service"))  # for embedded mode
-            ready = threading.Event()
-
-            def run() -> None:
-                asyncio.set_event_loop(loop)
-                loop.call_soon(ready.set)
-                loop.run_forever()
-
-            _thread = threading.Thread(target=run, name="tinkex", daemon=True)
+            _thread = threading.Thread(target=loop.run_forever, name="tinkex", daemon=True)
             _thread.start()
-            ready.wait()
             _owner_pid = os.getpid()
             _loop = loop
     return _loop
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop  # half the CPU per request; not available on Windows
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 @atexit.register  # registered at import, so it runs after the sessions' own handler, which needs the loop
@@ -187,15 +182,4 @@ async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
     It may wait for samples, which need a worker to be decoded; and it may never end, which must not keep the
     process from exiting.
     """
-    done: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            done.set_result(function(*args))
-        except Exception as error:
-            done.set_exception(error)
-        except BaseException as error:  # SystemExit, say, would end the loop itself
-            done.set_exception(TinkerError(f"{type(error).__name__} in a function of yours: {error}"))
-
-    threading.Thread(target=work, name="tinkex-user", daemon=True).start()
-    return await asyncio.shield(asyncio.wrap_future(done))
+    return await asyncio.shield(asyncio.wrap_future(_in_own_thread(functools.partial(function, *args))))

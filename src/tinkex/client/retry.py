@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tinkex.errors import InvalidInputError
+from tinkex.errors import APIError, InvalidInputError
 from tinkex.strict import check_seconds, strict
 
 MAX_RETRY_AFTER = 60.0
@@ -78,7 +78,7 @@ def check_sampler_settings(retry_config: object, record_stability_info: object) 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One failed attempt: an HTTP status with its headers, or status 0, no response and its cause."""
+    """A failed attempt: an HTTP status with its headers, or status 0, no response and its cause."""
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -86,6 +86,7 @@ class Attempt:
     empty_body: bool = False
     reached: bool = False  # has this host ever responded?
     took: float = 0.0  # seconds from sending to failing
+    error: APIError | None = None  # that it is if there is no other attempt
 
 
 @dataclass(frozen=True)
