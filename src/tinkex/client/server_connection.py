@@ -1,8 +1,7 @@
 """`ServerConnection`: a transport and the server's settings, shared by all clients of one ServiceClient.
 
 Promises: the settings are fetched once, before the first call; errors that users see go to telemetry too, if
-it is on; an invalid header is refused when the client is made. Knows nothing of sessions (session.py): REST
-calls need none.
+it is on; an invalid header is refused when the client is made.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -152,26 +151,25 @@ def connect(
         _log_to_stderr(settings.log)
     url = normalize_url(base_url or settings.base_url or HOSTED_URL)
     headers = check_headers(headers)
-    if source is not None:
-        credential = credentials.resolve_from_source(source, settings)
-    else:
+    if source is None:
         credential = credentials.resolve(settings, api_key, url)
+    else:
+        credential = credentials.resolve_from_source(source, settings)
     all_headers = {**check_headers(dict(settings.extra_headers)), **headers}
     transport = HttpTransport(
         url, credential, headers=all_headers, timeouts=timeouts, direct=not settings.http_proxy,
         retries=retries, credential_cmd=settings.credential_cmd,
     )  # fmt: skip
+
+    def allowed(name: str, value: str) -> bool:
+        return is_public(name, value) and not any(
+            header and header in value for header in all_headers.values()
+        )
+
     events: Telemetry | None = None
     if settings.telemetry if telemetry is None else telemetry:
-        events = _telemetry(transport, all_headers.values())
+        events = Telemetry(lambda request: transport.call(ops.SEND_TELEMETRY, request, ONCE), allowed)
     return ServerConnection(transport, settings, timeouts, headers, events)
-
-
-def _telemetry(transport: Transport, header_values: Iterable[str]) -> Telemetry:
-    def allowed(name: str, value: str) -> bool:
-        return is_public(name, value) and not any(header and header in value for header in header_values)
-
-    return Telemetry(lambda request: transport.call(ops.SEND_TELEMETRY, request, ONCE), allowed)
 
 
 def _log_to_stderr(level: str) -> None:
@@ -197,9 +195,8 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
         if not isinstance(value, str):
             raise InvalidInputError(f"the header {name!r} must be a string, got {type(value).__name__}")
         if not _HEADER_VALUE.fullmatch(value):
-            raise InvalidInputError(
-                f"the header {name!r} has a line break in it, or another control character"
-            )
+            problem = "has a line break in it, or another control character"
+            raise InvalidInputError(f"the header {name!r} {problem}")
     return {name.lower(): value for name, value in (headers or {}).items()}
 
 

@@ -1,7 +1,7 @@
 """A session: a client process's lease on a server, kept alive by heartbeats until it is finished.
 
 Promises: opened on first use, once; finished by `close`, at exit, or when the last client that uses it is
-garbage-collected. Knows nothing of what the session is used for.
+garbage-collected.
 """
 
 from __future__ import annotations
@@ -54,23 +54,25 @@ class Lease:
         _leases.add(self)
 
     async def _beat(self) -> None:
-        last = warned = asyncio.get_running_loop().time()
+        now, interval = asyncio.get_running_loop().time, self.connection.timeouts.heartbeat_interval
+        request = SessionHeartbeatRequest(session_id=self.session_id)
+        last = warned = now()
         while not self.finished:
-            await asyncio.sleep(self.connection.timeouts.heartbeat_interval)
-            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(interval)
+            began = now()
             try:
-                request = SessionHeartbeatRequest(session_id=self.session_id)
-                async with asyncio.timeout(self.connection.timeouts.heartbeat_interval):  # the next is due
+                async with asyncio.timeout(interval):  # then the next is due
                     await self.connection.transport.call(ops.SESSION_HEARTBEAT, request)
-                last = warned = now
+                last = warned = began
             except ExpiredError:
                 log.info("session %s has ended on the server", self.session_id)
                 return
             except (TinkerError, TimeoutError) as error:
-                if now - max(last, warned) > HEARTBEAT_WARNING:
-                    warned = now
-                    cause = str(error) or "no answer"
-                    log.warning("session %s: no heartbeat for %.0f s: %s", self.session_id, now - last, cause)
+                if began - max(last, warned) > HEARTBEAT_WARNING:
+                    warned, cause = began, str(error) or "no answer"
+                    log.warning(
+                        "session %s: no heartbeat for %.0f s: %s", self.session_id, began - last, cause
+                    )
 
     def forget(self) -> None:
         """Stop without telling the server, which no longer has the session."""
@@ -81,27 +83,20 @@ class Lease:
         """Tell the server that this session is over, and stop."""
         if self.finished:
             return
-        self.finished = True
-        self._heartbeat.cancel()
-        flushing = background.spawn(self._flush_telemetry())
+        self.forget()
+        seconds, telemetry = self.connection.timeouts.close, self.connection.telemetry
+        flushing = telemetry and background.spawn(telemetry.close(0.8 * seconds, ended=True))
+        request = FinishSessionRequest(session_id=self.session_id, reason=_REASONS[reason](), detail=detail)
         try:
             if self.owned:
-                request = FinishSessionRequest(
-                    session_id=self.session_id, reason=_REASONS[reason](), detail=detail
-                )
-                async with asyncio.timeout(self.connection.timeouts.close):
+                async with asyncio.timeout(seconds):
                     await self.connection.transport.call(ops.FINISH_SESSION, request)
         except TimeoutError:
-            seconds = self.connection.timeouts.close
-            raise APITimeoutError(
-                message=f"session {self.session_id} could not be finished within {seconds:g} s"
-            ) from None
+            message = f"session {self.session_id} could not be finished within {seconds:g} s"
+            raise APITimeoutError(message=message) from None
         finally:
-            await flushing
-
-    async def _flush_telemetry(self) -> None:
-        if self.connection.telemetry is not None:
-            await self.connection.telemetry.close(0.8 * self.connection.timeouts.close, ended=True)
+            if flushing is not None:
+                await flushing
 
 
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -160,7 +155,7 @@ class Session:
     async def open(self) -> str:
         """The session's id; opens the session on first use."""
         self.connection.check_open()
-        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+        if self._opening is None or (self._opening.done() and self._lease is None):
             self._opening = asyncio.get_running_loop().create_task(self._open())
         return (await asyncio.shield(self._opening)).session_id
 
@@ -176,21 +171,23 @@ class Session:
 
     async def _create(self) -> str:
         reply = await self.connection.transport.call(ops.CREATE_SESSION, self._request)
-        if reply.info_message:
-            log.info("%s", reply.info_message)
-        if reply.warning_message:
-            log.warning("%s", reply.warning_message)
-        if reply.error_message:
-            log.error("%s", reply.error_message)
+        said = (reply.info_message, reply.warning_message, reply.error_message)
+        for level, message in zip((logging.INFO, logging.WARNING, logging.ERROR), said, strict=True):
+            if message:
+                log.log(level, "%s", message)
         return reply.session_id
+
+    @property
+    def _lease(self) -> Lease | None:
+        opening = self._opening
+        if opening is None or not opening.done() or opening.cancelled() or opening.exception() is not None:
+            return None
+        return opening.result()
 
     @property
     def session_id(self) -> str | None:
         """The session's id, once it is open."""
-        opening = self._opening
-        if opening is None or not opening.done() or opening.cancelled() or opening.exception() is not None:
-            return None
-        return opening.result().session_id
+        return self._lease and self._lease.session_id
 
     async def alive(self) -> bool:
         """Does the server still have the session? If not, another is opened."""
@@ -200,9 +197,8 @@ class Session:
             await self.connection.call(ops.SESSION_HEARTBEAT, request)
             return True
         except (ExpiredError, NotFoundError):
-            if self.session_id == session_id:  # else another caller has replaced it
-                assert self._opening is not None
-                self._opening.result().forget()
+            if (lease := self._lease) is not None and lease.session_id == session_id:  # not replaced yet
+                lease.forget()
                 self._opening = None
             await self.open()
             return False
@@ -210,25 +206,18 @@ class Session:
     async def close(self, reason: FinishReason = "success", detail: str | None = None) -> None:
         """Finish the session and close its connection; closing twice is not an error."""
         try:
-            if self._opening is not None and (lease := await self._lease()) is not None:
+            if self._opening is not None:
+                with suppress(TinkerError, TimeoutError):  # then it never opened
+                    async with asyncio.timeout(self.connection.timeouts.close):
+                        await asyncio.shield(self._opening)
+            if (lease := self._lease) is not None:
                 await lease.finish(reason, detail)
         finally:
             await self.connection.close()
 
-    async def _lease(self) -> Lease | None:
-        assert self._opening is not None
-        try:
-            async with asyncio.timeout(self.connection.timeouts.close):
-                return await asyncio.shield(self._opening)
-        except (TinkerError, TimeoutError):
-            return None  # it never opened
-
 
 def _abandon(lease: Lease) -> None:
-    """Finish a session in the background after its last reference is gone.
-
-    The connection stays open: a RestClient of the same ServiceClient may still use it.
-    """
+    """Finish a session whose last reference is gone; a RestClient may still use its connection."""
 
     async def finish() -> None:
         try:
@@ -246,10 +235,9 @@ def _finish_all() -> None:
     leases = [lease for lease in _leases if not lease.finished]
     if not leases or not background.is_running_here():
         return
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    reason: FinishReason = (
-        "success" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
-    )
+    reason: FinishReason = "success"
+    if (error := getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)) is not None:
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
 
     async def finish_all() -> None:
         await asyncio.gather(*(lease.finish(reason, None) for lease in leases), return_exceptions=True)
