@@ -5,25 +5,29 @@ request; a gap is waited for and then given up for good. Passes of different run
 served fairly, by tokens; of the runs of one owner, the one that waited longest since its last turn is next.
 
 A round is some barriers (steps, saves, loads), then one batch of passes. Barriers come first, because each
-one done may make a pass ready that can join the batch. A batch waits a moment for runs that are about to
-send theirs (batching_delay.py).
+one done may make a pass ready that can join the batch.
+
+A run that trains step by step sends its next request a few milliseconds after its last result. Starting with
+the first one to arrive would leave the others to a second batch, and the fixed cost of a batch is paid twice.
+So a batch waits for runs that are due (judged by their last pause), for at most 1/PART of what the last batch
+took, and only once for a run that does not come back.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tinkex.service.batching_delay import BatchingDelay
-
 BATCH_TOKENS = 65536  # of passes executed together
 BARRIERS_A_ROUND = 8  # of one owner, between two batches
 REMEMBERED = 4096  # seq ids of a run, for recognising repeats
+PATIENCE = 0.010  # seconds that a batch waits for runs that are due, at the most
+PART = 4  # a batch waits no longer than the last one took, divided by this
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,30 @@ class _Queue:
     known: dict[int, tuple[str, bytes]] = field(default_factory=dict[int, tuple[str, bytes]])
     arriving: set[int] = field(default_factory=set[int])  # seq ids whose requests are being journaled
     given_up: int = 0  # gaps below this seq id are given up
+    rests_since: float | None = None  # when the last of its requests was done
+    rested: float | None = None  # seconds, the last time
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
 
     def head(self) -> QueuedRequest | None:
         return None if self.running else self.waiting.get(self.next_seq)
+
+    def is_due(self, now: float, end: float) -> bool:
+        """Should its next request be here by `end`, and is it not long overdue?"""
+        if self.rests_since is None or self.rested is None:
+            return False
+        expected = self.rests_since + self.rested
+        return expected <= end and now < expected + PATIENCE
+
+    def watch_gap(self, now: float) -> None:
+        if self.next_seq < self.given_up and not self.running and self.next_seq not in self.waiting:
+            self.next_seq = min([self.given_up, *self.waiting])
+        if not self.waiting or self.running or self.next_seq in self.waiting:
+            self.gap_since = None
+        elif self.gap_since is None:
+            self.gap_since = now
 
 
 class Scheduler:
@@ -76,8 +101,9 @@ class Scheduler:
         self._level = 0.0  # tokens that the owner served last had been served before that
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._turns = itertools.count(1)
-        self._delay = BatchingDelay()
         self._began = 0.0  # the last batch
+        self._patience = 0.0  # how long the next batch may wait
+        self._ready_since: float | None = None  # when its first pass was ready
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -89,21 +115,12 @@ class Scheduler:
     def close(self, run: str) -> None:
         """Forget a run, and what it has waiting."""
         queue = self._runs.pop(run, None)
-        self._delay.goes(run)
         if queue is not None and not any(other.owner == queue.owner for other in self._runs.values()):
             self._served.pop(queue.owner, None)
 
-    def __contains__(self, run: str) -> bool:
-        return run in self._runs
-
-    def waiting(self, run: str | None = None) -> int:
-        """How much work is accepted and not begun, of one run or of all."""
-        runs = self._runs.values() if run is None else [self._runs[run]]
-        return sum(len(queue.waiting) for queue in runs)
-
-    def ready(self) -> bool:
-        """Is there anything that could be executed now?"""
-        return any(queue.head() is not None for queue in self._runs.values())
+    def waiting(self) -> int:
+        """How much work is accepted and not begun."""
+        return sum(len(queue.waiting) for queue in self._runs.values())
 
     def next_seq(self, run: str) -> int:
         """The seq id that this run executes next."""
@@ -115,8 +132,7 @@ class Scheduler:
         return max([queue.next_seq - 1, *queue.waiting]) + 1
 
     def idle(self, run: str) -> bool:
-        queue = self._runs[run]
-        return not queue.running and not queue.waiting
+        return self._runs[run].idle
 
     def missing(self, run: str) -> int | None:
         """The seq id that this run waits for, while others wait behind it."""
@@ -137,11 +153,14 @@ class Scheduler:
         verdict, first_id = self.judge(work.run, work.seq_id, work.digest)
         if verdict is Verdict.ACCEPTED:
             queue = self._runs[work.run]
-            self._delay.comes(work.run, now)
-            self._catch_up(queue.owner)
+            if queue.rests_since is not None:
+                queue.rested, queue.rests_since = now - queue.rests_since, None
+            if all(other.idle for other in self._runs.values() if other.owner == queue.owner):
+                # An owner that was idle starts level with the others, neither ahead of all nor behind.
+                self._served[queue.owner] = max(self._served[queue.owner], self._level)
             queue.waiting[work.seq_id] = work
             self.remember(work.run, work.seq_id, work.request_id, work.digest)
-            self._watch_gap(queue, now)
+            queue.watch_gap(now)
         return verdict, first_id or work.request_id
 
     def remember(self, run: str, seq_id: int, request_id: str, digest: bytes) -> None:
@@ -165,35 +184,19 @@ class Scheduler:
         """Give up the gaps below this seq id."""
         queue = self._runs[run]
         queue.given_up = max(queue.given_up, below)
-        self._watch_gap(queue, now)
-
-    def _catch_up(self, owner: str) -> None:
-        """An owner that was idle starts level with the others, neither ahead of all nor behind."""
-        queues = (queue for queue in self._runs.values() if queue.owner == owner)
-        if not any(queue.waiting or queue.running for queue in queues):
-            self._served[owner] = max(self._served[owner], self._level)
-
-    def _watch_gap(self, queue: _Queue, now: float) -> None:
-        if queue.next_seq < queue.given_up and not queue.running and queue.next_seq not in queue.waiting:
-            queue.next_seq = min([queue.given_up, *queue.waiting])
-        stuck = bool(queue.waiting) and not queue.running and queue.next_seq not in queue.waiting
-        if not stuck:
-            queue.gap_since = None
-        elif queue.gap_since is None:
-            queue.gap_since = now
+        queue.watch_gap(now)
 
     def give_up_gaps(self, now: float) -> float | None:
         """Skip gaps that were waited for long enough; returns when to call again, if any is left."""
-        again = None
+        again: list[float] = []
         for queue in self._runs.values():
             if queue.gap_since is not None and queue.gap_since + self.gap_patience <= now:
                 queue.next_seq = min([*queue.arriving, *queue.waiting])
                 queue.gap_since = None
-                self._watch_gap(queue, now)  # what is being journaled is waited for again
+                queue.watch_gap(now)  # what is being journaled is waited for again
             if queue.gap_since is not None:
-                due = queue.gap_since + self.gap_patience
-                again = due if again is None else min(again, due)
-        return again
+                again.append(queue.gap_since + self.gap_patience)
+        return min(again, default=None)
 
     # -- executing ---------------------------------------------------------------------------------------
 
@@ -202,24 +205,23 @@ class Scheduler:
         heads = self._heads()
         if not heads or not all(head.is_pass for head in heads):
             return None
-        is_full = sum(head.tokens for head in heads) >= self.batch_tokens
-        return None if is_full else self._delay.until(now)
+        if sum(head.tokens for head in heads) >= self.batch_tokens:
+            return None
+        self._ready_since = now if self._ready_since is None else self._ready_since
+        end = self._ready_since + self._patience
+        is_due = now < end and any(queue.is_due(now, end) for queue in self._runs.values())
+        return end if is_due else None
 
     def next_batch(self, now: float) -> list[QueuedRequest]:
         """What to execute now: one barrier, several that share, or a batch of passes; [] if none is ready."""
-        heads = self._heads()
-        heads.sort(key=lambda head: self._runs[head.run].turn)
+        heads = sorted(self._heads(), key=lambda head: self._runs[head.run].turn)
         if barriers := self._next_barriers(heads):
             return self._begin(barriers)
-        passes = [head for head in heads if head.is_pass]
-        held_back = (
-            not passes and heads
-        )  # every owner has had its barriers of this round, and there are no passes
         self._barriers.clear()
-        if held_back:
+        passes = [head for head in heads if head.is_pass]
+        if heads and not passes:  # every owner had had its barriers of this round
             return self.next_batch(now)
-        self._began = now
-        self._delay.begins()
+        self._began, self._ready_since = now, None
         return self._begin(self._fill(passes))
 
     def _heads(self) -> list[QueuedRequest]:
@@ -227,21 +229,18 @@ class Scheduler:
 
     def _next_barriers(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """The next barrier; if it shares, also those that follow it and share."""
-        chosen: dict[str, QueuedRequest] = {}  # by run
-        while (barrier := self._next_barrier(head for head in heads if head.run not in chosen)) is not None:
+        chosen: list[QueuedRequest] = []
+        ready = [head for head in heads if not head.is_pass]
+        while ready := [w for w in ready if self._barriers[self._owner(w)] < BARRIERS_A_ROUND]:
+            barrier = min(ready, key=lambda w: (self._barriers[self._owner(w)], self._served[self._owner(w)]))
             if chosen and not barrier.shares:
                 break
             self._barriers[self._owner(barrier)] += 1
-            chosen[barrier.run] = barrier
+            chosen.append(barrier)
             if not barrier.shares:
                 break
-        return list(chosen.values())
-
-    def _next_barrier(self, heads: Iterable[QueuedRequest]) -> QueuedRequest | None:
-        ready = [w for w in heads if not w.is_pass and self._barriers[self._owner(w)] < BARRIERS_A_ROUND]
-        return min(
-            ready, key=lambda w: (self._barriers[self._owner(w)], self._served[self._owner(w)]), default=None
-        )
+            ready = [work for work in ready if work is not barrier]
+        return chosen
 
     def _fill(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """Passes up to the token budget, least served owner first; a run's next pass may follow its first."""
@@ -280,11 +279,11 @@ class Scheduler:
         queue = self._runs.get(work.run)
         if queue is not None:
             queue.running -= 1
-            self._watch_gap(queue, now)
-            if self.idle(work.run):
-                self._delay.rests(work.run, now)
+            queue.watch_gap(now)
+            if queue.idle:
+                queue.rests_since = now
         if work.is_pass:
-            self._delay.took(now - self._began)
+            self._patience = min(PATIENCE, (now - self._began) / PART)
 
     def _owner(self, work: QueuedRequest) -> str:
         return self._runs[work.run].owner

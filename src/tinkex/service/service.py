@@ -36,9 +36,8 @@ from tinkex.service.polling import Polling
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.runs.accept import TrainingRequests
-from tinkex.service.runs.execution import Barriers
+from tinkex.service.runs.execution import SAVES, Barriers
 from tinkex.service.runs.journal import JournalError
-from tinkex.service.runs.listing import RunListing
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.sample_stream import SampleEvents
@@ -87,85 +86,55 @@ class Service:
         self.futures = futures = Futures()
         self.archives = archives = Archives(home)
         link = archives.link if server is None else server.link
+        observers = [] if server is None else [server.observer]
         self.activity = activity = Activity(ledger)
         self.access = access = Access(
-            ledger, activity, _opens_nothing if server is None else server.opened_by
+            ledger, activity, (lambda token: None) if server is None else server.opened_by
         )
         self.traces = traces = SessionTraces(home, access, activity, link)
         self.metrics = metrics = RunMetrics(home, access)
-        self.completions = completions = Completions(config.home / "samples" if config.resume else None)
+        self.completions = Completions(config.home / "samples" if config.resume else None)
         adapters = AdapterCaches(home, access)
         barriers = Barriers(home, ledger, access, activity, adapters)
-        observers = [] if server is None else [server.observer]
-        self.runs = runs = RunManager(
+        self.runs = RunManager(
             config, ledger, home, models, futures, barriers, [traces, metrics, *observers]
+        )  # fmt: skip
+        self._training = training = TrainingRequests(
+            config, ledger, home, access, activity, models, futures, self.runs
         )
-        training = TrainingRequests(config, ledger, home, access, activity, models, futures, runs)
-        listing = RunListing(ledger, access, activity, models)
         self.samplers = samplers = Samplers(
-            config, ledger, home, access, activity, models, futures, completions, adapters,
+            config, ledger, home, access, activity, models, futures, self.completions, adapters,
             [traces, *observers],
         )  # fmt: skip
         losses = CustomLosses(ledger, home, access, models, futures)
-        self.sessions = sessions = Sessions(config, ledger, access, activity, models, runs)
+        self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs)
         self.checkpoints = checkpoints = Checkpoints(ledger, home, access, activity, archives, link)
-        self.polling = polling = Polling(config, access, futures, completions, runs, samplers, losses)
+        self.polling = polling = Polling(
+            config, access, futures, self.completions, self.runs, samplers, losses
+        )  # fmt: skip
         self.billing = billing = Billing(ledger, activity)
         capabilities = Capabilities(config, models, issues_tokens=server is not None)
-        self._training = training
-        self._methods: dict[str, Method] = {
-            "create_session": sessions.create_session,
-            "session_heartbeat": sessions.session_heartbeat,
-            "finish_session": sessions.finish_session,
-            "list_sessions": sessions.list_sessions,
-            "get_session": sessions.get_session,
-            "assign_session_project": sessions.assign_session_project,
-            "search_sessions": sessions.search_sessions,
-            "export_session_trace": traces.export_session_trace,
-            "create_model": training.create_model,
-            "load_weights": training.load_weights,
-            "forward": training.forward,
-            "forward_backward": training.forward_backward,
-            "optim_step": training.optim_step,
-            "save_weights": training.save_weights,
-            "save_weights_for_sampler": training.save_weights_for_sampler,
-            "save_weights_external": training.save_weights_external,
-            "unload_model": training.unload_model,
-            "create_custom_loss": losses.create_custom_loss,
-            "get_info": listing.get_info,
-            "get_training_run": listing.get_training_run,
-            "list_training_runs": listing.list_training_runs,
-            "get_run_metrics": metrics.get_run_metrics,
-            "create_sampling_session": samplers.create_sampling_session,
-            "join_sampling_session": samplers.join_sampling_session,
-            "get_sampler": samplers.get_sampler,
-            "sample": samplers.sample,
-            "retrieve_future": polling.retrieve_future,
-            "retrieve_futures": polling.retrieve_futures,
-            "cancel_future": polling.cancel_future,
-            "get_weights_info": checkpoints.get_weights_info,
-            "copy_weights": checkpoints.copy_weights,
-            "list_checkpoints": checkpoints.list_checkpoints,
-            "list_user_checkpoints": checkpoints.list_user_checkpoints,
-            "publish_checkpoint": checkpoints.publish_checkpoint,
-            "unpublish_checkpoint": checkpoints.unpublish_checkpoint,
-            "set_checkpoint_ttl": checkpoints.set_checkpoint_ttl,
-            "delete_checkpoint": checkpoints.delete_checkpoint,
-            "get_external_weights_urls": checkpoints.get_external_weights_urls,
-            "get_checkpoint_archive_url": checkpoints.get_checkpoint_archive_url,
-            "get_audit_log": billing.get_audit_log,
-            "get_billing_usage": billing.get_billing_usage,
-            "get_current_checkpoint_storage_usage": billing.get_current_checkpoint_storage_usage,
-            "get_client_config": capabilities.get_client_config,
-            "get_dynamic_config": capabilities.get_dynamic_config,
-            "get_health": capabilities.get_health,
-            "get_server_capabilities": capabilities.get_server_capabilities,
-            "get_tokenizer_file": capabilities.get_tokenizer_file,
-            "send_telemetry": capabilities.send_telemetry,
-            "get_auth_token": capabilities.get_auth_token,
-            "get_api_key": capabilities.get_api_key,
-            "delete_api_key": capabilities.delete_api_key,
-        }
+        methods: list[Method] = [
+            sessions.create_session, sessions.session_heartbeat, sessions.finish_session,
+            sessions.list_sessions, sessions.get_session, sessions.assign_session_project,
+            sessions.search_sessions, traces.export_session_trace, metrics.get_run_metrics,
+            training.create_model, training.load_weights, training.forward, training.forward_backward,
+            training.optim_step, training.unload_model, training.get_info, training.get_training_run,
+            training.list_training_runs, losses.create_custom_loss,
+            samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
+            samplers.sample, polling.retrieve_future, polling.retrieve_futures, polling.cancel_future,
+            checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
+            checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint,
+            checkpoints.unpublish_checkpoint, checkpoints.set_checkpoint_ttl, checkpoints.delete_checkpoint,
+            checkpoints.get_external_weights_urls, checkpoints.get_checkpoint_archive_url,
+            billing.get_audit_log, billing.get_billing_usage, billing.get_current_checkpoint_storage_usage,
+            capabilities.get_client_config, capabilities.get_dynamic_config, capabilities.get_health,
+            capabilities.get_server_capabilities, capabilities.get_tokenizer_file,
+            capabilities.send_telemetry, capabilities.get_auth_token, capabilities.get_api_key,
+            capabilities.delete_api_key,
+        ]  # fmt: skip
+        saves = dict.fromkeys(SAVES, training.save)
+        self._methods: dict[str, Method] = {method.__name__: method for method in methods} | saves
 
     # -- life --------------------------------------------------------------------------------------------
 
@@ -282,7 +251,3 @@ class Service:
             await self.samplers.clean(session_id, ended=True)
             self.traces.forget(session_id)
             self.sessions.ended.discard(session_id)
-
-
-def _opens_nothing(token: str) -> str | None:
-    return None

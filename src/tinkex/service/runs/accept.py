@@ -2,7 +2,7 @@
 
 A request is acknowledged only once the journal holds it. One with wrong content is accepted and its future
 fails (a 4xx leaves official clients stuck); an unknown or foreign run is a 4xx, and so is any other refusal,
-which uses up its seq id, over a restart too. Knows nothing of HTTP.
+which uses up its seq id, over a restart too. Also answers what is known of runs. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -13,187 +13,168 @@ import hashlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
-from tinkex.service.access import Access
+from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
-from tinkex.service.checkpoints import check_save
+from tinkex.service.checkpoints import check_save, shown
 from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Futures, failure
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import CheckpointRow, RunRow
-from tinkex.service.runs.execution import REFUSED, UNREADABLE, Unreadable, tokens_of
+from tinkex.service.rows import CheckpointRow, RunRow, texts
+from tinkex.service.runs.execution import REFUSED, Unreadable, tokens_of
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalFullError
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.scheduler import Verdict
 from tinkex.service.served_models import ServedModels
-from tinkex.types import checkpoints as saves
 from tinkex.types import training
+from tinkex.types.checkpoints import Cursor, LoadWeightsRequest
 from tinkex.types.data import EncodedTextChunk, ForwardBackwardInput
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
+from tinkex.types.training import ForwardBackwardRequest
 
 BIG = 64 * 1024  # tokens from which a request is digested and journaled off the event loop
 
 
+@dataclass(eq=False)
 class TrainingRequests:
     """Training, one method per operation."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        ledger: Ledger,
-        home: Home,
-        access: Access,
-        activity: Activity,
-        models: ServedModels,
-        futures: Futures,
-        runs: RunManager,
-    ) -> None:
-        self._config = config
-        self._ledger = ledger
-        self._home = home
-        self._access = access
-        self._activity = activity
-        self._models = models
-        self._futures = futures
-        self._runs = runs
+    config: ServiceConfig
+    ledger: Ledger
+    home: Home
+    access: Access
+    activity: Activity
+    models: ServedModels
+    futures: Futures
+    runs: RunManager
 
     # -- operations --------------------------------------------------------------------------------------
 
     async def create_model(self, request: training.CreateModelRequest, caller: Caller) -> UntypedAPIFuture:
         """Start a run. Asking again for the same number is the same run."""
-        self._access.active_session(request.session_id, caller)
-        model = self._models.find(request.base_model)
+        self.access.active_session(request.session_id, caller)
+        model = self.models.find(request.base_model)
         _check_optimizer(request.optimizer_config.type)
         lora = request.lora_config or LoraConfig(rank=32)
-        if lora.rank > (most := self._config.max_rank):
+        if lora.rank > (most := self.config.max_rank):
             raise Refusal(422, f"lora_config.rank must be at most {most}, got {lora.rank}")
-        return await self._create(request, "create_model", model.name, lora, caller)
+        return await self._create(request, model.name, lora, caller)
 
-    async def load_weights(self, request: saves.LoadWeightsRequest, caller: Caller) -> UntypedAPIFuture:
+    async def load_weights(self, request: LoadWeightsRequest, caller: Caller) -> UntypedAPIFuture:
         """Load a checkpoint into a run, or into a new one made for it."""
+
+        def source() -> CheckpointRow:
+            return self.access.checkpoint(request.path, caller, token=request.weights_access_token)
+
         if request.model_id is not None:
-            row = self._run(request.model_id, caller)
-            await self._checked(row, request, lambda: self._source(request, caller))
-            return await self._submit(row, request.seq_id, "load_weights", request)
+            return await self._submit_checked(request, caller, source)
         if request.session_id is None or request.model_seq_id is None:
             raise Refusal(422, "load_weights needs a model_id, or a session_id and a model_seq_id")
-        self._access.active_session(request.session_id, caller)
-        checkpoint = self._source(request, caller)
+        self.access.active_session(request.session_id, caller)
+        checkpoint = source()
         if request.base_model is not None:
-            wanted = self._models.find(request.base_model).name
+            wanted = self.models.find(request.base_model).name
             if wanted != checkpoint.base_model:
                 raise Refusal(422, f"{request.path} is for {checkpoint.base_model}, not for {wanted}")
-        self._models.find(checkpoint.base_model)
+        self.models.find(checkpoint.base_model)
         if request.optimizer_config is not None:
             _check_optimizer(request.optimizer_config.type)
-        return await self._create(request, "load_weights", checkpoint.base_model, checkpoint.lora, caller)
+        return await self._create(request, checkpoint.base_model, checkpoint.lora, caller)
 
-    def _source(self, request: saves.LoadWeightsRequest, caller: Caller) -> CheckpointRow:
-        return self._access.checkpoint(request.path, caller, token=request.weights_access_token)
-
-    async def forward_backward(
-        self, request: training.ForwardBackwardRequest, caller: Caller
-    ) -> UntypedAPIFuture:
+    async def forward_backward(self, request: ForwardBackwardRequest, caller: Caller) -> UntypedAPIFuture:
         row = self._run(request.model_id, caller)
-        if why := self._not_offered(request.forward_backward_input):
-            op = "forward" if request.forward_only else "forward_backward"
-            return await self._submit_unreadable(row, request.seq_id, op, why)
-        return await self._submit(row, request.seq_id, "forward_backward", request)
+        why = self._not_offered(request.forward_backward_input)
+        return await self._submit(row, request.seq_id, _failing(request, why) if why else request)
 
     def _not_offered(self, work: ForwardBackwardInput) -> str:
         """Why no engine of ours would execute this pass; "" if one might."""
         if work.loss_fn not in LOSSES:
             return unknown_loss(work.loss_fn)
-        if len(work.data) > (most := self._config.max_datums):
+        if len(work.data) > (most := self.config.max_datums):
             return f"{len(work.data)} datums; at most {most} a request"
         return ""
 
-    async def forward(self, request: training.ForwardBackwardRequest, caller: Caller) -> UntypedAPIFuture:
+    async def forward(self, request: ForwardBackwardRequest, caller: Caller) -> UntypedAPIFuture:
         return await self.forward_backward(replace(request, forward_only=True), caller)
 
     async def optim_step(self, request: training.OptimStepRequest, caller: Caller) -> UntypedAPIFuture:
-        row, params = self._run(request.model_id, caller), request.optim_params
-        if not isinstance(params, AdamParams):
-            await self._checked(row, request, lambda: _check_optimizer(params.type))
-        return await self._submit(row, request.seq_id, "optim_step", request)
+        params = request.optim_params
+        kind = "adamw" if isinstance(params, AdamParams) else params.type
+        return await self._submit_checked(request, caller, lambda: _check_optimizer(kind))
 
-    async def save_weights(self, request: saves.SaveWeightsRequest, caller: Caller) -> UntypedAPIFuture:
-        return await self._save(request, caller, "save_weights")
-
-    async def save_weights_for_sampler(
-        self, request: saves.SaveWeightsForSamplerRequest, caller: Caller
-    ) -> UntypedAPIFuture:
-        return await self._save(request, caller, "save_weights_for_sampler")
-
-    async def save_weights_external(
-        self, request: saves.SaveWeightsExternalRequest, caller: Caller
-    ) -> UntypedAPIFuture:
-        return await self._save(request, caller, "save_weights_external")
-
-    async def _save(self, request: Any, caller: Caller, op: str) -> UntypedAPIFuture:
-        row = self._run(request.model_id, caller)
-        await self._checked(row, request, lambda: check_save(request))
-        return await self._submit(row, request.seq_id, op, request)
+    async def save(self, request: Any, caller: Caller) -> UntypedAPIFuture:
+        """Any of the three kinds of saves."""
+        return await self._submit_checked(request, caller, lambda: check_save(request))
 
     async def unload_model(self, request: training.UnloadModelRequest, caller: Caller) -> UntypedAPIFuture:
         """Free the device, if the run is idle; nothing is lost, and its next request brings it back."""
         row = self._run(request.model_id, caller)
-        run = self._runs.get(row.run_id)
+        run = self.runs.get(row.run_id)
         if run is not None and run.idle:
-            await self._runs.evict(run)
+            await self.runs.evict(run)
         result = training.UnloadModelResponse(model_id=row.run_id)
-        return UntypedAPIFuture(self._futures.create_resolved(caller.user, result).request_id, row.run_id)
+        return UntypedAPIFuture(self.futures.create_resolved(caller.user, result).request_id, row.run_id)
 
     async def fail(self, op: str, run_id: str, seq_id: int, message: str, caller: Caller) -> UntypedAPIFuture:
         """Accept a request that cannot be read, only for its future to fail in its turn."""
-        return await self._submit_unreadable(self._run(run_id, caller), seq_id, op, message)
+        return await self._submit(self._run(run_id, caller), seq_id, Unreadable(op, message))
 
     # -- accepting ---------------------------------------------------------------------------------------
 
     def _run(self, run_id: str, caller: Caller) -> RunRow:
-        return self._access.run(run_id, caller, to_use=True)
+        return self.access.run(run_id, caller, to_use=True)
 
     async def _create(
-        self, request: Any, op: str, base_model: str, lora: LoraConfig, caller: Caller
+        self, request: Any, base_model: str, lora: LoraConfig, caller: Caller
     ) -> UntypedAPIFuture:
         run_id = f"{request.session_id}:train:{request.model_seq_id}"
         # Without a seed of its own a run could not be created again, as after a crash it must be.
         lora = replace(lora, seed=random.getrandbits(62)) if lora.seed is None else lora
-        now, project = time.time(), self._access.session(request.session_id, caller).project_id
-        row, is_new = self._ledger.add_run(
+        now, project = time.time(), self.access.session(request.session_id, caller).project_id
+        row, is_new = self.ledger.add_run(
             RunRow(
                 run_id, request.session_id, request.model_seq_id, caller.user, base_model, lora, now, now,
                 project, user_metadata=request.user_metadata,
             )
         )  # fmt: skip
         try:
-            return await self._submit(row, 0, op, request)
+            return await self._submit(row, 0, request)
         except Exception:
             if is_new:
-                await self._runs.discard(row)  # it was not accepted, so it must not be listed
+                await self.runs.discard(row)  # it was not accepted, so it must not be listed
             raise
 
-    async def _submit_unreadable(
-        self, row: RunRow, seq_id: int | None, op: str, message: str
+    async def _submit_checked(
+        self, request: Any, caller: Caller, check: Callable[[], object]
     ) -> UntypedAPIFuture:
-        return await self._submit(row, seq_id, UNREADABLE, Unreadable(op, message))
+        """Submit what passes a check; if it does not, its seq id is used up all the same."""
+        row = self._run(request.model_id, caller)
+        try:
+            check()
+        except Refusal as refusal:
+            if request.seq_id is not None:
+                with contextlib.suppress(Refusal):  # its place may be taken already
+                    await self._submit(row, request.seq_id, Unreadable(REFUSED, refusal.message))
+            raise
+        return await self._submit(row, request.seq_id, request)
 
-    async def _submit(self, row: RunRow, seq_id: int | None, op: str, request: Any) -> UntypedAPIFuture:
+    async def _submit(self, row: RunRow, seq_id: int | None, request: Any) -> UntypedAPIFuture:
         """Journal a request, queue it, and promise its result."""
-        self._activity.heard_of(row.session_id, row.run_id)
+        self.activity.heard_of(row.session_id, row.run_id)
         digest = await _digest(request)
         while True:
-            run = await self._runs.find(row)
+            run = await self.runs.find(row)
             async with run.accepting:
                 if run.state is RunState.EVICTED:
-                    row = self._ledger.run(row.run_id) or row
+                    row = self.ledger.run(row.run_id) or row
                     continue  # it was evicted while we waited
                 scheduler = run.scheduler
                 seq_id = scheduler.next_free(run.id) if seq_id is None else seq_id  # clients before 0.3
@@ -204,32 +185,27 @@ class TrainingRequests:
                     return UntypedAPIFuture(request_id, run.id)
                 if verdict is Verdict.LATE:
                     why = failure(f"seq_id {seq_id} came after its place was given up; send it anew", "user")
-                    late = self._futures.create_resolved(run.row.owner, why)
+                    late = self.futures.create_resolved(run.row.owner, why)
                     return UntypedAPIFuture(late.request_id, run.id)
                 if run.state is RunState.MISMATCHED:
                     raise Refusal(422, run.problem)
                 with scheduler.arriving(run.id, seq_id):
-                    return await self._accept(run, seq_id, op, request, digest)
+                    return await self._accept(run, seq_id, request, digest)
 
-    async def _accept(self, run: Run, seq_id: int, op: str, request: Any, digest: bytes) -> UntypedAPIFuture:
-        if why := await self._no_room(request):
-            request, op = Unreadable("forward" if request.forward_only else op, why), UNREADABLE
-        request_id = f"{run.id}#{seq_id}"
-        entry = JournalEntry(seq_id, request_id, op, request, time.time(), digest)
+    async def _accept(self, run: Run, seq_id: int, request: Any, digest: bytes) -> UntypedAPIFuture:
+        if isinstance(request, ForwardBackwardRequest) and self.home.quota is not None:  # others are small
+            size = sum(datum.nbytes for datum in request.forward_backward_input.data)
+            if why := await self.home.over_quota(size, lately=True):
+                request = _failing(request, why)
+        op = "forward_backward" if isinstance(request, ForwardBackwardRequest) else request.type
+        entry = JournalEntry(seq_id, f"{run.id}#{seq_id}", op, request, time.time(), digest)
         await self._record(run.journal, entry)
-        future = self._futures.create(run.row.owner, request_id=request_id)
-        self._runs.schedule(run, entry, future)
-        return UntypedAPIFuture(request_id, run.id)
-
-    async def _no_room(self, request: Any) -> str:
-        """Why the quota has no room for the record of this pass; "" if it has. Small requests always fit."""
-        if self._home.quota is None or not isinstance(request, training.ForwardBackwardRequest):
-            return ""
-        size = sum(datum.nbytes for datum in request.forward_backward_input.data)
-        return await self._home.over_quota(size, lately=True)
+        future = self.futures.create(run.row.owner, request_id=entry.request_id)
+        self.runs.schedule(run, entry, future)
+        return UntypedAPIFuture(entry.request_id, run.id)
 
     async def _record(self, journal: Journal, entry: JournalEntry) -> None:
-        self._home.check_disk()
+        self.home.check_disk()
         try:
             if tokens_of(entry.request) < BIG:
                 journal.accept(entry)
@@ -238,15 +214,84 @@ class TrainingRequests:
         except JournalFullError as error:
             raise Refusal(503, f"{error}; this request was not accepted") from error
 
-    async def _checked(self, row: RunRow, request: Any, check: Callable[[], Any]) -> None:
-        """Run a check; if it refuses, the request's seq id is used up all the same, over a restart too."""
-        try:
-            check()
-        except Refusal as refusal:
-            if request.seq_id is not None:
-                with contextlib.suppress(Refusal):  # its place may be taken already
-                    await self._submit_unreadable(row, request.seq_id, REFUSED, refusal.message)
-            raise
+    # -- what is known of runs ---------------------------------------------------------------------------
+
+    async def get_info(self, request: training.GetInfoRequest, caller: Caller) -> training.GetInfoResponse:
+        row = self.access.run(request.model_id, caller)
+        model = self.models.find(row.base_model)
+        engine = await model.load()
+        tokenizer = await asyncio.to_thread(model.tokenizer_dir) if caller.same_machine else None
+        data = training.ModelData(
+            arch=engine.info.arch,
+            model_name=row.base_model,
+            tokenizer_id=None if tokenizer is None or ":" in str(tokenizer) else str(tokenizer),
+        )
+        return training.GetInfoResponse(
+            model_id=row.run_id,
+            model_data=data,
+            is_lora=True,
+            lora_rank=row.lora.rank,
+            model_name=row.base_model,
+        )
+
+    async def get_training_run(
+        self, request: training.GetTrainingRunRequest, caller: Caller
+    ) -> training.TrainingRun:
+        return self._shown([self.access.run(request.training_run_id, caller)])[0]
+
+    async def list_training_runs(
+        self, request: training.ListTrainingRunsRequest, caller: Caller
+    ) -> training.TrainingRunsResponse:
+        scope, limit, offset = scope_of(caller, request.access_scope), request.limit, request.offset
+        page = self.ledger.runs(scope, limit=limit, offset=offset, project_id=request.project_id)
+        cursor = Cursor(offset=offset, limit=limit, total_count=page.total)
+        return training.TrainingRunsResponse(training_runs=self._shown(page.rows), cursor=cursor)
+
+    def _shown(self, rows: list[RunRow]) -> list[training.TrainingRun]:
+        self.activity.flush()  # last_request_time is among what it writes
+        latest = self.ledger.latest_checkpoints([row.run_id for row in rows], time.time())
+        checkpoints = {key: shown(row) for key, row in latest.items()}
+        return [
+            training.TrainingRun(
+                training_run_id=row.run_id,
+                base_model=row.base_model,
+                model_owner=row.owner,
+                is_lora=True,
+                corrupted=row.corrupted,
+                lora_rank=row.lora.rank,
+                last_request_time=datetime.fromtimestamp(row.last_request_at, UTC),
+                last_checkpoint=checkpoints.get((row.run_id, "weights")),
+                last_sampler_checkpoint=checkpoints.get((row.run_id, "sampler_weights")),
+                user_metadata=texts(row.user_metadata) or None,
+                status=status,
+                status_reason=reason,
+            )
+            for row in rows
+            for status, reason in [self._status(row)]
+        ]
+
+    def _status(self, row: RunRow) -> tuple[training.RunStatus, str | None]:
+        """Whether a run failed, was interrupted, is over or goes on; and why."""
+        if row.corrupted:
+            return "failed", row.problem or None
+        session = self.ledger.session(row.session_id)
+        status: dict[str, Any] = {"type": "active"} if session is None else session.status
+        detail = status.get("detail") or status.get("message")
+        match status["type"], status.get("reason", {}).get("type"):
+            case "active", _:
+                return "active", None
+            case "client_finished", "success":
+                return "finished", detail
+            case "client_finished", "errored":
+                return "failed", detail or "its script ended with an exception"
+            case "client_finished", _:
+                return "interrupted", detail or "its script was interrupted"
+            case _:
+                return "interrupted", detail
+
+
+def _failing(request: ForwardBackwardRequest, why: str) -> Unreadable:
+    return Unreadable("forward" if request.forward_only else "forward_backward", why)
 
 
 def _check_optimizer(kind: str) -> None:
@@ -256,18 +301,17 @@ def _check_optimizer(kind: str) -> None:
 
 async def _digest(request: Any) -> bytes:
     """A fingerprint of a request's content, except for what a client may change when it repeats one."""
-    if isinstance(request, training.ForwardBackwardRequest):
+    if isinstance(request, ForwardBackwardRequest):
         if tokens_of(request) < BIG:
             return _digest_pass(request)
         return await asyncio.to_thread(_digest_pass, request)
-    if isinstance(request, Unreadable):
-        return hashlib.blake2b(repr(request).encode(), digest_size=16).digest()
-    fields = request.model_dump()
-    fields.pop("sampling_session_seq_id", None)
-    return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=16).digest()
+    content = request
+    if not isinstance(request, Unreadable):
+        content = sorted(request.model_dump(exclude={"sampling_session_seq_id"}).items())
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
 
-def _digest_pass(request: training.ForwardBackwardRequest) -> bytes:
+def _digest_pass(request: ForwardBackwardRequest) -> bytes:
     work, digest = request.forward_backward_input, hashlib.blake2b(digest_size=16)
     config = sorted((work.loss_fn_config or {}).items())
     digest.update(repr((work.loss_fn, config, len(work.data), request.forward_only)).encode())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tinkex import tracing
 from tinkex.engine import protocol
@@ -39,7 +39,6 @@ from tinkex.types import training
 from tinkex.types.data import EncodedTextChunk
 
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
-UNREADABLE = "unreadable"  # the op of an entry whose request could not be read
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
 EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 
@@ -48,6 +47,7 @@ EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 class Unreadable:
     """Journaled in place of a request that was accepted only to fail in its turn."""
 
+    type: ClassVar[str] = "unreadable"  # the op of its journal entry
     op: str
     message: str
 
