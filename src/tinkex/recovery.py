@@ -17,11 +17,10 @@ import logging
 import random
 import re
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from tinkex.client.future import APIFuture, owned, resolve, start
 from tinkex.client.loop import in_own_thread
@@ -50,7 +49,6 @@ from tinkex.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
 
 log = logging.getLogger("tinkex")
 T = TypeVar("T")
-P = ParamSpec("P")
 PAGE = 1000
 # Another attempt would fail in the same way.
 _PERMANENT = (RecoveryFailedError, InvalidInputError, ClientClosedError, CredentialError, AuthenticationError)
@@ -145,18 +143,15 @@ class RecoveryPolicy:
     _permits: _Semaphore = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in (("attempts", self.attempts), ("concurrent", self.concurrent)):
-            if type(value) is not int or value < 1:
-                raise InvalidInputError(
-                    f"RecoveryPolicy.{name} must be a whole number from 1 on, got {value!r}"
-                )
-        for name, value in (("backoff", self.backoff), ("max_backoff", self.max_backoff)):
-            if not _is_number(value) or not value >= 0:
-                raise InvalidInputError(f"RecoveryPolicy.{name} must be seconds from 0 on, got {value!r}")
-        if self.watch is not None and not (_is_number(self.watch) and self.watch > 0):
-            raise InvalidInputError(
-                f"RecoveryPolicy.watch must be seconds above 0, or None, got {self.watch!r}"
-            )
+        def check(name: str, fits: Callable[[Any], bool], wanted: str) -> None:
+            if not fits(value := getattr(self, name)):
+                raise InvalidInputError(f"RecoveryPolicy.{name} must be {wanted}, got {value!r}")
+
+        for name in ("attempts", "concurrent"):
+            check(name, lambda value: type(value) is int and value >= 1, "a whole number from 1 on")
+        for name in ("backoff", "max_backoff"):
+            check(name, lambda value: _is_number(value) and value >= 0, "seconds from 0 on")
+        check("watch", lambda v: v is None or (_is_number(v) and v > 0), "seconds above 0, or None")
         object.__setattr__(self, "_permits", _Semaphore(self.concurrent))
 
     def run(
@@ -171,30 +166,12 @@ class RecoveryPolicy:
 
         `checkpoint` resumes from this path instead of from the latest one.
         """
-        loop = _RecoveredLoop(self, service, checkpoint)
-        client, step = _plain(create()), 0
-        while True:
-            watch = loop.watch(client)
-            try:
-                return _plain(train(client, step))
-            except TinkerError as error:
-                if not loop.is_lost(client, error, _wait(loop.why_lost, client, error, watch)):
-                    raise
-                lost = error
-            finally:
-                loop.stop(watch)
-            for delay in loop.attempts(client.model_id, lost):
-                time.sleep(delay)
-                permit = self._permits.request()
-                try:
-                    permit.result()
-                    resumed = _wait(loop.resume, client.model_id)
-                    client, step = loop.go_on(client.model_id, resumed or (_plain(create()), None, 0))
-                    break
-                except (TinkerError, TimeoutError) as error:
-                    loop.failure = error
-                finally:
-                    self._permits.release(permit)
+        running = _RecoveredLoop(self, service, checkpoint, _block).run(create, train)
+        try:
+            running.send(None)  # `_block` never suspends, so this runs it to its end, in this thread
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("unreachable")
 
     async def run_async(
         self,
@@ -205,30 +182,7 @@ class RecoveryPolicy:
         checkpoint: str | None = None,
     ) -> T:
         """Like `run`, for coroutine functions."""
-        loop = _RecoveredLoop(self, service, checkpoint)
-        client, step = await _awaited(create()), 0
-        while True:
-            watch = loop.watch(client)
-            try:
-                return await _awaited(train(client, step))
-            except TinkerError as error:
-                if not loop.is_lost(client, error, await _start(loop.why_lost, client, error, watch)):
-                    raise
-                lost = error
-            finally:
-                loop.stop(watch)
-            for delay in loop.attempts(client.model_id, lost):
-                await asyncio.sleep(delay)
-                permit = self._permits.request()
-                try:
-                    await permit
-                    resumed = await _start(loop.resume, client.model_id)
-                    client, step = loop.go_on(client.model_id, resumed or (await _awaited(create()), None, 0))
-                    break
-                except (TinkerError, TimeoutError) as error:
-                    loop.failure = error
-                finally:
-                    self._permits.release(permit)
+        return await _RecoveredLoop(self, service, checkpoint, _await).run(create, train)
 
     def _delay(self, attempt: int) -> float:
         """Seconds before an attempt: 0 before the first, then exponential backoff with jitter."""
@@ -250,10 +204,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _plain(value: T) -> T:
-    """The value that a plain function returned; a future is waited for, a coroutine is refused."""
+async def _block(value: Any) -> Any:
+    """What a plain function returned; a future is waited for, a coroutine is refused."""
     if isinstance(value, APIFuture):
-        return value.result()  # pyright: ignore[reportUnknownVariableType]
+        try:
+            return value.result()  # pyright: ignore[reportUnknownVariableType]
+        except BaseException:
+            value.cancel()
+            raise
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()
@@ -261,23 +219,11 @@ def _plain(value: T) -> T:
     return value
 
 
-async def _awaited(value: Any) -> Any:
+async def _await(value: Any) -> Any:
+    """Like `_block`, for coroutine functions."""
+    if isinstance(value, APIFuture):
+        return await owned(value, None)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return await value if inspect.isawaitable(value) else value
-
-
-def _wait(function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a coroutine function on the background loop; cancel it if the wait is interrupted."""
-    future = start(lambda: function(*args, **kwargs), "recovery")
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-async def _start(function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Like `_wait`, awaited."""
-    return await owned(start(lambda: function(*args, **kwargs), "recovery"), None)
 
 
 class _Semaphore:
@@ -301,7 +247,7 @@ class _Semaphore:
     def release(self, permit: APIFuture[None]) -> None:
         """Pass a permit on; one that was never granted is withdrawn."""
         with self._lock:
-            if not permit.done():
+            if permit in self._waiting:
                 self._waiting.remove(permit)
             elif self._waiting:
                 resolve(self._waiting.popleft(), None)
@@ -310,56 +256,84 @@ class _Semaphore:
 
 
 class _RecoveredLoop:
-    """The state of one loop across its runs. Coroutine methods run on the background loop."""
+    """The state of one loop across its runs. `wait` blocks the thread, or awaits."""
 
-    def __init__(self, policy: RecoveryPolicy, service: RemoteServiceClient, checkpoint: str | None) -> None:
+    def __init__(
+        self,
+        policy: RecoveryPolicy,
+        service: RemoteServiceClient,
+        checkpoint: str | None,
+        wait: Callable[[Any], Coroutine[Any, Any, Any]],
+    ) -> None:
         if checkpoint is not None:
             ParsedCheckpointTinkerPath.from_tinker_path(checkpoint)
-        self._policy, self._service, self._checkpoint = policy, service, checkpoint
+        self._policy, self._service, self._checkpoint, self._wait = policy, service, checkpoint, wait
         self._rest: RestClient = service.create_rest_client()
         self._resumed: Counter[str | None] = Counter()  # how often each checkpoint was resumed from
         self._owner: str | None = None  # the run that saved the checkpoint last resumed from
         self._suspect: set[str] = set()  # checkpoints that failed to load once
         self._unusable: dict[str, Exception] = {}  # checkpoints that will not be tried again, and why
-        self.failure: Exception | None = None  # of the last attempt
 
-    def watch(self, client: TrainingClient) -> RunWatch | None:
+    async def run(self, create: Callable[[], Any], train: Callable[[TrainingClient, int], Any]) -> Any:
+        client, step = await self._wait(create()), 0
+        while True:
+            watch = self._watch(client)
+            try:
+                return await self._wait(train(client, step))
+            except TinkerError as error:
+                reason = await self._call(self._why_lost, client, error, watch)
+                if reason is None:
+                    raise
+                if reason:
+                    self._policy._tell(RunLost(client.model_id, reason, error))
+                lost = error
+            finally:
+                if watch is not None:
+                    watch.stop()
+            client, step = await self._recover(client.model_id, lost, create)
+
+    async def _recover(
+        self, run_id: str, error: Exception, create: Callable[[], Any]
+    ) -> tuple[TrainingClient, int]:
+        """Another run and its step; raises RecoveryFailedError after the last attempt."""
+        policy = self._policy
+        for attempt in range(1, policy.attempts + 1):
+            delay = policy._delay(attempt)
+            policy._tell(RecoveryAttempt(run_id, attempt, policy.attempts, delay))
+            await self._call(asyncio.sleep, delay)
+            permit = policy._permits.request()
+            try:
+                await self._wait(permit)
+                resumed = await self._call(self._resume, run_id)
+                client, path, step = resumed or (await self._wait(create()), None, 0)
+            except (TinkerError, TimeoutError) as failure:
+                error = failure
+                if isinstance(error, _PERMANENT):
+                    break
+            else:
+                self._resumed[path] += 1
+                if path is not None:
+                    self._owner = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+                policy._tell(RunResumed(run_id, client.model_id, path, step))
+                return client, step
+            finally:
+                policy._permits.release(permit)
+        policy._tell(RecoveryGaveUp(run_id, error))
+        raise RecoveryFailedError(f"run {run_id} is lost and was given up: {error}") from error
+
+    async def _call(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+        """Run a coroutine function on the background loop."""
+        return await self._wait(start(lambda: function(*args), "recovery"))
+
+    def _watch(self, client: TrainingClient) -> RunWatch | None:
         every, tell = self._policy.watch, self._policy._tell
         if every is None:
             return None
         return RunWatch(client, every, lambda error: tell(RunLost(error.run_id, error.reason, error)))
 
-    def stop(self, watch: RunWatch | None) -> None:
-        if watch is not None:
-            watch.stop()
+    # -- on the background loop --------------------------------------------------------------------------
 
-    def is_lost(self, client: TrainingClient, error: TinkerError, reason: str | None) -> bool:
-        """Report a loss for which `why_lost` gave a reason; False if the error is the loop's own."""
-        if reason:
-            self._policy._tell(RunLost(client.model_id, reason, error))
-        return reason is not None
-
-    def attempts(self, run_id: str, error: Exception) -> Iterator[float]:
-        """The delay before each attempt; raises RecoveryFailedError after the last one."""
-        self.failure = error
-        for attempt in range(1, self._policy.attempts + 1):
-            delay = self._policy._delay(attempt)
-            self._policy._tell(RecoveryAttempt(run_id, attempt, self._policy.attempts, delay))
-            yield delay
-            if isinstance(self.failure, _PERMANENT):
-                break
-        self._policy._tell(RecoveryGaveUp(run_id, self.failure))
-        raise RecoveryFailedError(f"run {run_id} is lost and was given up: {self.failure}") from self.failure
-
-    def go_on(self, lost: str, resumed: tuple[TrainingClient, str | None, int]) -> tuple[TrainingClient, int]:
-        client, path, step = resumed
-        self._resumed[path] += 1
-        if path is not None:
-            self._owner = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
-        self._policy._tell(RunResumed(lost, client.model_id, path, step))
-        return client, step
-
-    async def why_lost(
+    async def _why_lost(
         self, client: TrainingClient, error: TinkerError, watch: RunWatch | None
     ) -> str | None:
         """Why a run cannot go on; "" if the watch has reported it already, None if it can go on."""
@@ -388,7 +362,7 @@ class _RecoveredLoop:
         except TinkerError:
             return None  # the loop's own error says more
 
-    async def resume(self, lost: str) -> tuple[TrainingClient, str | None, int] | None:
+    async def _resume(self, lost: str) -> tuple[TrainingClient, str | None, int] | None:
         """A run resumed from the latest checkpoint, with its path and step; None: start over."""
         await self._service._session.alive()  # opens a new session if the server has ended ours
         path, step = await self._latest(lost) or (None, 0)
