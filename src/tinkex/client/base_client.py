@@ -1,4 +1,4 @@
-"""`BaseClient`, which RestClient and AdminClient extend, and argument checks that several clients share.
+"""`BaseClient`, which ServiceClient, RestClient and AdminClient extend, and checks that clients share.
 
 Promises: a client made on its own sends nothing until its first call and opens no session; one made by a
 ServiceClient uses that client's connection and leaves it open. Knows no operation in particular.
@@ -10,7 +10,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tinkex.client.future import APIFuture, completed, start
@@ -70,7 +69,7 @@ class BaseClient:
         return start(make, method)
 
     def get_telemetry(self) -> Telemetry | None:
-        """The connection's telemetry; None if it is off."""
+        """Return what reports failures to the server; None unless telemetry is on."""
         return self._connection.telemetry
 
     def close(self) -> APIFuture[None]:
@@ -82,15 +81,13 @@ class BaseClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close().result(self._connection.timeouts.close)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: Any) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.close().result_async(self._connection.timeouts.close)
 
     def __repr__(self) -> str:

@@ -315,6 +315,7 @@ def open_sampler(
     if model_path is not None and not (isinstance(model_path, str) and model_path.startswith("tinker://")):
         raise InvalidInputError(f"model_path must start with tinker://, got {model_path!r}")
     check_sampler_settings(retry_config, record_stability_info)
+    session.connection.check_open()
 
     async def create() -> SamplingClient:
         request = CreateSamplingSessionRequest(

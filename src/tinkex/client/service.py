@@ -1,7 +1,8 @@
 """ServiceClient: creates training, sampling and REST clients, which share one session.
 
 Promises: the official names, parameters and defaults; creating a ServiceClient sends nothing. The session
-opens with the first run or sampler, and ends with the `with` block, `close()` or the process.
+opens with the first run or sampler, and ends with the `with` block, `close()` or the process. A run's number
+in its session is assigned after all checks, so a refused call leaves no gap.
 """
 
 from __future__ import annotations
@@ -9,42 +10,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from tinkex.client.base_client import check_text, check_ttl, warn_caller
+from tinkex.client.base_client import BaseClient, check_text, check_ttl, warn_caller
+from tinkex.client.credentials import looks_like_key
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, start
 from tinkex.client.polling import retrieve
 from tinkex.client.queue_state import QueueStateObserver
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryConfig
-from tinkex.client.run_creation import create_run, resume_run
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.server_connection import ServerConnection, check_headers, connect
 from tinkex.client.session import Session
-from tinkex.client.telemetry import Telemetry
 from tinkex.client.training import TrainingClient
+from tinkex.client.transport import CallContext
 from tinkex.client.twins import awaited, blocking
 from tinkex.config import LOCAL, Settings, Timeouts
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from tinkex.types.checkpoints import (
     CopyWeightsRequest,
+    LoadWeightsRequest,
     ParsedCheckpointTinkerPath,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
 )
 from tinkex.types.config import EmptyRequest, GetServerCapabilitiesResponse
-from tinkex.types.optimizers import OptimizerConfig
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 from tinkex.types.params import LoraConfig
-from tinkex.types.training import CreateCustomLossRequest, CustomLossInputRank
+from tinkex.types.training import CreateCustomLossRequest, CreateModelRequest, CustomLossInputRank
 from tinkex.wire import ops
-
-if TYPE_CHECKING:
-    from typing import Self
 
 log = logging.getLogger("tinkex")
 
 
-class RemoteServiceClient:
+class RemoteServiceClient(BaseClient):
     """A ServiceClient that always uses a server: the one given, TINKER_BASE_URL's, or the hosted one.
 
     `tinkex.ServiceClient` (tinkex/embedded.py) adds the service in this process.
@@ -78,15 +78,14 @@ class RemoteServiceClient:
         check_text("base_url", base_url)
         headers = check_headers(default_headers_overrides)
         settings = Settings.read()
-        here = base_url == LOCAL or (settings.embedded and not (base_url or api_key))
         connection = None
-        if here:
+        if base_url == LOCAL or (settings.embedded and not (base_url or api_key)):
             connection = self._connect_embedded(replace(settings, base_url=base_url or settings.base_url))
         if connection is None:
             connection = connect(
                 base_url, api_key, settings=settings, headers=headers, timeouts=timeouts, telemetry=telemetry
             )
-        self._connection = connection
+        super().__init__(connection)
         self._session = Session(
             connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name,
             queue_observer=queue_state_observer,
@@ -120,10 +119,6 @@ class RemoteServiceClient:
         """Return the URL of the console; embedded, of the directory that holds all runs."""
         return self._connection.console_url("sessions")
 
-    def get_telemetry(self) -> Telemetry | None:
-        """Return what reports failures to the server; None unless telemetry is on."""
-        return self._connection.telemetry
-
     # -- runs --------------------------------------------------------------------------------------------
 
     @blocking
@@ -143,7 +138,15 @@ class RemoteServiceClient:
         >>> run = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)  # doctest: +SKIP
         """
         lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        return create_run(self._session, base_model, lora, user_metadata, optimizer)
+        if not isinstance(base_model, str) or not base_model:
+            raise InvalidInputError(f"base_model must be the name of a base model, got {base_model!r:.80}")
+        self._connection.check_open()
+        request = CreateModelRequest(
+            session_id="", model_seq_id=0, base_model=base_model, lora_config=lora,
+            user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(),
+        )  # fmt: skip
+        seq = next(self._session.run_seq)
+        return self._start(lambda: self._create(request, seq), "create_model")
 
     create_lora_training_client_async = awaited(create_lora_training_client)
 
@@ -161,7 +164,12 @@ class RemoteServiceClient:
         >>> path = run.save_state("pretrained").result().path                   # doctest: +SKIP
         >>> tuned = service.create_training_client_from_state(path)
         """
-        return resume_run(self._session, path, base_model, user_metadata, weights_access_token, optimizer)
+        return self._resume(
+            LoadWeightsRequest(
+                path=path, optimizer=False, base_model=base_model, user_metadata=user_metadata,
+                optimizer_config=optimizer, weights_access_token=weights_access_token,
+            )
+        )  # fmt: skip
 
     create_training_client_from_state_async = awaited(create_training_client_from_state)
 
@@ -178,13 +186,73 @@ class RemoteServiceClient:
         >>> path = run.save_state("step-100").result().path                     # doctest: +SKIP
         >>> resumed = service.create_training_client_from_state_with_optimizer(path)
         """
-        return resume_run(
-            self._session, path, base_model, user_metadata, weights_access_token, with_optimizer=True
-        )
+        return self._resume(
+            LoadWeightsRequest(
+                path=path, optimizer=True, base_model=base_model, user_metadata=user_metadata,
+                weights_access_token=weights_access_token,
+            )
+        )  # fmt: skip
 
     create_training_client_from_state_with_optimizer_async = awaited(
         create_training_client_from_state_with_optimizer
     )
+
+    def _resume(self, request: LoadWeightsRequest) -> APIFuture[TrainingClient]:
+        ParsedCheckpointTinkerPath.from_tinker_path(request.path)
+        if request.base_model == "":
+            raise InvalidInputError("base_model must be a model's name, or None for the checkpoint's, got ''")
+        self._connection.check_open()
+        seq = next(self._session.run_seq)
+
+        async def resume() -> TrainingClient:
+            session_id = await self._session.open()
+            if not self._connection.config.create_model_via_load_weights:
+                return await self._create_and_load(request, seq)
+            numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
+            promise = await self._connection.call(ops.LOAD_WEIGHTS, numbered)
+            loaded = await retrieve(self._connection, ops.LOAD_WEIGHTS, promise.request_id)
+            return TrainingClient(self._session, loaded.model_id or f"{session_id}:train:{seq}")
+
+        return self._start(resume, "create_training_client_from_state")
+
+    async def _create(self, request: CreateModelRequest, seq: int) -> TrainingClient:
+        numbered = request.model_copy(update={"session_id": await self._session.open(), "model_seq_id": seq})
+        promise = await self._connection.call(ops.CREATE_MODEL, numbered)
+        created = await retrieve(self._connection, ops.CREATE_MODEL, promise.request_id)
+        return TrainingClient(self._session, created.model_id)
+
+    async def _create_and_load(self, request: LoadWeightsRequest, seq: int) -> TrainingClient:
+        """For a server that cannot load a checkpoint into a new run in one request."""
+        token = request.weights_access_token
+        info = await self._weights_info(request.path, token)
+        if not info.is_lora or info.lora_rank is None:
+            raise TinkerError(
+                f"{request.path} is not a LoRA checkpoint of known rank, and cannot be trained on"
+            )
+        flags = info.model_dump(include={"train_unembed", "train_mlp", "train_attn"}, exclude_none=True)
+        new = CreateModelRequest(
+            session_id="", model_seq_id=0, base_model=request.base_model or info.base_model,
+            lora_config=LoraConfig(rank=info.lora_rank, **flags), user_metadata=request.user_metadata,
+            optimizer_config=request.optimizer_config or info.optimizer_config,
+        )  # fmt: skip
+        run = await self._create(new, seq)
+        await run._load(request.path, optimizer=request.optimizer, token=token)
+        return run
+
+    async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
+        """The checkpoint's metadata. A token that is an API key reads a checkpoint of that key's account."""
+        ours, context = self._connection, CallContext("get_weights_info_by_tinker_path")
+        request = WeightsInfoRequest(tinker_path=path)
+        if not ours.base_url or token is None or not looks_like_key(token):
+            return await ours.call(ops.GET_WEIGHTS_INFO, request, context)
+        theirs = connect(
+            ours.base_url, token, settings=ours.settings, headers=ours.headers, timeouts=ours.timeouts,
+            telemetry=False,
+        )  # fmt: skip
+        try:
+            return await theirs.call(ops.GET_WEIGHTS_INFO, request, context)
+        finally:
+            await theirs.close()
 
     # -- losses ------------------------------------------------------------------------------------------
 
@@ -201,8 +269,7 @@ class RemoteServiceClient:
         >>> handle = service.create_custom_loss(loss, {"logprobs": 1}).result()
         """
         loss = traced(fn, input_ranks)
-        self._connection.check_open()
-        return start(lambda: self._create_loss(loss), "create_custom_loss")
+        return self._start(lambda: self._create_loss(loss), "create_custom_loss")
 
     async def _create_loss(self, loss: LossHandle) -> LossHandle:
         session_id = await self._session.open()
@@ -237,7 +304,6 @@ class RemoteServiceClient:
 
         >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")  # doctest: +SKIP
         """
-        self._connection.check_open()
         return open_sampler(
             self._session, model_path=model_path, base_model=base_model, retry_config=retry_config,
             record_stability_info=record_stability_info,
@@ -265,7 +331,7 @@ class RemoteServiceClient:
             numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
             return (await self._connection.call(ops.COPY_WEIGHTS, numbered)).tinker_path
 
-        return start(copy, "copy_weights")
+        return self._start(copy, "copy_weights")
 
     # -- closing ----------------------------------------------------------------------------------------
 
@@ -278,30 +344,17 @@ class RemoteServiceClient:
         check_text("detail", detail)
         return start(lambda: self._session.close(status, detail), "close")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close(_status(kind)).result(self._connection.timeouts.close)
         except (TinkerError, TimeoutError) as failure:
             log.warning("the session could not be finished: %s", failure)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             await self.close(_status(kind)).result_async(self._connection.timeouts.close)
         except (TinkerError, TimeoutError) as failure:
             log.warning("the session could not be finished: %s", failure)
-
-    def __repr__(self) -> str:
-        return f"ServiceClient({self._connection.base_url or LOCAL!r})"
 
 
 def _status(kind: type[BaseException] | None) -> Literal["success", "errored", "interrupted"]:
