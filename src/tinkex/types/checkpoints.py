@@ -88,6 +88,8 @@ class SaveWeightsRequest(RequestModel):
 
 
 class SaveWeightsResponse(ReplyModel):
+    """The checkpoint's path."""
+
     path: str
     type: Literal["save_weights"] | None = None
 
@@ -105,6 +107,8 @@ class SaveWeightsForSamplerRequest(RequestModel):
 
 
 class SaveWeightsForSamplerResponse(ReplyModel):
+    """The checkpoint's path."""
+
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 

@@ -105,4 +105,6 @@ class SupportedModel(ReplyModel):
 
 
 class GetServerCapabilitiesResponse(ReplyModel):
+    """The base models of the server."""
+
     supported_models: list[SupportedModel]

@@ -123,6 +123,8 @@ class OptimStepRequest(RequestModel):
 
 
 class OptimStepResponse(ReplyModel):
+    """The metrics of a step."""
+
     metrics: dict[str, float] | None = None
 
     @field_serializer("metrics", when_used="json")
