@@ -13,7 +13,7 @@ import transformers
 from tests.engine.plain_lora import PlainLora
 from tests.engine.tiny import FAMILIES, tiny_model
 from tinkex.engine.native.build import build, library
-from tinkex.engine.native.step import CompiledStep, Row, compiled_step
+from tinkex.engine.native.step import CompiledStep
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, TokenSpan
@@ -34,7 +34,7 @@ def cache_for(decoder: Decoder) -> KVCache:
 
 
 def step_of(decoder: Decoder, cache: KVCache) -> CompiledStep:
-    step = compiled_step(decoder, room=float("inf"))
+    step = decoder.backend.compiled_step(decoder, room=float("inf"))
     assert step is not None
     step.attach(cache)
     return step
@@ -58,7 +58,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, threads: 
     step.threads = lambda rows: threads  # so small a model would never be shared
     for at in range(max(lengths)):
         running = [i for i, length in enumerate(lengths) if at < length]
-        logits = step([Row(sequences[i][at], at, pages[i], None) for i in running])
+        logits = step([(sequences[i][at], at, pages[i], None) for i in running])
         want = torch.stack([expected[i][at] for i in running])
         torch.testing.assert_close(logits, want, atol=2e-5, rtol=1e-4)
 
@@ -74,7 +74,7 @@ def test_each_row_has_its_own_adapter(tmp_path: Path, family: str) -> None:
     mixed = [adapters[0], None, adapters[1], adapters[1], adapters[0]]
     tokens, pages = [5, 6, 7, 8, 9], [[4], [3], [2], [1], [0]]
     got = step_of(decoder, cache_for(decoder))(
-        [Row(t, 0, p, a) for t, p, a in zip(tokens, pages, mixed, strict=True)]
+        [(t, 0, p, a) for t, p, a in zip(tokens, pages, mixed, strict=True)]
     )
     lora = PlainLora(mixed, [1] * 5)
     attend = PagedAttend(cache_for(decoder), [TokenSpan(p, 0, 1) for p in pages], decoder.config.windows, CPU)
@@ -91,9 +91,9 @@ def test_a_row_is_the_same_to_the_bit_alone_and_among_strangers(tmp_path: Path) 
     adapter.flat.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     alone, together = (step_of(decoder, cache_for(decoder)) for _ in range(2))
     for at in range(2 * PAGE + 3):
-        one = alone([Row(7 + at, at, [0, 1, 2], adapter)])
-        strangers = [Row(40 + i, at, [3 * i, 3 * i + 1, 3 * i + 2], None) for i in range(1, 12)]
-        many = together([*strangers, Row(7 + at, at, [0, 1, 2], adapter)])
+        one = alone([(7 + at, at, [0, 1, 2], adapter)])
+        strangers = [(40 + i, at, [3 * i, 3 * i + 1, 3 * i + 2], None) for i in range(1, 12)]
+        many = together([*strangers, (7 + at, at, [0, 1, 2], adapter)])
         assert torch.equal(many[-1], one[0])
 
 
@@ -137,7 +137,10 @@ def test_neither_a_missing_compiler_nor_a_failing_one_is_an_error() -> None:
 
 
 def test_models_of_other_kinds_are_left_to_the_decoder(tmp_path: Path) -> None:
-    assert compiled_step(load_decoder(tiny_model(tmp_path, "qwen3_moe")), room=float("inf")) is None
+    def has_step(decoder: Decoder, room: float = float("inf")) -> bool:
+        return decoder.backend.compiled_step(decoder, room) is not None
+
+    assert not has_step(load_decoder(tiny_model(tmp_path, "qwen3_moe")))
     dense = tiny_model(tmp_path, "llama2")
-    assert compiled_step(load_decoder(dense, CPU, torch.bfloat16), room=float("inf")) is None
-    assert compiled_step(load_decoder(dense), room=1000.0) is None
+    assert not has_step(load_decoder(dense, CPU, torch.bfloat16))
+    assert not has_step(load_decoder(dense), room=1000.0)

@@ -18,7 +18,6 @@ from tests.engine.commands import do
 from tests.engine.stepping import finish
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.native.build import library
-from tinkex.engine.native.step import compiled_step
 from tinkex.engine.protocol import (
     CreateAdapter,
     EngineError,
@@ -72,7 +71,7 @@ def decoder(model: Path) -> Decoder:
 def new_batch(decoder: Any, pages: int = 100, compiled: bool = False, **limits: int) -> ContinuousBatch:
     c = decoder.config
     cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, torch.device("cpu"), torch.float32)
-    step = compiled_step(decoder, room=float("inf")) if compiled else None
+    step = decoder.backend.compiled_step(decoder, room=float("inf")) if compiled else None
     return ContinuousBatch(
         decoder, cache, StepLimits(**{"context": c.max_context, "sequences": 64, **limits}), compiled=step
     )

@@ -14,7 +14,7 @@ from tests.engine.commands import do
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass
-from tinkex.engine.torch.backend import TorchBackend
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.load import load_decoder
@@ -121,7 +121,7 @@ def test_the_pipeline_draws_what_the_plain_step_draws(decoder: Decoder):
     futures = [submit(batch, ids, seed=seed)[0] for ids, seed in asked]
     finish(batch)
     ahead = [future.result(timeout=0).sequences[0].tokens for future in futures]
-    plain = decoder.with_backend(TorchBackend())
+    plain = decoder.with_backend(Backend())
     batch = ContinuousBatch(plain, new_cache(plain), StepLimits(decoder.config.max_context, 64))
     futures = [submit(batch, ids, seed=seed)[0] for ids, seed in asked]
     finish(batch)
@@ -347,7 +347,7 @@ def test_gradients_are_those_of_fp32(decoder: Decoder, exact: Decoder, wide: boo
     """
     ours, our_grads = one_pass(decoder, wide, recompute)
     wanted, exact_grads = one_pass(exact, wide, recompute)
-    _, plain_grads = one_pass(decoder.with_backend(TorchBackend()), wide, recompute)
+    _, plain_grads = one_pass(decoder.with_backend(Backend()), wide, recompute)
     for one, other in zip(ours, wanted, strict=True):
         assert np.abs(one - other).mean() < 0.05
     assert set(our_grads) == set(exact_grads) == set(RUNS)

@@ -15,7 +15,7 @@ from tests.engine.tiny import tiny_model
 from tinkex.engine.cuda import decode_graphs as decode
 from tinkex.engine.cuda import step_inputs as begin
 from tinkex.engine.protocol import SampleWork
-from tinkex.engine.torch.backend import TorchBackend
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
@@ -36,7 +36,7 @@ class Graphs:
     """What `decode.Graphs` shows to a pipeline, on the CPU: a step draws the same token for everyone."""
 
     def __init__(self, there: set[int]) -> None:
-        self.there, self.rows, self.backend = there, [], TorchBackend()
+        self.there, self.rows, self.backend = there, [], Backend()
         self.capacity, self.width = CAPACITY, 8
         self.orders = torch.zeros(begin.ORDERS, CAPACITY, dtype=torch.int64)
         self.table = torch.zeros(CAPACITY, self.width, dtype=torch.int32)

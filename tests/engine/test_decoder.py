@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.engine.forward import hidden, sequences
 from tests.engine.tiny import FAMILIES, reference_logits, reference_model, tiny_model
-from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.hooks import LoraHook, Part, Site
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
 
@@ -125,7 +125,7 @@ def test_moe_config_of_transformers_4_is_read(tmp_path: Path) -> None:
 # -- gradients -----------------------------------------------------------------------------------------
 
 
-class Deltas:
+class Deltas(LoraHook):
     """A hook that adds x @ deltaᵀ with a full matrix (one for each expert) at every site.
 
     At delta = 0 its gradient is the gradient of the frozen weight itself, which transformers can tell.
@@ -207,13 +207,12 @@ def test_checkpointing_calls_the_hook_again(tmp_path: Path) -> None:
     decoder, calls = load_decoder(tiny_model(tmp_path, "llama2")), []
     delta = torch.zeros((), requires_grad=True)
 
-    def hook(
-        site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        calls.append(site)
-        return y + delta
+    class Counting(LoraHook):
+        def __call__(self, site: Site, x: Tensor, y: Tensor, **of: Tensor | None) -> Tensor:
+            calls.append(site)
+            return y + delta
 
-    hidden(decoder, sequences((6,)), hook, checkpoint=True).sum().backward()
+    hidden(decoder, sequences((6,)), Counting(), checkpoint=True).sum().backward()
     assert [site.layer for site in calls if site.group == "qkv"] == [0, 1, 1, 0]
 
 
@@ -248,13 +247,12 @@ def test_expert_rows_tell_their_tokens(tmp_path: Path) -> None:
     """`rows` at expert sites: the rows of token t are the ones that hold its hidden state."""
     decoder, seen = load_decoder(tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=1)), {}
 
-    def hook(
-        site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        seen[site.group] = (x, rows, experts)
-        return y
+    class Watching(LoraHook):
+        def __call__(self, site: Site, x: Tensor, y: Tensor, **of: Tensor | None) -> Tensor:
+            seen[site.group] = (x, of.get("rows"), of.get("experts"))
+            return y
 
-    hidden(decoder, sequences((7, 3)), hook)
+    hidden(decoder, sequences((7, 3)), Watching())
     x, rows, experts = seen["experts_gate_up"]
     assert sorted(rows.tolist()) == sorted(list(range(10)) * 2)
     by_token = {t: x[rows == t] for t in range(10)}
@@ -263,17 +261,15 @@ def test_expert_rows_tell_their_tokens(tmp_path: Path) -> None:
     assert all(len(set(experts[rows == t].tolist())) == 2 for t in range(10))
 
 
-def test_logits_of_chosen_rows(tmp_path: Path) -> None:
+def test_logits_with_adapters(tmp_path: Path) -> None:
     decoder, asked = load_decoder(tiny_model(tmp_path, "smollm2")), []
 
-    def hook(
-        site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        asked.append((site, rows))
-        return y + 1
+    class AddingOne(LoraHook):
+        def __call__(self, site: Site, x: Tensor, y: Tensor, **of: Tensor | None) -> Tensor:
+            asked.append(site)
+            return y + 1
 
-    h, rows = hidden(decoder, sequences((7, 3))), torch.tensor([2, 9])
-    torch.testing.assert_close(decoder.logits(h[rows], hook, rows), decoder.logits(h)[rows] + 1)
-    assert asked[0][0] == Site(-1, "unembed")
-    assert asked[0][1] is rows
+    h = hidden(decoder, sequences((7, 3)))
+    torch.testing.assert_close(decoder.logits(h, AddingOne()), decoder.logits(h) + 1)
+    assert asked == [Site(-1, "unembed")]
     assert decoder.unembed_weight is decoder.embedding

@@ -24,7 +24,7 @@ from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import next_tokens
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.backend import TorchBackend
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.next_tokens import TorchRows
 from tinkex.types.params import LoraConfig
@@ -158,7 +158,7 @@ def test_one_normaliser_for_all():
 def test_rows_scored_one_by_one_are_those_scored_at_once():
     logits = 3 * random(5, 700)
     keys = stream_keys(np.arange(5, dtype=np.uint64), np.zeros(5), np.arange(5))
-    one, all_ = TorchRows(logits, 690, INVARIANT), TorchRows(logits, 690, TorchBackend())
+    one, all_ = TorchRows(logits, 690, INVARIANT), TorchRows(logits, 690, Backend())
     np.testing.assert_allclose(one.top(4)[1], all_.top(4)[1], atol=1e-5)
     assert np.array_equal(one.draw(keys), all_.draw(keys))
     alone = TorchRows(logits[3:4].clone(), 690, INVARIANT)

@@ -82,12 +82,12 @@ def test_files_that_the_kernel_keeps_in_a_container_s_memory_are_free(tmp_path: 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep pages")
 def test_malloc_takes_the_settings_that_keep_a_small_pass_s_pages(tmp_path: Path) -> None:
-    assert memory.keep_pages(load_decoder(tiny_model(tmp_path, "llama3")).config, 4, 256)
+    assert memory.keep_pages(load_decoder(tiny_model(tmp_path, "llama3")).config, 4, 256, CPU)
 
 
 def test_a_large_pass_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_decoder(tiny_model(tmp_path, "llama3")).config
     each = memory.activation_bytes(config, 4, recompute=False)
-    assert not memory.keep_pages(config, 4, (1 << 30) // each + 1)
+    assert not memory.keep_pages(config, 4, (1 << 30) // each + 1, CPU)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 7 * 256 * each)
-    assert not memory.keep_pages(config, 4, 256)
+    assert not memory.keep_pages(config, 4, 256, CPU)

@@ -23,7 +23,7 @@ from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
-from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.hooks import LoraHook, Site
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
@@ -83,13 +83,14 @@ class Captured:
         return Replayed(step)
 
     def hook(self, table: AdapterTable, tiles: RowTiles) -> Any:
-        def add(site: Site, x: Tensor, y: Tensor, **_: Any) -> Tensor:
-            kernel.expand(
-                kernel.shrink(x, table, tiles, self._sites[site]), y, table, tiles, self._sites[site]
-            )
-            return y
+        sites = self._sites
 
-        return add
+        class Adding(LoraHook):
+            def __call__(self, site: Site, x: Tensor, y: Tensor, **_: Any) -> Tensor:
+                kernel.expand(kernel.shrink(x, table, tiles, sites[site]), y, table, tiles, sites[site])
+                return y
+
+        return Adding()
 
 
 # -- sizes and orders --------------------------------------------------------------------------------------

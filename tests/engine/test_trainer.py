@@ -468,7 +468,7 @@ def test_an_adapter_comes_back_from_eviction_as_it_was(models, tmp_path: Path) -
         path = tmp_path / str(step)
         assert do(evicted, SaveAdapter("run", path, optimizer=True)) > 0
         do(evicted, DropAdapter("run"))
-        assert evicted.adapters == 0
+        assert not evicted.adapters
         assert do(evicted, LoadAdapter("run", path, optimizer=True)) == LoraConfig(4, seed=1)
     assert torch.equal(kept.adapter("run").flat, evicted.adapter("run").flat)
     for mine, theirs in zip(kept.adapter("run").moments(), evicted.adapter("run").moments(), strict=True):

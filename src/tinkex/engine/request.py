@@ -101,6 +101,15 @@ def seed_of(work: SampleWork) -> int:
     return secrets.randbits(64) if work.params.seed is None else work.params.seed % 2**64
 
 
+def padded_top(ids: np.ndarray, logprobs: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of likely tokens padded to k entries, where the vocabulary has fewer."""
+    ids, logprobs, missing = ids.astype(np.int32), logprobs.astype(np.float32), k - ids.shape[1]
+    if missing:
+        ids = np.pad(ids, ((0, 0), (0, missing)))
+        logprobs = np.pad(logprobs, ((0, 0), (0, missing)), constant_values=TOPK_PADDING)
+    return ids, logprobs
+
+
 # -- stopping ------------------------------------------------------------------------------------------
 
 

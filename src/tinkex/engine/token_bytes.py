@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinkex.engine.protocol import EngineConfig, EngineError
+from tinkex.engine.protocol import EngineConfig, EngineError, SampleWork
 
 _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
@@ -26,8 +26,10 @@ class TokenTable:
         self._lock = threading.Lock()
         self._table: list[bytes] | None = None
 
-    async def get(self) -> Sequence[bytes]:
-        """Indexed by token id. Raises EngineError (category "user") if there is no tokenizer."""
+    async def of(self, work: SampleWork) -> Sequence[bytes]:
+        """Indexed by token id; () if `work` needs none. Raises EngineError if there is no tokenizer."""
+        if not work.stop_bytes:
+            return ()
         return self._table if self._table is not None else await asyncio.to_thread(self._build)
 
     def _build(self) -> list[bytes]:

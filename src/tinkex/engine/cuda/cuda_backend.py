@@ -1,6 +1,6 @@
 """`engine.torch.backend.Backend` by Triton kernels and captured graphs, for bf16 on one CUDA device.
 
-Every method computes what `TorchBackend` computes, to rounding. `invariant` makes every row's result bitwise
+Every method computes what `Backend` computes, to rounding. `invariant` makes every row's result bitwise
 identical whatever other rows there are, and the sampler's logprobs bitwise identical to the trainer's.
 
 Shapes: N rows, D width, V padded vocabulary.
@@ -24,6 +24,7 @@ from tinkex.engine.cuda.grouped_lora import CudaLora
 from tinkex.engine.cuda.invariant_product import InvariantLinear, product
 from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
@@ -32,7 +33,7 @@ from tinkex.engine.torch.next_tokens import Choice, scaled, scaled_logprobs
 from tinkex.engine.torch.upload import to_device
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Kernels for `device`. `dtype` is bf16; Triton's interpreter computes in fp32."""
 
     elementwise: Any = elementwise
@@ -52,6 +53,11 @@ class CudaBackend:
         self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
     ) -> CudaLora:
         return CudaLora(adapters, lengths, self._device, self._dtype, train=train, invariant=self.invariant)
+
+    def expert_linear(self, x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        if x_NI.dtype != torch.bfloat16:
+            return super().expert_linear(x_NI, weight_EOI, counts_E)
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))
 
     def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> RaggedAttend:
         return RaggedAttend(lengths, windows, self._device, self.invariant)

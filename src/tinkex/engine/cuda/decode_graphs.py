@@ -30,7 +30,7 @@ from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapter
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.deferred_expand import DeferredExpand, holds
 from tinkex.engine.rng import stream_keys
-from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Projecting, Site
+from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, lora_of
@@ -71,7 +71,7 @@ class Results(NamedTuple):
         return cls(whole, tokens, rest.view(torch.float32)[: len(tokens)])
 
 
-class CapturedLora(Projecting):
+class CapturedLora(LoraHook):
     """The `LoraHook` inside a graph: it applies the adapters that the table holds when it is replayed."""
 
     def __init__(
@@ -113,11 +113,6 @@ class CapturedLora(Projecting):
         y = product()
         here.wait_stream(self._beside)
         return u, y
-
-    def __call__(
-        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        raise NotImplementedError("a captured step projects rows in their order")
 
 
 class DecodeGraphs:

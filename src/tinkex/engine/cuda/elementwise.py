@@ -18,7 +18,7 @@ from tinkex.engine.cuda.launch import launched
 from tinkex.engine.cuda.pdl import PDL, wait_for_previous
 from tinkex.engine.cuda.sizes import cdiv, power_of_2
 from tinkex.engine.cuda.sums import sum_loaded_rows
-from tinkex.engine.torch.plain import Norms
+from tinkex.engine.torch.hooks import Norms
 
 _HEADS = 16  # of one program
 _COLUMNS = 1024  # of one program

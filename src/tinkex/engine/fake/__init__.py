@@ -30,14 +30,10 @@ class FakeEngine:
         self.sampler = FakeSampler(self.trainer, TokenTable(config))
 
     def heartbeat(self) -> Heartbeat:
-        alive = not self.trainer.closed
-        return Heartbeat(alive, "" if alive else "the engine was closed", self._stats(), {})
-
-    def _stats(self) -> dict[str, float]:
         running = list(self.sampler.running())
         used = sum(-(-len(s.tokens) // _PAGE) or 1 for s in running)
         total = self.info.max_context * 16 // _PAGE
-        return {
+        stats = {
             "adapters_live": len(self.trainer.adapters),
             "adapters_published": len(self.sampler.published),
             "kv_pages_total": total,
@@ -47,6 +43,8 @@ class FakeEngine:
             "sequences_waiting": 0,
             "preemptions": 0,
         }
+        closed = self.trainer.closed
+        return Heartbeat(not closed, "the engine was closed" if closed else "", stats, {})
 
     def close(self) -> None:
         self.trainer.close()

@@ -1,14 +1,20 @@
-"""The fake engine's model: a bigram model of one 8x8 matrix, with a LoRA pair on it.
+"""The fake engine's model: a bigram model of one 8x8 matrix, with a LoRA pair on it and its files.
 
-Gradients are exact, in float64. Knows nothing of commands, requests or files.
+Gradients are exact, in float64. The files are those of a PEFT directory, though no PEFT model fits them.
 
 Shapes: N positions, K candidates, V vocabulary, D features, R rank.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
 import numpy as np
 
+from tinkex import store
+from tinkex.engine.protocol import Location, SaveAdapter
 from tinkex.engine.request import user_error
 from tinkex.types.params import AdamParams, LoraConfig
 
@@ -19,6 +25,7 @@ _EMBED = _RNG.normal(size=(VOCAB, D))
 UNEMBED = _RNG.normal(size=(VOCAB, D))
 BASE = _RNG.normal(size=(D, D)) * 0.3
 _MOST_ROWS = 64  # cached for one head: a megabyte
+_WEIGHTS, _OPTIMIZER, _CONFIG = "adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"
 
 
 def features(tokens: np.ndarray) -> np.ndarray:
@@ -80,10 +87,13 @@ class FakeAdapter:
         grad[np.abs(grad) > np.finfo(np.float32).max] = np.inf  # as an engine in float32 would have it
         self.grad = grad if self.grad is None else self.grad + grad
 
+    def take_grad(self) -> np.ndarray | None:
+        grad, self.grad = self.grad, None
+        return grad
+
     def adamw(self, p: AdamParams) -> dict[str, float]:
         metrics = {"grad_norm": 0.0, "learning_rate": p.learning_rate, "grad_clipped": 0.0, "skipped": 1.0}
-        grad, self.grad = self.grad, None
-        if grad is None:
+        if (grad := self.take_grad()) is None:
             return metrics | {"optimizer_step": float(self.step)}
         norm = float(np.linalg.norm(grad))
         if not np.isfinite(norm):
@@ -96,10 +106,60 @@ class FakeAdapter:
         mean, square = self.moments / (1 - p.beta1**self.step), self.squares / (1 - p.beta2**self.step)
         decayed = self.params * (1 - p.learning_rate * p.weight_decay)
         self.params = decayed - p.learning_rate * mean / (np.sqrt(square) + max(p.eps, 1e-37))
-        clipped = float(shrink < 1.0)
-        return metrics | {
-            "grad_norm": norm,
-            "grad_clipped": clipped,
-            "skipped": 0.0,
-            "optimizer_step": float(self.step),
-        }
+        done = {"grad_norm": norm, "grad_clipped": float(shrink < 1.0), "skipped": 0.0}
+        return metrics | done | {"optimizer_step": float(self.step)}
+
+    def save(self, model: str, command: SaveAdapter) -> int:
+        """Write a directory with a PEFT one's files; returns its bytes."""
+        from safetensors.numpy import save_file
+
+        pair = zip("AB", self.pair, strict=True)
+        weights = {f"base_model.model.fake.lora_{side}.weight": matrix for side, matrix in pair}
+        state = {"exp_avg": self.moments, "exp_avg_sq": self.squares, "step": np.array([self.step])}
+        peft = {"peft_type": "LORA", "base_model_name_or_path": model, "r": self.lora.rank}
+        options = {"overwrite": command.overwrite, "sync": command.sync}
+        try:
+            with store.atomic_directory(command.location, **options) as directory:
+                config = peft | {"lora_alpha": ALPHA, "tinkex": asdict(self.lora)}
+                (directory / _CONFIG).write_text(json.dumps(config, indent=2))
+                save_file(weights, directory / _WEIGHTS)
+                if command.optimizer:
+                    save_file(state, directory / _OPTIMIZER)
+        except store.LocationExistsError as error:
+            raise user_error(str(error)) from None
+        return store.directory_bytes(command.location)
+
+    @classmethod
+    def load(cls, location: Location, model: str, optimizer: bool) -> FakeAdapter:
+        from safetensors.numpy import load_file
+
+        directory = Path(location)
+        try:
+            config = json.loads((directory / _CONFIG).read_text())
+            tensors = load_file(directory / _WEIGHTS)
+        except OSError:
+            raise user_error(f"{directory} holds no adapter") from None
+        if (base := config["base_model_name_or_path"]) != model:
+            raise user_error(f"{directory} is for base model {base!r}, not {model!r}")
+        adapter = cls(LoraConfig(**config["tinkex"]))
+        adapter.params = np.concatenate([tensors[key].ravel() for key in sorted(tensors)])
+        if optimizer:
+            if not (directory / _OPTIMIZER).exists():
+                raise user_error(f"{directory} was saved without its optimizer state")
+            state = load_file(directory / _OPTIMIZER)
+            adapter.moments, adapter.squares = state["exp_avg"], state["exp_avg_sq"]
+            adapter.step = int(state["step"][0])
+        return adapter
+
+
+@dataclass(frozen=True)
+class FakeExport:
+    """The fake engine's `ExportedAdapter`."""
+
+    lora: LoraConfig
+    model: str
+    params: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.params.nbytes

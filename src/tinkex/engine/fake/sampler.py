@@ -10,45 +10,33 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinkex.engine.fake.bigram import BASE, EOS, VOCAB, FakeAdapter, Head, log_softmax
-from tinkex.engine.fake.files import FakeExport, load
+from tinkex.engine.fake.bigram import BASE, EOS, VOCAB, FakeAdapter, FakeExport, Head, log_softmax
 from tinkex.engine.fake.trainer import FakeTrainer
 from tinkex.engine.protocol import ExportedAdapter, Location, SampledTokens, SampleWork
-from tinkex.engine.request import (
-    PromptScores,
-    Sample,
-    Stops,
-    check_work,
-    seed_of,
-    user_error,
-)
+from tinkex.engine.request import PromptScores, Sample, Stops, check_work, padded_top, seed_of, user_error
 from tinkex.engine.rng import exponentials, stream_key
 from tinkex.engine.token_bytes import TokenTable
-from tinkex.types.outputs import TOPK_PADDING, SampleResponse
+from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 
 _BASE = Head(BASE)
 
 
+@dataclass(frozen=True)
 class _ArrayRows:
     """`tinkex.engine.request.Rows` over an array."""
 
-    def __init__(self, logprobs_NV: np.ndarray) -> None:
-        self._logprobs_NV = logprobs_NV
+    logprobs_NV: np.ndarray
 
     def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        return self._logprobs_NV[rows, tokens].astype(np.float32)
+        return self.logprobs_NV[rows, tokens].astype(np.float32)
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        found = np.argsort(-self._logprobs_NV, axis=1, kind="stable")[:, :k]
-        ids = np.zeros((len(found), k), np.int32)
-        logprobs = np.full((len(found), k), TOPK_PADDING, np.float32)
-        ids[:, : found.shape[1]] = found
-        logprobs[:, : found.shape[1]] = np.take_along_axis(self._logprobs_NV, found, 1)
-        return ids, logprobs
+        ids = np.argsort(-self.logprobs_NV, axis=1, kind="stable")[:, :k]
+        return padded_top(ids, np.take_along_axis(self.logprobs_NV, ids, 1), k)
 
     def draw(self, keys: np.ndarray) -> np.ndarray:
-        return np.argmax(np.exp(self._logprobs_NV) / exponentials(keys, VOCAB), axis=1)
+        return np.argmax(np.exp(self.logprobs_NV) / exponentials(keys, VOCAB), axis=1)
 
 
 @dataclass(eq=False)
@@ -66,7 +54,10 @@ class _FakeRequest:
     def __init__(self, work: SampleWork, head: Head, most: int, token_bytes: Sequence[bytes]) -> None:
         self._work, self._head, self._most = work, head, most
         self._seed, self._stops = seed_of(work), Stops(work, (EOS,), token_bytes)
-        self._scores = _score(work, head, self._seed) if PromptScores.asked(work) else None
+        self._scores = PromptScores(work, self._seed) if PromptScores.asked(work) else None
+        if self._scores and (wanted := len(work.prompt) - self._scores.next):
+            rows_NV = head.logprobs(work.prompt[self._scores.next - 1 : -1])
+            self._scores.add(_ArrayRows(rows_NV), wanted)
         self._position = len(work.prompt)
         self.samples = [Sample(i) for i in range(work.num_samples)]
 
@@ -100,8 +91,7 @@ class FakeSampler:
         self._retiring: list[_PublishedHead] = []
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        table = await self._table.get() if work.stop_bytes else ()
-        with self._admitted(work, table) as request:
+        with self._admitted(work, await self._table.of(work)) as request:
             request.advance()
             while request.going:
                 await self._turn()
@@ -109,8 +99,7 @@ class FakeSampler:
             return request.response()
 
     async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
-        table = await self._table.get() if work.stop_bytes else ()
-        with self._admitted(work, table) as request:
+        with self._admitted(work, await self._table.of(work)) as request:
             while request.going:
                 for sample in request.advance():
                     yield sample.piece()
@@ -126,9 +115,9 @@ class FakeSampler:
     def _admitted(self, work: SampleWork, table: Sequence[bytes]) -> Iterator[_FakeRequest]:
         self._trainer.check_open()
         most = check_work(work, VOCAB, self._trainer.context)
-        if work.adapter is not None and work.adapter not in self.published:
+        published = self._base if work.adapter is None else self.published.get(work.adapter)
+        if published is None:
             raise user_error(f"there is no published adapter {work.adapter!r}")
-        published = self.published[work.adapter] if work.adapter is not None else self._base
         request = _FakeRequest(work, published.head, most, table)
         published.requests.append(request)
         try:
@@ -146,7 +135,7 @@ class FakeSampler:
     def _adapter(self, source: Location | ExportedAdapter) -> FakeAdapter:
         if not isinstance(source, FakeExport):
             assert isinstance(source, str), f"{type(source).__name__} is of another kind of engine"
-            return load(source, self._trainer.model, optimizer=False)
+            return self._trainer.load(source)
         if source.model != self._trainer.model:
             raise user_error(f"the adapter is for base model {source.model!r}, not {self._trainer.model!r}")
         adapter = FakeAdapter(source.lora)
@@ -163,14 +152,7 @@ class FakeSampler:
 
     def running(self) -> Iterator[Sample]:
         everything = (self._base, *self.published.values(), *self._retiring)
-        return (s for published in everything for r in published.requests for s in r.samples if not s.reason)
-
-
-def _score(work: SampleWork, head: Head, seed: int) -> PromptScores:
-    scores = PromptScores(work, seed)
-    if wanted := len(work.prompt) - scores.next:
-        scores.add(_ArrayRows(head.logprobs(work.prompt[scores.next - 1 : -1])), wanted)
-    return scores
+        return (sample for published in everything for r in published.requests for sample in r.going)
 
 
 def _draw(work: SampleWork, sample: Sample, last: int, head: Head, key: int) -> tuple[int, float]:

@@ -1,7 +1,6 @@
 """Compiles `step.c` once with the machine's C compiler and caches the library beside Python's bytecode.
 
-Returns None without a compiler or if it fails; torch operations then compute the step. The library's name is
-a hash of source, options and CPU features, so that no stale library is loaded. Knows nothing of models.
+The library's name is a hash of source, options and CPU features, so that no stale library is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pathlib import Path
 _SOURCE = Path(__file__).with_name("step.c")
 _OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _OPENMP = "-fopenmp"  # resolves to the OpenMP that torch has loaded, and shares its threads
-_SECONDS = 120.0
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)  # a read-only installation
 
 log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None."""
+    """The compiled library; None without a compiler or if it fails: torch then computes the step."""
     return build(shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"))
 
 
@@ -68,7 +66,7 @@ def _made(compiler: str, directory: Path) -> Path:
 
 def _compile(compiler: str, target: Path, *more: str) -> None:
     command = [compiler, *_OPTIONS, *more, "-o", str(target), str(_SOURCE), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
 def _cpu() -> bytes:
@@ -82,11 +80,13 @@ def _cpu() -> bytes:
 
 
 def _signatures(found: ctypes.CDLL) -> ctypes.CDLL:
-    number, pointer = ctypes.c_int64, ctypes.c_void_p
-    found.packed_floats.argtypes, found.packed_floats.restype = (number, number), number
-    found.scratch_floats.argtypes, found.scratch_floats.restype = (pointer, number), number
-    found.pack.argtypes, found.pack.restype = (pointer, number, number, number, number, pointer), None
-    found.decode.argtypes, found.decode.restype = (pointer, pointer), None
-    found.draw.argtypes = (pointer, number, number, number, pointer, pointer, pointer, pointer)
-    found.draw.restype = None
+    n, at = ctypes.c_int64, ctypes.c_void_p
+    for function, arguments, result in (
+        (found.packed_floats, (n, n), n),
+        (found.scratch_floats, (at, n), n),
+        (found.pack, (at, n, n, n, n, at), None),
+        (found.decode, (at, at), None),
+        (found.draw, (at, n, n, n, at, at, at, at), None),
+    ):
+        function.argtypes, function.restype = arguments, result
     return found

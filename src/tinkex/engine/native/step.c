@@ -2,7 +2,7 @@
 
    Computes what `models.decoder.Decoder` does with `kv.PagedAttend` and `lora.LoraBatch`, in one call: the overhead of a
    few hundred small tensor operations is several times the arithmetic of a small model. Promises: results are
-   batch-invariant and do not depend on the number of threads. `structs.py` mirrors the structs.
+   batch-invariant and do not depend on the number of threads. `step.py` mirrors the structs.
 
    Standard C and GNU vectors only: any CPU that GCC or Clang compiles for. */
 

@@ -11,44 +11,82 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.native import structs
 from tinkex.engine.native.build import library
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder, DecoderLayer
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.projection import Projection
 
 _SHARED_WORK = 1 << 20  # multiplications of an average product from which on waking threads pays
+Row = tuple[int, int, Sequence[int], Adapter | None]  # a sequence's newest token, position, pages, adapter
 
 
-class Row(NamedTuple):
-    """The newest token of one sequence."""
+class NativeBackend(Backend):
+    """Plain torch for fp32 on a CPU, but for the decode steps of dense decoders."""
 
-    token: int
-    position: int
-    pages: Sequence[int]
-    adapter: Adapter | None
-
-
-def serves(decoder: Decoder) -> bool:
-    """Whether the C step can serve `decoder`: dense, in fp32, on a CPU."""
-    weight = decoder.unembed_weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and decoder.config.experts is None
+    def compiled_step(self, decoder: Decoder, room: float) -> CompiledStep | None:
+        """None with experts, without a compiler, or if a second copy exceeds `room` bytes."""
+        if decoder.config.experts or decoder.multiplied_bytes > room or (compiled := library()) is None:
+            return None
+        return CompiledStep(compiled, decoder)
 
 
-def compiled_step(decoder: Decoder, room: float) -> CompiledStep | None:
-    """The C step; None for other decoders, without a compiler, or if a second copy exceeds `room` bytes."""
-    if not serves(decoder) or decoder.multiplied_bytes > room or (compiled := library()) is None:
-        return None
-    return CompiledStep(compiled, decoder)
+# -- the structs of step.c, field by field -------------------------------------------------------------
+
+
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class LinearStruct(Structure):
+    _fields_ = [
+        *_all(c_void_p, "weight bias"),
+        *_all(c_int32, "in_features out_features parts"),
+        ("outs", c_int32 * 3),
+    ]
+
+
+class LayerStruct(Structure):
+    _fields_ = [
+        *_all(c_void_p, "attention_norm mlp_norm q_norm k_norm keys values"),
+        ("window", c_int64),
+        *_all(LinearStruct, "qkv o gate_up down"),
+    ]
+
+
+class ModelStruct(Structure):
+    _fields_ = [
+        *_all(c_int32, "layers width heads kv_heads head_dim page"),
+        ("eps", c_float),
+        *_all(c_void_p, "embedding norm"),
+        ("layer", POINTER(LayerStruct)),
+        ("head", LinearStruct),
+    ]
+
+
+class SiteStruct(Structure):
+    _fields_ = _all(c_void_p, "a b")
+
+
+class AdapterStruct(Structure):
+    _fields_ = [("sites", POINTER(SiteStruct)), ("rank", c_int32), ("scale", c_float)]
+
+
+class StepStruct(Structure):
+    _fields_ = [
+        *_all(c_int32, "rows threads table_width"),
+        *_all(c_void_p, "tokens positions cos sin table adapters scratch logits"),
+    ]
 
 
 class CompiledStep:
@@ -59,9 +97,9 @@ class CompiledStep:
         self._kept: list[Any] = []  # keeps alive what the structs point to
         self._sites = list(decoder.sites())
         self.nbytes = 0  # of the second copy of the weights
-        self._layers = (structs.LayerStruct * decoder.config.layers)()
+        self._layers = (LayerStruct * decoder.config.layers)()
         self._model = self._describe(decoder)
-        self._tables: WeakKeyDictionary[Adapter, structs.AdapterStruct] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Adapter, AdapterStruct] = WeakKeyDictionary()
         self._row_work = self.nbytes // 4 // len(self._sites)
         self._cos = self._sin = np.empty((0, 0), np.float32)
         self._scratch = np.empty(0, np.float32)
@@ -74,49 +112,33 @@ class CompiledStep:
         for i, layer in enumerate(self._layers):
             layer.keys, layer.values = (pool.data_ptr() for pool in cache.layer(i))
 
-    def _describe(self, decoder: Decoder) -> structs.ModelStruct:
-        config = decoder.config
-        for target, layer, window in zip(self._layers, decoder.layers, config.windows, strict=True):
+    def _describe(self, decoder: Decoder) -> ModelStruct:
+        c, address = decoder.config, self._address
+        for target, layer, window in zip(self._layers, decoder.layers, c.windows, strict=True):
             assert isinstance(layer, DecoderLayer)
-            self._describe_layer(target, layer)
+            attention, mlp = layer.attention, layer.mlp
+            assert isinstance(mlp, Mlp)
+            target.attention_norm, target.mlp_norm = address(layer.attention_norm), address(layer.mlp_norm)
+            target.q_norm, target.k_norm = address(attention.q_norm), address(attention.k_norm)
+            target.qkv, target.o = self._projection(attention.qkv), self._projection(attention.o)
+            target.gate_up, target.down = self._projection(mlp.gate_up), self._projection(mlp.down)
             target.window = window or 0
-        head = self._linear(decoder.unembed_weight, None, [config.padded_vocab])
-        return structs.ModelStruct(
-            config.layers,
-            config.width,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            PAGE,
-            config.norm_eps,
-            self._address(decoder.embedding),
-            self._address(decoder.norm),
-            self._layers,
-            head,
-        )
+        head = self._linear(decoder.unembed_weight, None, [c.padded_vocab])
+        sizes = c.layers, c.width, c.heads, c.kv_heads, c.head_dim, PAGE, c.norm_eps
+        return ModelStruct(*sizes, address(decoder.embedding), address(decoder.norm), self._layers, head)
 
-    def _describe_layer(self, target: structs.LayerStruct, layer: DecoderLayer) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        assert isinstance(mlp, Mlp)
-        target.attention_norm, target.mlp_norm = map(self._address, (layer.attention_norm, layer.mlp_norm))
-        target.q_norm, target.k_norm = map(self._address, (attention.q_norm, attention.k_norm))
-        target.qkv, target.o = self._projection(attention.qkv), self._projection(attention.o)
-        target.gate_up, target.down = self._projection(mlp.gate_up), self._projection(mlp.down)
-
-    def _projection(self, module: Projection) -> structs.LinearStruct:
+    def _projection(self, module: Projection) -> LinearStruct:
         return self._linear(module.weight, module.bias, [part.out_features for part in module.parts])
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, outs: list[int]) -> structs.LinearStruct:
+    def _linear(self, weight: Tensor, bias: Tensor | None, outs: list[int]) -> LinearStruct:
         out_features, in_features = weight.shape
         packed = np.empty(self._c.packed_floats(in_features, out_features), np.float32)
         out_stride, in_stride = weight.stride()
         self._c.pack(weight.data_ptr(), in_features, out_features, in_stride, out_stride, packed.ctypes.data)
         self._kept.append(packed)
         self.nbytes += packed.nbytes
-        padded = (ctypes.c_int32 * 3)(*outs)
-        return structs.LinearStruct(
-            packed.ctypes.data, self._address(bias), in_features, out_features, len(outs), padded
-        )
+        sizes = in_features, out_features, len(outs), (c_int32 * 3)(*outs)
+        return LinearStruct(packed.ctypes.data, self._address(bias), *sizes)
 
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -125,17 +147,15 @@ class CompiledStep:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    # -- adapters --------------------------------------------------------------------------------------
-
-    def _table(self, adapter: Adapter) -> structs.AdapterStruct:
+    def _table(self, adapter: Adapter) -> AdapterStruct:
         """The addresses of an adapter's matrices; made once, as a published adapter never moves."""
         if adapter not in self._tables:
-            sites = (structs.SiteStruct * len(self._sites))()
+            sites = (SiteStruct * len(self._sites))()
             for entry, site in zip(sites, self._sites, strict=True):
                 if (shape := adapter.shapes.get(site)) is not None:
                     entry.a = adapter.flat.data_ptr() + 4 * shape.start
                     entry.b = entry.a + 4 * shape.rank * len(shape.parts) * shape.in_features
-            self._tables[adapter] = structs.AdapterStruct(sites, adapter.lora.rank, adapter.scale)
+            self._tables[adapter] = AdapterStruct(sites, adapter.lora.rank, adapter.scale)
         return self._tables[adapter]
 
     # -- the step --------------------------------------------------------------------------------------
@@ -143,32 +163,23 @@ class CompiledStep:
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Compute one token of each row: stores keys and values in their pages, returns the logits [N, V]."""
         n = len(rows)
-        tokens = np.array([row.token for row in rows], np.int64)
-        positions = np.array([row.position for row in rows], np.int64)
+        tokens = np.array([token for token, *_ in rows], np.int64)
+        positions = np.array([position for _, position, *_ in rows], np.int64)
         table = np.zeros((n, int(positions.max()) // PAGE + 1), np.int32)
-        for held, row in zip(table, rows, strict=True):
-            used = row.position // PAGE + 1
-            held[:used] = row.pages[:used]
-        adapters = (ctypes.c_void_p * n)(
-            *(ctypes.addressof(self._table(row.adapter)) if row.adapter else None for row in rows)
+        for held, (_, position, pages, _) in zip(table, rows, strict=True):
+            used = position // PAGE + 1
+            held[:used] = pages[:used]
+        adapters = (c_void_p * n)(
+            *(addressof(self._table(adapter)) if adapter else None for *_, adapter in rows)
         )
-        cos, sin = self._angles(positions)
-        scratch = self._scratch_for(n)
+        arrays = tokens, positions, *self._angles(positions), table
+        addresses = (array.ctypes.data for array in arrays)
         logits_NV = torch.empty(n, self._config.padded_vocab)
-        step = structs.StepStruct(
-            n,
-            self.threads(n),
-            table.shape[1],
-            tokens.ctypes.data,
-            positions.ctypes.data,
-            cos.ctypes.data,
-            sin.ctypes.data,
-            table.ctypes.data,
-            ctypes.addressof(adapters),
-            scratch.ctypes.data,
-            logits_NV.data_ptr(),
+        scratch = self._scratch_for(n).ctypes.data
+        step = StepStruct(
+            n, self.threads(n), table.shape[1], *addresses, addressof(adapters), scratch, logits_NV.data_ptr()
         )
-        self._c.decode(ctypes.byref(self._model), ctypes.byref(step))
+        self._c.decode(byref(self._model), byref(step))
         return logits_NV
 
     def threads(self, rows: int) -> int:
@@ -182,16 +193,8 @@ class CompiledStep:
         assert logits_NV.is_contiguous()
         n, padded = logits_NV.shape
         tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)
-        self._c.draw(
-            logits_NV.data_ptr(),
-            n,
-            self._config.vocab_size,
-            padded,
-            temperature.ctypes.data,
-            keys.ctypes.data,
-            tokens.ctypes.data,
-            logprobs.ctypes.data,
-        )
+        addresses = (array.ctypes.data for array in (temperature, keys, tokens, logprobs))
+        self._c.draw(logits_NV.data_ptr(), n, self._config.vocab_size, padded, *addresses)
         return tokens.tolist(), logprobs.tolist()
 
     def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +206,7 @@ class CompiledStep:
         return self._cos[positions], self._sin[positions]
 
     def _scratch_for(self, rows: int) -> np.ndarray:
-        floats = self._c.scratch_floats(ctypes.byref(self._model), rows)
+        floats = self._c.scratch_floats(byref(self._model), rows)
         if floats > len(self._scratch):
             self._scratch = np.empty(floats, np.float32)
         return self._scratch

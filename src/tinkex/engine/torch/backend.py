@@ -1,8 +1,8 @@
 """The computations that have a plain implementation and a faster one on some device, as one strategy.
 
 `choose_backend` picks it once, when a decoder is loaded; nothing else asks what a tensor's device can do.
-`TorchBackend` is plain torch and runs anywhere. `engine.cuda.cuda_backend.CudaBackend` computes the same by
-kernels and captured graphs; tests compare the two. Knows nothing of requests or runs.
+`Backend` is plain torch and runs anywhere. `CudaBackend` computes the same by kernels and captured graphs,
+and `NativeBackend` decodes on the CPU by C; tests compare them. Knows nothing of requests or runs.
 
 Shapes: T tokens, N rows, V padded vocabulary.
 """
@@ -10,7 +10,8 @@ Shapes: T tokens, N rows, V padded vocabulary.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -24,25 +25,15 @@ from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.models.moe import expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 
 if TYPE_CHECKING:
+    from tinkex.engine.native.step import CompiledStep
     from tinkex.engine.torch.adapters import Adapter
     from tinkex.engine.torch.continuous_batch import StepLimits
     from tinkex.engine.torch.models.decoder import Decoder
     from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence
-
-
-class Elementwise(Protocol):
-    """The elementwise steps of a decoder; the modules `plain` and `engine.cuda.elementwise` have them."""
-
-    normalise: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
-    normalise_backward: Callable[..., Tensor]
-    add: Callable[..., tuple[Tensor, Tensor | None]]
-    rotate: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-    rotate_backward: Callable[..., Tensor]
-    swiglu: Callable[..., Tensor]
-    swiglu_backward: Callable[..., Tensor]
 
 
 class DecodeAhead(Protocol):
@@ -77,63 +68,18 @@ class PrefillSteps(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """How a decoder, its trainer and its sampler compute."""
+class Backend:
+    """How a decoder, its trainer and its sampler compute: here in plain torch."""
 
-    elementwise: Elementwise
-    invariant: bool  # batch-invariant: a row's result is bitwise identical whatever other rows there are
-    clears_pages: bool  # attention multiplies masked keys by 0, so reused pages must hold no NaN
+    elementwise: ModuleType = plain  # of a decoder: the functions of `plain`
+    invariant = False  # batch-invariant: a row's result is bitwise identical whatever other rows there are
+    clears_pages = True  # attention multiplies masked keys by 0, so reused pages must hold no NaN
+
+    logprob_chunk = staticmethod(logprob_chunk)
+    expert_linear = staticmethod(expert_linear)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
         """x @ weight.T + bias for a frozen weight; `packed` is what `functions.pack` made of it."""
-        ...
-
-    def lora(
-        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
-    ) -> LoraBatch:
-        """The hook that adds the adapters of a batch: see `LoraBatch`."""
-        ...
-
-    def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> Attend:
-        """Attention within packed sequences, for training."""
-        ...
-
-    def paged_attend(
-        self,
-        cache: KVCache,
-        pieces: Sequence[TokenSpan],
-        windows: Sequence[int | None],
-        min_split_keys: int = 0,
-    ) -> Attend:
-        """Attention of a step's tokens over the paged cache; `min_split_keys` is that of `PrefillSteps`."""
-        ...
-
-    # One chunk of `logprobs.target_logprobs`.
-    logprob_chunk: Callable[..., Tensor]
-
-    def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
-        """One token and its logprob for each row, without top-k and top-p."""
-        ...
-
-    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-        """log_softmax(logits / temperature) in fp32; a temperature of 0 counts as 1."""
-        ...
-
-    def captured_steps(
-        self, decoder: Decoder, cache: KVCache, limits: StepLimits
-    ) -> tuple[DecodeAhead | None, PrefillSteps | None]:
-        """What the sampler uses instead of eager steps; None where there is no such thing."""
-        ...
-
-
-class TorchBackend:
-    """Plain torch."""
-
-    elementwise: Elementwise = plain
-    invariant = False
-    clears_pages = True
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
         return linear(x, weight, bias, packed)
 
     def lora(
@@ -142,6 +88,7 @@ class TorchBackend:
         return LoraBatch(adapters, lengths, train=train)
 
     def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> Attend:
+        """Attention within packed sequences, for training."""
         return PackedAttend(lengths, windows)
 
     def paged_attend(
@@ -151,27 +98,39 @@ class TorchBackend:
         windows: Sequence[int | None],
         min_split_keys: int = 0,
     ) -> Attend:
+        """Attention of a step's tokens over the paged cache; `min_split_keys` is that of `PrefillSteps`."""
         return PagedAttend(cache, pieces, windows, cache.device)
 
-    logprob_chunk = staticmethod(logprob_chunk)
-
     def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
+        """One token and its logprob for each row, without top-k and top-p."""
         logprobs_NV = self.logprobs(logits_NV, choice.temperature)
         tokens_N = draw(logprobs_NV, choice, vocab)
         return tokens_N.tolist(), logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
 
     def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+        """log_softmax(logits / temperature) in fp32; a temperature of 0 counts as 1."""
         return scaled_logprobs(logits_NV, temperature_N)
 
-    def captured_steps(self, decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[None, None]:
+    def captured_steps(
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits
+    ) -> tuple[DecodeAhead | None, PrefillSteps | None]:
+        """What the sampler uses instead of eager steps; None where there is no such thing."""
         return None, None
+
+    def compiled_step(self, decoder: Decoder, room: float) -> CompiledStep | None:
+        """A decode step in C, if there is one for `decoder` and a second copy of its weights fits `room`."""
+        return None
 
 
 def choose_backend(device: str | torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Backend:
     """The fastest backend for `device` and `dtype`. On CUDA a deterministic one is batch-invariant."""
     device = torch.device(device)
-    if device.type != "cuda" or dtype != torch.bfloat16 or importlib.util.find_spec("triton") is None:
-        return TorchBackend()
-    from tinkex.engine.cuda.cuda_backend import CudaBackend
+    if device.type == "cpu" and dtype == torch.float32:
+        from tinkex.engine.native.step import NativeBackend
 
-    return CudaBackend(device, dtype, invariant=deterministic)
+        return NativeBackend()
+    if device.type == "cuda" and dtype == torch.bfloat16 and importlib.util.find_spec("triton") is not None:
+        from tinkex.engine.cuda.cuda_backend import CudaBackend
+
+        return CudaBackend(device, dtype, invariant=deterministic)
+    return Backend()

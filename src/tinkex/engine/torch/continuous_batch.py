@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.native.step import CompiledStep, Row
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.engine_thread import settle
@@ -41,6 +40,7 @@ from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
+    from tinkex.engine.native.step import CompiledStep
     from tinkex.engine.torch.backend import DecodeAhead, PrefillSteps
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class ContinuousBatch:
             part = [s for s in part if s.pages]  # without those whose request failed meanwhile
             if not part:
                 continue
-            logits_NV = self._compiled([Row(s.last, s.computed, s.pages, s.request.adapter) for s in part])
+            logits_NV = self._compiled([(s.last, s.computed, s.pages, s.request.adapter) for s in part])
             for sequence in part:
                 sequence.computed += 1
                 self._remember(sequence, 1)

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 
 import torch
 
-from tinkex.engine.native.step import compiled_step
 from tinkex.engine.protocol import (
     Command,
     EngineConfig,
@@ -59,7 +58,7 @@ class TorchEngine:
         if config.deterministic and device.type == "cuda":
             check_deterministic(decoder)
         room = memory.free_bytes(device) * _PACKED_SHARE
-        compiled = compiled_step(decoder, room)
+        compiled = decoder.backend.compiled_step(decoder, room)
         if compiled is None:
             decoder.pack(room)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
@@ -113,7 +112,7 @@ class TorchEngine:
     def _stats(self) -> dict[str, float]:
         pages = self._batch.cache.pages
         return {
-            "adapters_live": self._trainer.adapters,
+            "adapters_live": len(self._trainer.adapters),
             "adapters_published": len(self._published),
             "adapter_bytes": self._trainer.adapter_bytes,
             "kv_pages_total": pages.count,

@@ -9,7 +9,8 @@ Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch import plain
-from tinkex.engine.torch.hooks import PartialProjection
-from tinkex.engine.torch.plain import Norms
-
-if TYPE_CHECKING:
-    from tinkex.engine.torch.backend import Elementwise
+from tinkex.engine.torch.hooks import Norms, PartialProjection
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
@@ -56,7 +53,7 @@ class Stream(NamedTuple):
     rest: Tensor | None = None
 
 
-def rms_norm(stream: Stream, weight: Tensor, eps: float, impl: Elementwise = plain) -> Tensor:
+def rms_norm(stream: Stream, weight: Tensor, eps: float, impl: ModuleType = plain) -> Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32."""
     if stream.x.requires_grad:
         return _RmsNorm.apply(*stream, weight, eps, impl)
@@ -64,7 +61,7 @@ def rms_norm(stream: Stream, weight: Tensor, eps: float, impl: Elementwise = pla
 
 
 def add_rms_norm(
-    stream: Stream, delta: Tensor | PartialProjection, weight: Tensor, eps: float, impl: Elementwise = plain
+    stream: Stream, delta: Tensor | PartialProjection, weight: Tensor, eps: float, impl: ModuleType = plain
 ) -> tuple[Stream, Tensor]:
     """The stream with `delta` added to it, and its RMSNorm."""
     delta = delta if isinstance(delta, Tensor) else delta.addend()
@@ -75,7 +72,7 @@ def add_rms_norm(
     return Stream(x, rest), y
 
 
-def add(stream: Stream, delta: Tensor, impl: Elementwise = plain) -> Stream:
+def add(stream: Stream, delta: Tensor, impl: ModuleType = plain) -> Stream:
     """The stream with `delta` added to it."""
     if stream.x.requires_grad or delta.requires_grad:
         return Stream(*_Add.apply(*stream, delta, impl))
@@ -89,7 +86,7 @@ def split_rotate(
     heads: tuple[int, int],
     norms: Norms | None,
     eps: float,
-    impl: Elementwise = plain,
+    impl: ModuleType = plain,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused [T, (H+2G)·C] into q_THC, k_TGC, v_TGC; q and k are normalised (if asked) and rotated."""
     if not isinstance(qkv, Tensor):
@@ -98,7 +95,7 @@ def split_rotate(
     return _SplitRotate.apply(qkv, cos, sin, heads, q_norm, k_norm, eps, impl)
 
 
-def swiglu(gate_up: Tensor | PartialProjection, impl: Elementwise = plain) -> Tensor:
+def swiglu(gate_up: Tensor | PartialProjection, impl: ModuleType = plain) -> Tensor:
     """silu(gate) * up of a fused [T, 2F]."""
     if not isinstance(gate_up, Tensor):
         return gate_up.swiglu()
@@ -154,7 +151,7 @@ class _Linear(Function):
 class _RmsNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rest: Tensor | None, weight: Tensor, eps: float, impl: Elementwise
+        ctx: Any, x: Tensor, rest: Tensor | None, weight: Tensor, eps: float, impl: ModuleType
     ) -> Tensor:
         _, _, y, rstd = impl.normalise(x, rest, None, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
@@ -169,7 +166,7 @@ class _RmsNorm(Function):
 
 class _AddRmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x, rest, delta, weight, eps, impl: Elementwise):  # type: ignore[override]
+    def forward(ctx: Any, x, rest, delta, weight, eps, impl: ModuleType):  # type: ignore[override]
         total, rest, y, rstd = impl.normalise(x, rest, delta, weight, eps)
         ctx.save_for_backward(total, rstd, weight)
         ctx.impl = impl
@@ -190,7 +187,7 @@ class _AddRmsNorm(Function):
 
 class _Add(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor, impl: Elementwise) -> Any:
+    def forward(ctx: Any, x: Tensor, rest: Tensor | None, delta: Tensor, impl: ModuleType) -> Any:
         total, rest = impl.add(x, rest, delta)
         ctx.set_materialize_grads(False)
         if rest is not None:
@@ -204,7 +201,7 @@ class _Add(Function):
 
 class _SplitRotate(Function):
     @staticmethod
-    def forward(ctx: Any, qkv, cos, sin, heads, q_norm, k_norm, eps, impl: Elementwise):  # type: ignore[override]
+    def forward(ctx: Any, qkv, cos, sin, heads, q_norm, k_norm, eps, impl: ModuleType):  # type: ignore[override]
         norms = None if q_norm is None else (q_norm, k_norm)
         q, k, v, rstd = impl.rotate(qkv, cos, sin, heads, norms, eps)
         ctx.save_for_backward(None if norms is None else qkv, cos, sin, q_norm, k_norm, rstd)
@@ -223,7 +220,7 @@ class _SwiGlu(Function):
     """Keeps only its input, which the fused projection made."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, impl: Elementwise) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, impl: ModuleType) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.impl = impl
         return impl.swiglu(gate_up)

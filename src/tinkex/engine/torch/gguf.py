@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex import store
-from tinkex.engine.torch.backend import TorchBackend
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.models.architecture import ModelConfig, model_config
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.rotary import llama3_frequencies
@@ -186,7 +186,7 @@ class GgufModel:
         table = get_tensor_name_map(arch, self.require("{arch}.block_count"))
         config = self.config()
         with torch.device("meta"):
-            weights = Decoder(config, TorchBackend()).weights()
+            weights = Decoder(config, Backend()).weights()
         named: dict[str, list[str]] = {}
         for name in weights:
             merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)

@@ -2,7 +2,7 @@
 
 Supports byte-level BPE ("gpt2" files) with the pre-tokenizers that `tokenizer.ggml.pre` names, and
 SentencePiece-style BPE with scores ("llama" files). Others are refused by name: another pre-tokenizer than
-the model was trained with would give wrong ids silently. Does not need the tokenizers library.
+the model was trained with would give wrong ids silently.
 """
 
 from __future__ import annotations
@@ -12,62 +12,61 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers import pre_tokenizers as pre
+from tokenizers.models import BPE
+
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.gguf import GgufModel
 
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word, transformers' word
-
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def _byte_level(regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": regex}
-
-
-def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+def _byte_level(pattern: str | None = None) -> list[Any]:
+    bytes_ = pre.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    return [bytes_] if pattern is None else [pre.Split(Regex(pattern), "isolated"), bytes_]
 
 
 # tokenizer.ggml.pre: the pre-tokenizer
 _PRE = {
-    "gpt-2": _byte_level(regex=True),
-    "smollm": _sequence({"type": "Digits", "individual_digits": True}, _byte_level(regex=True)),
-    "llama-bpe": _sequence(_split(_WORDS % "{1,3}"), _byte_level(regex=False)),
-    "qwen2": _sequence(_split(_WORDS % ""), _byte_level(regex=False)),
+    "gpt-2": _byte_level(),
+    "smollm": [pre.Digits(individual_digits=True), *_byte_level()],
+    "llama-bpe": _byte_level(_WORDS % "{1,3}"),
+    "qwen2": _byte_level(_WORDS % ""),
 }
 
 
 def write_tokenizer(model: GgufModel, directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
     kind = model.require("tokenizer.ggml.model")
-    match kind:
-        case "gpt2":
-            tokenizer = _byte_bpe(model)
-        case "llama":
-            tokenizer = _sentencepiece(model)
-        case _:
-            raise InvalidInputError(
-                f"{model.path}: tokenizer {kind!r} is not supported; allowed: gpt2, llama"
-            )
-    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": _settings(model)}
-    for name, value in files.items():
-        (directory / name).write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+    if kind not in ("gpt2", "llama"):
+        raise InvalidInputError(f"{model.path}: tokenizer {kind!r} is not supported; allowed: gpt2, llama")
+    tokens, types = model.require("tokenizer.ggml.tokens"), model.require("tokenizer.ggml.token_type")
+    used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, types, strict=True))]
+    used = [entry for entry in used if entry[2] != _UNUSED]
+    tokenizer = _byte_bpe(model, used) if kind == "gpt2" else _sentencepiece(model, used)
+    added = [
+        AddedToken(token, normalized=False, special=kind != _USER)
+        for _, token, kind in used
+        if kind in (_CONTROL, _USER, _UNKNOWN)
+    ]
+    tokenizer.add_tokens(added)
+    bos_by_default = kind == "llama" or model.get("tokenizer.ggml.pre") == "llama-bpe"
+    tokenizer.post_processor = _marks(model, tokens, bos_by_default)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = json.dumps(_settings(model, tokens), ensure_ascii=False, indent=1)
+    (directory / "tokenizer_config.json").write_text(settings, encoding="utf-8")
 
 
-def _settings(model: GgufModel) -> dict[str, Any]:
-    tokens = model.require("tokenizer.ggml.tokens")
-    settings: dict[str, Any] = {
+def _settings(model: GgufModel, tokens: list[str]) -> dict[str, Any]:
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.require("{arch}.context_length"),
         "clean_up_tokenization_spaces": False,
@@ -80,126 +79,56 @@ def _settings(model: GgufModel) -> dict[str, Any]:
     return settings
 
 
-def _vocabulary(model: GgufModel) -> list[tuple[int, str, int]]:
-    """(id, token, type) of every id that may be used."""
-    tokens, types = model.require("tokenizer.ggml.tokens"), model.require("tokenizer.ggml.token_type")
-    return [
-        (i, token, kind) for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED
-    ]
-
-
-def _tokenizer(source: GgufModel, bos_by_default: bool, **parts: Any) -> dict[str, Any]:
-    """The parts that both kinds share: added tokens, and the marks at the ends of a text."""
-    added = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind != _USER,
-        }
-        for i, token, kind in _vocabulary(source)
-        if kind in (_CONTROL, _USER, _UNKNOWN)
-    ]
-    post = _post_processor(source, bos_by_default)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "post_processor": post,
-    } | parts
-
-
-def _post_processor(model: GgufModel, bos_by_default: bool) -> dict[str, Any]:
-    tokens, marks = model.require("tokenizer.ggml.tokens"), {}
+def _marks(model: GgufModel, tokens: list[str], bos_by_default: bool) -> processors.TemplateProcessing:
+    """The tokens at the ends of a text."""
+    marks = {}
     for name, default in (("bos", bos_by_default), ("eos", False)):
         token = model.get(f"tokenizer.ggml.{name}_token_id")
         if token is not None and model.get(f"tokenizer.ggml.add_{name}_token", default):
             marks[name] = (tokens[token], int(token))
 
-    def template(*texts: str) -> list[dict[str, Any]]:
-        steps = []
-        for type_id, text in enumerate(texts):
-            mark = {
-                name: {"SpecialToken": {"id": token, "type_id": type_id}}
-                for name, (token, _) in marks.items()
-            }
-            steps += [mark.get("bos"), {"Sequence": {"id": text, "type_id": type_id}}, mark.get("eos")]
-        return [step for step in steps if step is not None]
+    def around(text: str, type_id: int) -> list[str]:
+        ends = {name: [f"{token}:{type_id}"] for name, (token, _) in marks.items()}
+        return [*ends.get("bos", ()), f"{text}:{type_id}", *ends.get("eos", ())]
 
-    special = {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in marks.values()}
-    return {
-        "type": "TemplateProcessing",
-        "single": template("A"),
-        "pair": template("A", "B"),
-        "special_tokens": special,
-    }
+    single, pair = around("$A", 0), around("$A", 0) + around("$B", 1)
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(marks.values()))
 
 
-def _bpe(**fields: Any) -> dict[str, Any]:
-    blank = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    return (
-        blank
-        | {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-        | fields
-    )
-
-
-def _byte_bpe(model: GgufModel) -> dict[str, Any]:
-    pre = model.get("tokenizer.ggml.pre", "(none)")
-    if pre not in _PRE:
+def _byte_bpe(model: GgufModel, used: list[tuple[int, str, int]]) -> Tokenizer:
+    name = model.get("tokenizer.ggml.pre", "(none)")
+    if name not in _PRE:
         raise InvalidInputError(
-            f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; allowed: {', '.join(_PRE)}"
+            f"{model.path}: tokenizer.ggml.pre {name!r} is not supported; allowed: {', '.join(_PRE)}"
         )
-    llama3 = pre == "llama-bpe"
-    return _tokenizer(
-        model,
-        bos_by_default=llama3,
-        normalizer={"type": "NFC"} if pre == "qwen2" else None,
-        pre_tokenizer=_PRE[pre],
-        decoder=_byte_level(regex=True),
-        model=_bpe(
-            vocab={token: i for i, token, _ in _vocabulary(model)},
-            merges=[merge.split(" ") for merge in model.require("tokenizer.ggml.merges")],
-            ignore_merges=llama3,
-        ),
-    )
+    merges = [tuple(merge.split(" ")) for merge in model.require("tokenizer.ggml.merges")]
+    vocab = {token: i for i, token, _ in used}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre.Sequence(_PRE[name])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _sentencepiece(model: GgufModel) -> dict[str, Any]:
-    vocabulary, scores = _vocabulary(model), model.require("tokenizer.ggml.scores")
-    prefix = bool(model.get("tokenizer.ggml.add_space_prefix", True))
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    unspace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    decoders = [unspace, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+def _sentencepiece(model: GgufModel, used: list[tuple[int, str, int]]) -> Tokenizer:
+    vocab, merges = {token: i for i, token, _ in used}, list(_merges(model, used))
     unknown = model.get("tokenizer.ggml.unknown_token_id")
-    return _tokenizer(
-        model,
-        bos_by_default=True,
-        normalizer={
-            "type": "Sequence",
-            "normalizers": [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space],
-        },
-        pre_tokenizer=None,
-        decoder={"type": "Sequence", "decoders": decoders},
-        model=_bpe(
-            vocab={token: i for i, token, _ in vocabulary},
-            merges=list(_merges(vocabulary, scores)),
-            unk_token=None if unknown is None else model.require("tokenizer.ggml.tokens")[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        ),
-    )
+    extra = {} if unknown is None else {"unk_token": model.require("tokenizer.ggml.tokens")[unknown]}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, **extra))
+    prefix = bool(model.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip
+    tokenizer.decoder = decoders.Sequence(list(steps))
+    return tokenizer
 
 
-def _merges(vocabulary: list[tuple[int, str, int]], scores: list[float]) -> Iterator[list[str]]:
+def _merges(model: GgufModel, used: list[tuple[int, str, int]]) -> Iterator[tuple[str, str]]:
     """SentencePiece merges the pair with the best-scored result: all such pairs, best first."""
-    pieces = {token: i for i, token, kind in vocabulary if kind not in (_CONTROL, _UNKNOWN, _BYTE)}
+    scores = model.require("tokenizer.ggml.scores")
+    pieces = {token: i for i, token, kind in used if kind not in (_CONTROL, _UNKNOWN, _BYTE)}
     pairs = [
         (-scores[i], pieces[token[:cut]], pieces[token[cut:]], token, cut)
         for token, i in pieces.items()
@@ -207,4 +136,4 @@ def _merges(vocabulary: list[tuple[int, str, int]], scores: list[float]) -> Iter
         if token[:cut] in pieces and token[cut:] in pieces
     ]
     for *_, token, cut in sorted(pairs):
-        yield [token[:cut], token[cut:]]
+        yield token[:cut], token[cut:]

@@ -1,7 +1,6 @@
 """Where adapters and attention plug into the decoder: sites, their parts, and the two hooks.
 
 A site is one fused frozen projection; its parts are the Hugging Face modules inside it, in fused order.
-Knows neither the model's arithmetic nor how adapters or caches are kept.
 
 Shapes: T tokens, N rows, I in-features, O out-features, H query heads, G kv heads, C head dim.
 """
@@ -15,6 +14,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
+
+Norms = tuple[Tensor, Tensor]  # the weights [C] of q's and of k's head norm
 
 
 class Site(NamedTuple):
@@ -42,12 +43,7 @@ class PartialProjection(Protocol):
     def swiglu(self) -> Tensor: ...
 
     def rotate(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        heads: tuple[int, int],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
+        self, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def total(self) -> Tensor: ...
@@ -55,18 +51,6 @@ class PartialProjection(Protocol):
     def addend(self) -> Tensor:
         """The total, or its partial sums [S, N, O], for a norm that adds it to the residual stream."""
         ...
-
-
-class LoraHook(Protocol):
-    """Adds the adapters' contribution to a site's output: y_NO + lora(x_NI).
-
-    Row i is token i, unless `rows` gives each row's token. `experts` (at expert sites) is each row's expert,
-    ascending.
-    """
-
-    def __call__(
-        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor: ...
 
 
 class Frozen(NamedTuple):
@@ -81,12 +65,21 @@ class Frozen(NamedTuple):
         return self.product(x, self.weight, self.bias, self.packed)
 
 
-class Projecting:
-    """A `LoraHook` that computes a frozen product and its adapters together."""
+class LoraHook:
+    """The adapters of a pass."""
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        """y_NO plus the adapters' contribution; row i is token i, unless `rows` gives each row's token.
+
+        `experts` (at expert sites) is each row's expert, ascending.
+        """
+        raise NotImplementedError
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
         """frozen(x) plus the adapters' contribution. Partial only without gradients."""
-        raise NotImplementedError
+        return self(site, x, frozen(x))
 
 
 class Attend(Protocol):

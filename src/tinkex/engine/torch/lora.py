@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.adapters import Adapter, Matrices
 from tinkex.engine.torch.functions import frozen_product
-from tinkex.engine.torch.hooks import Frozen, Projecting, Site
+from tinkex.engine.torch.hooks import Frozen, LoraHook, Site
 
 
 class AdapterRows(NamedTuple):
@@ -30,7 +30,7 @@ class AdapterRows(NamedTuple):
     expert: int
 
 
-class LoraBatch(Projecting):
+class LoraBatch(LoraHook):
     """The adapters of one pass: `adapters[i]` (None: the base model) has the next `lengths[i]` tokens.
 
     With `train`, outputs carry gradients and a backward adds to each `Adapter.grad`.

@@ -29,6 +29,9 @@ from tinkex.engine.torch.loss_graph_ops import (
     call,
     product_work,
 )
+from tinkex.errors import InvalidInputError
+from tinkex.types.losses import check_finite
+from tinkex.types.tensor import TensorData
 
 MAX_NODES = 2000
 MAX_INPUTS = 16
@@ -95,6 +98,19 @@ class LossGraph:
                 )
 
         self._run(given, bound)
+
+    def read_inputs(
+        self, given: Mapping[str, TensorData], shape: tuple[int, ...]
+    ) -> Mapping[str, np.ndarray]:
+        """What the graph reads of a datum's `loss_fn_inputs`, checked with targets of `shape`."""
+        inputs = {}
+        for key in self.inputs[1:]:
+            if key not in given:
+                raise InvalidInputError(f"loss_fn_inputs has no {key!r}, which the custom loss reads")
+            check_finite(key, given[key])
+            inputs[key] = given[key].to_numpy()
+        self.check(shape, {key: (value.shape, value.dtype) for key, value in inputs.items()})
+        return inputs
 
     def gradient(
         self, logprobs: Tensor, inputs: Mapping[str, np.ndarray]

@@ -84,14 +84,14 @@ def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int
     return max(256, min(most, fitting))
 
 
-def keep_pages(config: ModelConfig, itemsize: int, tokens: int) -> bool:
+def keep_pages(config: ModelConfig, itemsize: int, tokens: int, device: torch.device) -> bool:
     """Make malloc keep the memory that a CPU pass of `tokens` frees, if that is little; whether it does.
 
     Every pass allocates the same activations again. If malloc returns them to the system, the system clears
     their pages each time, which takes 5 % of a small model's pass. Works with glibc alone.
     """
     needed = tokens * activation_bytes(config, itemsize, recompute=False)
-    if needed > min(_KEPT, free_bytes(torch.device("cpu")) * _KEPT_SHARE):
+    if device.type != "cpu" or needed > min(_KEPT, free_bytes(device) * _KEPT_SHARE):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine.request import padded_top
 from tinkex.engine.rng import exponentials, stream_key
 from tinkex.engine.torch.upload import to_device
-from tinkex.types.outputs import TOPK_PADDING
 
 if TYPE_CHECKING:
     from tinkex.engine.native.step import CompiledStep
@@ -104,13 +104,8 @@ def race(p_NV: Tensor, keys: np.ndarray) -> Tensor:
 
 def likeliest(logprobs_NV: Tensor, k: int, vocab: int) -> Top:
     """The k likeliest ids of each row and their logprobs, likeliest first; padded where vocab < k."""
-    found = min(k, vocab)
-    values, ids = logprobs_NV[:, :vocab].topk(found, dim=-1)
-    token_ids = np.zeros((len(logprobs_NV), k), np.int32)
-    logprobs = np.full((len(logprobs_NV), k), TOPK_PADDING, np.float32)
-    token_ids[:, :found] = ids.cpu().numpy()
-    logprobs[:, :found] = values.cpu().numpy()
-    return token_ids, logprobs
+    values, ids = logprobs_NV[:, :vocab].topk(min(k, vocab), dim=-1)
+    return padded_top(ids.cpu().numpy(), values.cpu().numpy(), k)
 
 
 # -- sequences -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Norms = tuple[Tensor, Tensor]  # the weights [C] of q's and of k's head norm
+from tinkex.engine.torch.hooks import Norms
 
 # -- RMSNorm -------------------------------------------------------------------------------------------
 

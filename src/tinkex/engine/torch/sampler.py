@@ -40,12 +40,11 @@ class TorchSampler:
         self._serial = itertools.count()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        table = await self._table.get() if work.stop_bytes else ()
-        with self._submitted(work, table) as future:
+        with self._submitted(work, await self._table.of(work)) as future:
             return await asyncio.wrap_future(future)
 
     async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
-        table = await self._table.get() if work.stop_bytes else ()
+        table = await self._table.of(work)
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         pieces: deque[SampledTokens] = deque()
 

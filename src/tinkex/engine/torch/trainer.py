@@ -1,86 +1,116 @@
-"""The trainer: executes commands on one decoder and the adapters that live on it.
+"""The trainer: micro-batches of many runs through one decoder, their losses, gradients and adapters.
 
-Passes of many runs share each micro-batch, and a command computes at most one, so that an engine can decode
-between two. A pass with wrong content fails alone, before anything of it is computed. Executes on the
-caller's thread. Knows nothing of sessions, order, names on disk or sampling.
+The commands themselves are in `engine.commands`. Knows nothing of sessions, order, names on disk or sampling.
 
 Shapes: T tokens and M target cells of a micro-batch, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.engine import protocol as p
-from tinkex.engine.pass_tickets import PassTickets
+from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass, TrainingExample, read_pass
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
-from tinkex.engine.torch.logprobs import GradOf, target_logprobs
+from tinkex.engine.torch.logprobs import GradOf, Targets, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.loss_graph import read_loss_graph
-from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
-from tinkex.engine.torch.micro_batch import (
-    CheckedPass,
-    ExampleGroup,
-    MicroBatch,
-    cut,
-    flat_inputs,
-    halves,
-    micro_batch,
-    read_pass,
-)
+from tinkex.engine.torch.loss_graph import LossGraph, read_loss_graph
+from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
-from tinkex.engine.torch.upload import from_device
+from tinkex.engine.torch.upload import from_device, to_device
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.tensor import TensorData
 
-R = TypeVar("R")
 SUPPORTED_LOSSES = (*LOSSES, "custom")
 
 
-@dataclass
-class _TrainingPass:
-    """A `RunningPass`: the results so far, by datum. Loss and metrics are kept for loss graphs alone."""
+@dataclass(eq=False)
+class TrainingPass(RunningPass):
+    """The results so far, by datum. Losses and metrics are kept for an uploaded loss (`graph`) alone."""
 
-    checked: CheckedPass
+    graph: LossGraph | None = None
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    failure: p.Failure | None = None
 
     @property
-    def run(self) -> str:
-        return self.checked.run
+    def loss(self) -> Loss | None:
+        return LOSSES.get(self.work.loss_fn)
 
-    def fail(self, category: Any, message: str) -> None:
-        self.failure = self.failure or p.Failure(category, message)
+    def gradient(self, lp: Tensor, inputs: Inputs) -> Tensor:
+        """Of a built-in loss."""
+        assert self.loss is not None
+        return gradient(self.loss, lp, inputs, self.settings)
+
+
+def read_training_pass(work: p.Pass, vocab: int, context: int) -> TrainingPass:
+    """Check a pass; raises EngineError (category "user") at the first thing wrong."""
+    if work.loss_fn != "custom":
+        return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context))
+    if work.custom_loss is None:
+        raise user_error("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
+    if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
+        raise user_error(f"loss_fn_config has {extra[0]!r}; 'custom' takes: loss_id")
+    graph = read_loss_graph(work.custom_loss)
+    return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context, graph.read_inputs), graph)
 
 
 @dataclass(frozen=True)
-class _PassCells:
-    """One pass's part of a micro-batch: items start:stop, target cells first:last, its loss's inputs."""
+class MicroBatch:
+    """Examples laid end to end on the device; the target cells of item i are cells[i]:cells[i + 1]."""
 
-    training: _TrainingPass
-    start: int
-    stop: int
-    first: int
-    last: int
-    inputs: Mapping[str, Tensor]
+    items: list[PackedExample[TrainingPass]]
+    lengths: list[int]
+    tokens_T: Tensor
+    positions_T: Tensor
+    targets: Targets
+    cells: list[int]
+
+    @property
+    def backward(self) -> bool:
+        return self.items[0].training.work.backward
 
 
-class TorchTrainer:
+def micro_batch(items: list[PackedExample[TrainingPass]], device: torch.device) -> MicroBatch:
+    examples = [item.example for item in items]
+    lengths = [example.tokens.size for example in examples]
+    tokens, counting = sum(lengths), np.arange(sum(lengths) + 1)
+    per_row = [example.targets.size // len(example.targets) for example in examples]
+    rows, starts = counting[:-1], counting  # one target in each row
+    if max(per_row) > 1:
+        each = np.repeat(per_row, lengths)
+        rows, starts = np.repeat(rows, each), np.concatenate([[0], np.cumsum(each)])
+    positions = [counting[:length] for length in lengths]
+    ids, read = [e.targets.reshape(-1) for e in examples], [e.tokens for e in examples]
+    sent = to_device(np.concatenate([*read, *positions, rows, *ids], dtype=np.int64), device)  # one copy
+    tokens_T, positions_T, rows_M, ids_M = sent.split([tokens, tokens, len(rows), len(rows)])
+    targets = Targets(rows_M, ids_M, torch.from_numpy(starts))
+    cells = np.cumsum([0, *(example.targets.size for example in examples)]).tolist()
+    return MicroBatch(items, lengths, tokens_T, positions_T, targets, cells)
+
+
+def flat_inputs(examples: Sequence[TrainingExample], device: torch.device) -> dict[str, Tensor]:
+    """A built-in loss's inputs over the examples' cells, end to end, and each cell's example as "datum"."""
+    sizes = [example.targets.size for example in examples]
+    flat = {
+        key: np.concatenate([e.inputs[key].reshape(-1) for e in examples]) for key in examples[0].inputs
+    } | {"datum": np.repeat(np.arange(len(sizes)), sizes)}
+    return {key: to_device(array, device) for key, array in flat.items()}
+
+
+class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
     """Trains adapters on `decoder`; `base_model` is its name in checkpoints.
 
     >>> trainer = TorchTrainer(load_decoder("models/SmolLM2"), "SmolLM2")       # doctest: +SKIP
@@ -97,102 +127,27 @@ class TorchTrainer:
         recompute: bool | None = None,  # layers in the backward; None: if memory is short
         share_from: int = SHARED,  # multiplications from which on CPU threads share the work
     ) -> None:
+        super().__init__()
         self.decoder, self._share_from = decoder, share_from
         self.base = adapter_files.BaseIdentity.of(decoder, base_model)
-        config = decoder.config
+        config, weight = decoder.config, decoder.unembed_weight
         self._context = min(max_context or config.max_context, config.max_context)
-        self._device, self._dtype = decoder.unembed_weight.device, decoder.unembed_weight.dtype
+        self._device, self._itemsize = weight.device, weight.dtype.itemsize
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
-        self._adapters: dict[str, Adapter] = {}
-        self._passes: PassTickets[_TrainingPass, ExampleGroup] = PassTickets(self._compute, self._outcome)
-        if self._device.type == "cpu":
-            memory.keep_pages(config, self._dtype.itemsize, self._pass_tokens())
-
-    def execute(self, command: p.Command[R]) -> R:
-        """Execute one command; its type says what it returns."""
-        try:
-            return cast(R, self._execute(command))
-        except OSError as error:  # a disk that is full or gone
-            raise p.EngineError(f"{type(command).__name__} failed: {error}") from error
-
-    def run_passes(self, passes: Sequence[p.Pass]) -> list[p.PassOutcome]:
-        """Execute passes to their end."""
-        outcome = self.execute(p.ForwardBackward(tuple(passes)))
-        while isinstance(outcome, p.PassProgress):
-            outcome = self.execute(p.ContinuePasses(outcome.ticket))
-        return outcome
-
-    def _execute(self, command: p.Command[Any]) -> Any:
-        match command:
-            case p.CreateAdapter(run, lora):
-                return self._create(run, lora)
-            case p.ForwardBackward(passes):
-                return self._begin(passes)
-            case p.ContinuePasses(ticket):
-                return self._passes.advance(ticket)
-            case p.OptimStep(run, params):
-                return self._step(run, params)
-            case p.ClearGradients(run):
-                self.adapter(run).take_grad()
-                return self._passes.abandon(run)
-            case p.SaveAdapter(run, location, optimizer, overwrite, sync):
-                options = {"optimizer": optimizer, "overwrite": overwrite, "sync": sync}
-                return adapter_files.save_adapter(self.adapter(run), Path(location), self.base, **options)
-            case p.LoadAdapter(run, location, optimizer):
-                return self._load(run, Path(location), optimizer)
-            case p.ExportAdapter(run):
-                return AdapterExport(self.adapter(run).snapshot(), self.base.fingerprint)
-            case p.DropAdapter(run):
-                self._adapters.pop(run, None)
-                return self._passes.abandon(run)
-            case p.CheckLoss(loss):
-                read_loss_graph(loss)
-                return None
-        raise p.EngineError(f"{type(command).__name__} is not a command this trainer knows")
+        memory.keep_pages(config, self._itemsize, self._pass_tokens(), self._device)
 
     # -- adapters --------------------------------------------------------------------------------------
-
-    def adapter(self, run: str) -> Adapter:
-        """The live adapter of `run`."""
-        if run not in self._adapters:
-            raise p.EngineError(f"run {run!r} has no adapter on this engine")
-        return self._adapters[run]
-
-    def load(self, location: Path, *, optimizer: bool = False) -> Adapter:
-        """A saved adapter that belongs to no run."""
-        sites, head = self.decoder.sites(), self.decoder.unembed_weight
-        return adapter_files.load_adapter(
-            location, sites, self._experts, self.base, head, optimizer=optimizer
-        )
-
-    def published(self, source: p.Location | p.ExportedAdapter) -> Adapter:
-        """The adapter that a sampler is to publish, on this device; nothing will change it."""
-        if not isinstance(source, AdapterExport):
-            assert isinstance(source, str), f"{type(source).__name__} is of another kind of engine"
-            return self.load(Path(source))
-        if source.fingerprint != self.base.fingerprint:
-            raise user_error(
-                f"the adapter was trained on the base model {source.fingerprint}, and this one is "
-                f"{self.base.name!r} ({self.base.fingerprint})"
-            )
-        return source.on(lay_out(self.decoder.sites(), source.lora, self._experts), self._device)
 
     @property
     def adapter_bytes(self) -> int:
         """Memory of the live adapters with gradients and moments. Any thread may ask."""
-        return sum(adapter.nbytes for adapter in list(self._adapters.values()))
-
-    @property
-    def adapters(self) -> int:
-        return len(self._adapters)
+        return sum(adapter.nbytes for adapter in list(self.adapters.values()))
 
     @property
     def _experts(self) -> int:
         return self.decoder.config.experts.count if self.decoder.config.experts else 1
 
-    def _create(self, run: str, lora: LoraConfig) -> None:
-        if run in self._adapters:
-            raise user_error(f"run {run!r} already has an adapter")
+    def _fresh(self, lora: LoraConfig) -> Adapter:
         sites = self.decoder.sites()
         size = sum(shape.size for shape in lay_out(sites, lora, self._experts).values())
         needed, free = 4 * 4 * size, memory.free_bytes(self._device)  # parameters, gradients, two moments
@@ -201,103 +156,95 @@ class TorchTrainer:
                 f"an adapter of rank {lora.rank} takes {needed / 2**30:.1f} GiB with its gradients and "
                 f"optimizer state, and {free / 2**30:.1f} GiB are free"
             )
-        self._adapters[run] = Adapter.fresh(lora, sites, self._device, self._experts)
+        return Adapter.fresh(lora, sites, self._device, self._experts)
 
-    def _load(self, run: str, location: Path, optimizer: bool) -> LoraConfig:
-        adapter = self.load(location, optimizer=optimizer)
-        if run in self._adapters:
-            adapter_files.check_fits(self._adapters[run].lora, adapter.lora, location)
-        self._adapters[run] = adapter
-        self._passes.abandon(run)
-        return adapter.lora
-
-    def _step(self, run: str, params: AdamParams) -> dict[str, float]:
-        adapter = self.adapter(run)
-        if self._passes.under_way(run):
-            raise p.EngineError(f"run {run!r} has a pass under way: its gradients are not complete yet")
+    def _step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
         with shared(4 * adapter.flat.numel(), self._share_from):  # an element is four products' work
             return adamw_step(adapter, params)
 
+    def _save(self, adapter: Adapter, command: p.SaveAdapter) -> int:
+        options = {"optimizer": command.optimizer, "overwrite": command.overwrite, "sync": command.sync}
+        return adapter_files.save_adapter(adapter, Path(command.location), self.base, **options)
+
+    def load(self, location: p.Location, *, optimizer: bool = False) -> Adapter:
+        sites, head = self.decoder.sites(), self.decoder.unembed_weight
+        return adapter_files.load_adapter(
+            Path(location), sites, self._experts, self.base, head, optimizer=optimizer
+        )
+
+    def _export(self, adapter: Adapter) -> AdapterExport:
+        return AdapterExport(adapter.snapshot(), self.base.fingerprint)
+
+    def published(self, source: p.Location | p.ExportedAdapter) -> Adapter:
+        """The adapter that a sampler is to publish, on this device; nothing will change it."""
+        if not isinstance(source, AdapterExport):
+            assert isinstance(source, str), f"{type(source).__name__} is of another kind of engine"
+            return self.load(source)
+        if source.fingerprint != self.base.fingerprint:
+            raise user_error(
+                f"the adapter was trained on the base model {source.fingerprint}, and this one is "
+                f"{self.base.name!r} ({self.base.fingerprint})"
+            )
+        return source.on(lay_out(self.decoder.sites(), source.lora, self._experts), self._device)
+
     # -- passes ----------------------------------------------------------------------------------------
 
-    def _begin(self, passes: tuple[p.Pass, ...]) -> p.PassProgress | list[p.PassOutcome]:
-        running: list[_TrainingPass | p.Failure] = []
-        for one in passes:
-            try:
-                self.adapter(one.run)
-                running.append(_TrainingPass(read_pass(one, self.decoder.config.vocab_size, self._context)))
-            except p.EngineError as error:
-                running.append(p.Failure(error.category, error.message))
-        checked = {i: one.checked for i, one in enumerate(running) if isinstance(one, _TrainingPass)}
-        return self._passes.begin(running, list(cut(checked, self._pass_tokens())))
+    def _check_loss(self, loss: p.CustomLoss) -> None:
+        read_loss_graph(loss)
 
-    def _outcome(self, training: _TrainingPass) -> p.PassOutcome:
-        if training.failure is None:
-            return _output(training)
-        if training.checked.backward and training.run in self._adapters:
-            self._adapters[training.run].take_grad()  # part of a pass's gradient must never be applied
-        return training.failure
+    def _read(self, work: p.Pass) -> TrainingPass:
+        return read_training_pass(work, self.decoder.config.vocab_size, self._context)
 
     def _pass_tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        config, itemsize = self.decoder.config, self._dtype.itemsize
-        return self._max_pass_tokens or memory.pass_tokens(config, itemsize, self._device)
+        return self._max_pass_tokens or memory.pass_tokens(self.decoder.config, self._itemsize, self._device)
 
-    def _compute(self, passes: Sequence[_TrainingPass | p.Failure], group: ExampleGroup) -> None:
-        """One micro-batch, without the passes that have failed."""
-        going = {i: one for i, one in enumerate(passes) if isinstance(one, _TrainingPass) and not one.failure}
-        items = [item for item in group.items if item.pass_index in going]
-        if items:
-            batch = micro_batch(items, group.backward, self._device)
-            with shared(len(batch.tokens_T) * self.decoder.config.width**2, self._share_from):
-                self._micro_batch(batch, going)
+    def _compute(self, batch: list[PackedExample[TrainingPass]]) -> None:
+        tokens = sum(item.example.tokens.size for item in batch)
+        with shared(tokens * self.decoder.config.width**2, self._share_from):
+            self._compute_packed(micro_batch(batch, self._device))
 
-    def _micro_batch(self, batch: MicroBatch, passes: Mapping[int, _TrainingPass]) -> None:
+    def _compute_packed(self, batch: MicroBatch) -> None:
         """Compute a micro-batch; in halves if memory runs out in its forward, which changes nothing yet."""
         try:
             computed = self._forward(batch)
             if computed is not None:
-                return self._backward(batch, passes, *computed)
+                return self._backward(batch, *computed)
         except (RuntimeError, MemoryError) as error:  # out of memory, or a bug: other passes go on
             for item in batch.items:
-                passes[item.pass_index].fail("server", f"the pass failed: {error}")
+                item.training.fail("server", f"the pass failed: {error}")
             return
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        for half in halves(batch):
-            self._micro_batch(half, passes)
+        torch.cuda.empty_cache()  # does nothing without CUDA
+        middle = len(batch.items) // 2
+        for half in (batch.items[:middle], batch.items[middle:]):
+            self._compute_packed(micro_batch(half, self._device))
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, LoraBatch] | None:
         """The hidden states and the adapters' hook; None if memory is short for so many tokens at once."""
-        adapters = [self.adapter(item.run) for item in batch.items]
         backend = self.decoder.backend
+        adapters = [self.adapter(item.training.run) for item in batch.items]
         lora = backend.lora(adapters, batch.lengths, train=batch.backward)
         attend = backend.packed_attend(batch.lengths, self.decoder.config.windows)
         try:
             with torch.set_grad_enabled(batch.backward):
-                h_TD = self.decoder(
-                    batch.tokens_T, batch.positions_T, attend, lora, checkpoint=self._recomputes(batch)
-                )
+                read = batch.tokens_T, batch.positions_T
+                return self.decoder(*read, attend, lora, checkpoint=self._recomputes(batch)), lora
         except torch.OutOfMemoryError:
             if len(batch.items) == 1:
                 raise
             return None
-        return h_TD, lora
 
     def _recomputes(self, batch: MicroBatch) -> bool:
         if not batch.backward or self._recompute is not None:
             return batch.backward and bool(self._recompute)
-        config, itemsize = self.decoder.config, self._dtype.itemsize
-        return memory.must_recompute(config, itemsize, self._device, sum(batch.lengths))
+        tokens = sum(batch.lengths)
+        return memory.must_recompute(self.decoder.config, self._itemsize, self._device, tokens)
 
-    def _backward(
-        self, batch: MicroBatch, passes: Mapping[int, _TrainingPass], h_TD: Tensor, lora: LoraBatch
-    ) -> None:
+    def _backward(self, batch: MicroBatch, h_TD: Tensor, lora: LoraBatch) -> None:
         """Logprobs, losses and gradients."""
-        parts = self._pass_cells(batch, passes)
+        parts = self._pass_cells(batch)
         of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora)
         compute = self.decoder.backend.logprob_chunk
-        if batch.backward and all(part.training.checked.local for part in parts):
+        if batch.backward and all(part.loss is not None and part.loss.local for part, *_ in parts):
             lp_M, grad_TD = target_logprobs(*of, _local_gradient(parts), compute=compute)
         else:
             lp_M, grad_TD = target_logprobs(*of, compute=compute)
@@ -310,21 +257,41 @@ class TorchTrainer:
         lp = landed()
         for i, item in enumerate(batch.items):
             cells = lp[batch.cells[i] : batch.cells[i + 1]]
-            passes[item.pass_index].logprobs[item.index] = cells.reshape(item.example.targets.shape)
+            item.training.logprobs[item.index] = cells.reshape(item.example.targets.shape)
 
-    def _pass_cells(self, batch: MicroBatch, passes: Mapping[int, _TrainingPass]) -> list[_PassCells]:
+    def _pass_cells(self, batch: MicroBatch) -> list[_PassCells]:
         parts, start = [], 0
-        for index, group in groupby(batch.items, key=lambda item: item.pass_index):
+        for training, group in groupby(batch.items, key=lambda item: item.training):
             examples = [item.example for item in group]
             stop = start + len(examples)
-            inputs = flat_inputs(examples, self._device) if passes[index].checked.loss is not None else {}
-            cells = batch.cells[start], batch.cells[stop]
-            parts.append(_PassCells(passes[index], start, stop, *cells, inputs))
+            inputs = flat_inputs(examples, self._device) if training.loss is not None else {}
+            parts.append((training, range(start, stop), batch.cells[start], batch.cells[stop], inputs))
             start = stop
         return parts
 
+    def _finish(self, training: TrainingPass) -> ForwardBackwardOutput:
+        examples = training.examples
+        logprobs = [training.logprobs[i] for i in range(len(examples))]
+        if training.loss is not None:
+            lp = torch.from_numpy(np.concatenate([lp.reshape(-1) for lp in logprobs]))
+            inputs = flat_inputs(examples, torch.device("cpu"))
+            terms = training.loss.terms(lp, inputs, training.settings)
+            total = float(per_datum(terms, inputs["datum"], len(examples)).sum())
+            metrics = training.loss.metrics(lp, inputs)
+        else:
+            total, metrics = sum(training.losses.values()), _reduce(list(training.metrics.values()))
+        sizes = {
+            "tokens:sum": float(sum(example.tokens.size for example in examples)),
+            "datums:sum": float(len(examples)),
+        }
+        outputs = [{"logprobs": TensorData.from_numpy(lp)} for lp in logprobs]
+        return ForwardBackwardOutput("TorchLossReturn", outputs, {"loss:sum": total} | sizes | metrics)
+
 
 # -- gradients of the loss by the logprobs -------------------------------------------------------------
+
+# One pass's part of a micro-batch: its items, its target cells first:last, and its loss's inputs.
+_PassCells = tuple[TrainingPass, range, int, int, Inputs]
 
 
 def _local_gradient(parts: list[_PassCells]) -> GradOf:
@@ -332,13 +299,11 @@ def _local_gradient(parts: list[_PassCells]) -> GradOf:
 
     def grad_of(lp: Tensor, first: int, last: int) -> Tensor:
         grads = []
-        for part in parts:
-            a, b = max(first, part.first), min(last, part.last)
+        for training, _, start, stop, inputs in parts:
+            a, b = max(first, start), min(last, stop)
             if a < b:
-                checked = part.training.checked
-                inputs = {key: value[a - part.first : b - part.first] for key, value in part.inputs.items()}
-                assert checked.loss is not None
-                grads.append(gradient(checked.loss, lp[a - first : b - first], inputs, checked.settings))
+                some = {key: value[a - start : b - start] for key, value in inputs.items()}
+                grads.append(training.gradient(lp[a - first : b - first], some))
         return torch.cat(grads) if grads else lp
 
     return grad_of
@@ -346,60 +311,33 @@ def _local_gradient(parts: list[_PassCells]) -> GradOf:
 
 def _pass_gradient(part: _PassCells, lp_M: Tensor, batch: MicroBatch) -> Tensor:
     """The gradient of one pass's cells, from all their logprobs; zeros if the pass has failed."""
-    checked, lp = part.training.checked, lp_M[part.first : part.last]
-    if checked.graph is None:
-        assert checked.loss is not None
-        return gradient(checked.loss, lp, part.inputs, checked.settings) if checked.backward else lp
+    training, items, first, last, inputs = part
+    lp = lp_M[first:last]
+    if training.graph is None:
+        return training.gradient(lp, inputs) if training.work.backward else lp
     # On the CPU: a bad index in an uploaded loss is an error there, but loses a CUDA device.
     cells_M = lp_M.cpu()
     try:
-        grads = [_graph_gradient(part.training, cells_M, batch, i) for i in range(part.start, part.stop)]
+        grads = [_graph_gradient(training.graph, cells_M, batch, i) for i in items]
         return torch.cat(grads).to(lp.device)
     except p.EngineError as error:
-        part.training.fail(error.category, error.message)
+        training.fail(error.category, error.message)
         return torch.zeros_like(lp)
 
 
-def _graph_gradient(training: _TrainingPass, lp_M: Tensor, batch: MicroBatch, i: int) -> Tensor:
+def _graph_gradient(graph: LossGraph, lp_M: Tensor, batch: MicroBatch, i: int) -> Tensor:
     """Run the uploaded loss on one datum; keeps its loss and metrics."""
-    item, graph = batch.items[i], training.checked.graph
-    assert graph is not None
-    lp = lp_M[batch.cells[i] : batch.cells[i + 1]].reshape(item.example.targets.shape)
+    training, index = batch.items[i]
+    example = training.examples[index]
+    lp = lp_M[batch.cells[i] : batch.cells[i + 1]].reshape(example.targets.shape)
     try:
-        loss, grad, training.metrics[item.index] = graph.gradient(lp, item.example.inputs)
+        training.losses[index], grad, training.metrics[index] = graph.gradient(lp, example.inputs)
     except p.EngineError as error:
-        raise p.EngineError(f"datum {item.index}: {error.message}", error.category) from None
-    training.losses[item.index] = loss
+        raise p.EngineError(f"datum {index}: {error.message}", error.category) from None
     return grad.reshape(-1)
-
-
-# -- outcomes ------------------------------------------------------------------------------------------
-
-
-def _output(training: _TrainingPass) -> ForwardBackwardOutput:
-    checked = training.checked
-    logprobs = [training.logprobs[i] for i in range(len(checked.examples))]
-    metrics = {
-        "tokens:sum": float(sum(example.tokens.size for example in checked.examples)),
-        "datums:sum": float(len(checked.examples)),
-    }
-    if checked.loss is not None:
-        lp = torch.from_numpy(np.concatenate([lp.reshape(-1) for lp in logprobs]))
-        inputs = flat_inputs(checked.examples, torch.device("cpu"))
-        terms = checked.loss.terms(lp, inputs, checked.settings)
-        losses = per_datum(terms, inputs["datum"], len(checked.examples))
-        metrics = {"loss:sum": float(losses.sum())} | metrics | checked.loss.metrics(lp, inputs)
-    else:
-        reduced = _reduce(list(training.metrics.values()))
-        metrics = {"loss:sum": sum(training.losses.values())} | metrics | reduced
-    outputs = [{"logprobs": TensorData.from_numpy(lp)} for lp in logprobs]
-    return ForwardBackwardOutput("TorchLossReturn", outputs, metrics)
 
 
 def _reduce(of_datums: list[dict[str, float]]) -> dict[str, float]:
     """A loss graph's metrics over datums: sums of `:sum`, means of `:mean`."""
-    metrics = {}
-    for key in of_datums[0]:
-        total = sum(metrics[key] for metrics in of_datums)
-        metrics[key] = total / len(of_datums) if key.endswith(":mean") else total
-    return metrics
+    totals = {key: sum(metrics[key] for metrics in of_datums) for key in of_datums[0]}
+    return {key: n / len(of_datums) if key.endswith(":mean") else n for key, n in totals.items()}

@@ -24,7 +24,6 @@ from tinkex.engine.torch.hooks import (
     LoraHook,
     Part,
     PartialProjection,
-    Projecting,
     Site,
     Sites,
 )
@@ -133,13 +132,11 @@ class Decoder(nn.Module):
             return rms_norm(stream, self.norm, eps, self.backend.elementwise)
         return add_rms_norm(stream, delta_TD, self.norm, eps, self.backend.elementwise)[1]
 
-    def logits(self, h_ND: Tensor, lora: LoraHook | None = None, rows: Tensor | None = None) -> Tensor:
-        """[N, V] in the model's dtype; `rows` are the tokens that h_ND belongs to, if not the first N."""
+    def logits(self, h_ND: Tensor, lora: LoraHook | None = None) -> Tensor:
+        """[N, V] in the model's dtype."""
         frozen = Frozen(self.unembed_weight, None, self.packed_head, self.backend.linear)
-        if isinstance(lora, Projecting) and rows is None:
-            y_NV = lora.project(UNEMBED, h_ND, frozen)
-            return y_NV if isinstance(y_NV, Tensor) else y_NV.total()
-        return frozen(h_ND) if lora is None else lora(UNEMBED, h_ND, frozen(h_ND), rows=rows)
+        y_NV = frozen(h_ND) if lora is None else lora.project(UNEMBED, h_ND, frozen)
+        return y_NV if isinstance(y_NV, Tensor) else y_NV.total()
 
     def with_backend(self, backend: Backend) -> Decoder:
         """A decoder that shares these weights and computes with `backend`."""

@@ -1,7 +1,7 @@
 """A mixture of experts in place of the dense MLP: route, sort rows by expert, project, unsort.
 
 Rows move by permutations whose backward is a permutation too, so results do not depend on the order of
-atomic additions. `expert_linear` has a fast path, and a plain loop as its oracle.
+atomic additions.
 
 Shapes: T tokens, K experts of a token, N = T·K rows, D width, F expert width, E experts, I in, O out.
 """
@@ -45,11 +45,11 @@ class ExpertMlp(nn.Module):
         )
 
         x_ND = _Spread.apply(x_TD, rows_N, place_N)
-        gate_up = expert_linear(x_ND, self.gate_up, counts_E)
+        gate_up = context.backend.expert_linear(x_ND, self.gate_up, counts_E)
         if lora is not None:
             gate_up = lora(Site(self.layer, "experts_gate_up"), x_ND, gate_up, rows=rows_N, experts=expert_N)
         a_NF = swiglu(gate_up, context.backend.elementwise)
-        y_ND = expert_linear(a_NF, self.down, counts_E)
+        y_ND = context.backend.expert_linear(a_NF, self.down, counts_E)
         if lora is not None:
             y_ND = lora(Site(self.layer, "experts_down"), a_NF, y_ND, rows=rows_N, experts=expert_N)
         y_TKD = _Unsort.apply(y_ND, order_N, place_N).view(*expert_TK.shape, self.width)
@@ -81,15 +81,7 @@ class ExpertMlp(nn.Module):
 
 
 def expert_linear(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows sorted by expert, each through its expert's matrix."""
-    if x_NI.is_cuda and x_NI.dtype == torch.bfloat16:
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
-    return expert_linear_loop(x_NI, weight_EOI, counts_E)
-
-
-def expert_linear_loop(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """The same, one expert after another."""
+    """Rows sorted by expert, each through its expert's matrix, one expert after another."""
     pieces = x_NI.split(counts_E.tolist())
     return torch.cat([F.linear(x, weight) for x, weight in zip(pieces, weight_EOI, strict=True) if len(x)])
 

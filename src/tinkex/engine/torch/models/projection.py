@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, PartialProjection, Projecting, Site
+from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, PartialProjection, Site
 
 
 class Projection(nn.Module):
@@ -28,10 +28,7 @@ class Projection(nn.Module):
 
     def forward(self, x_NI: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
         frozen, lora = Frozen(self.weight, self.bias, self.packed, context.backend.linear), context.lora
-        if isinstance(lora, Projecting):
-            return lora.project(self.site, x_NI, frozen)
-        y_NO = frozen(x_NI)
-        return y_NO if lora is None else lora(self.site, x_NI, y_NO)
+        return frozen(x_NI) if lora is None else lora.project(self.site, x_NI, frozen)
 
     def weights(self) -> dict[str, Tensor]:
         sizes = [part.out_features for part in self.parts]

@@ -1,0 +1,346 @@
+"""What every trainer does beside computing: its commands, the adapters of its runs, and passes under way.
+
+Passes of many runs share each micro-batch, and a command computes at most one, so that an engine can decode
+between two. A pass with wrong content fails alone, before anything of it is computed, with a message that
+names the datum, the key, what was given and what is allowed. Executes on the caller's thread. Needs numpy
+alone; knows no models, losses or gradients.
+
+Shapes: N positions of a datum, K candidates of a position.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+
+from tinkex.engine import protocol as p
+from tinkex.engine.request import user_error
+from tinkex.errors import InvalidInputError
+from tinkex.types.data import Datum, EncodedTextChunk
+from tinkex.types.losses import check_inputs, filled_inputs, loss_settings, unknown_loss
+from tinkex.types.params import AdamParams, LoraConfig
+from tinkex.types.tensor import TensorData
+
+_MOST_CELLS = 1 << 26  # of all inputs of a pass: a few bytes of a sparse tensor may stand for gigabytes
+Inputs = Mapping[str, np.ndarray]
+Progress = p.PassProgress | list[p.PassOutcome]
+
+
+# -- passes --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """One checked datum: what the model reads, and the loss's inputs for each target cell."""
+
+    tokens: np.ndarray  # int32 [N]
+    targets: np.ndarray  # int64 [N] or [N, K]
+    inputs: Inputs  # built-in losses: float32, of the targets' shape; an uploaded one's: as given
+
+
+@dataclass(eq=False)
+class RunningPass:
+    """One pass whose content was checked; `failure` is set when it cannot be finished."""
+
+    work: p.Pass
+    settings: Mapping[str, float]
+    examples: list[TrainingExample]
+    failure: p.Failure | None = field(default=None, kw_only=True)
+
+    @property
+    def run(self) -> str:
+        return self.work.run
+
+    def fail(self, category: Any, message: str) -> None:
+        self.failure = self.failure or p.Failure(category, message)
+
+
+class TrainedAdapter(Protocol):
+    @property
+    def lora(self) -> LoraConfig: ...
+
+    def take_grad(self) -> Any:
+        """Return the accumulated gradients and clear them."""
+        ...
+
+
+A = TypeVar("A", bound=TrainedAdapter)
+P = TypeVar("P", bound=RunningPass)
+R = TypeVar("R")
+
+
+class PackedExample(NamedTuple, Generic[P]):
+    """One example of a pass, in a micro-batch."""
+
+    training: P
+    index: int
+
+    @property
+    def example(self) -> TrainingExample:
+        return self.training.examples[self.index]
+
+
+def read_pass(
+    work: p.Pass,
+    losses: Sequence[str],
+    vocab: int,
+    context: int,
+    uploaded: Callable[[Mapping[str, TensorData], tuple[int, ...]], Inputs] | None = None,
+) -> tuple[Mapping[str, float], list[TrainingExample]]:
+    """A pass's settings and examples; raises EngineError (category "user") at the first thing wrong.
+
+    `uploaded` reads the inputs of an uploaded loss, given the targets' shape.
+    """
+    if not work.data:
+        raise user_error("a pass needs at least one datum, got none")
+    cells = sum(math.prod(t.dense_shape) for datum in work.data for t in datum.loss_fn_inputs.values())
+    if cells > _MOST_CELLS:
+        raise user_error(
+            f"the pass's loss_fn_inputs hold {cells} numbers, zeros included; allowed: {_MOST_CELLS}"
+        )
+    if work.loss_fn not in losses:
+        raise user_error(unknown_loss(work.loss_fn, losses))
+    with _refusing():
+        settings = loss_settings(work.loss_fn, work.loss_fn_config) if uploaded is None else {}
+    examples = []
+    for i, datum in enumerate(work.data):
+        with _refusing(f"datum {i}: "):
+            tokens = _tokens(datum, vocab, context)
+            given = datum.loss_fn_inputs
+            check_inputs(work.loss_fn, given, tokens.size, vocab, strict=True)
+            targets = given["target_tokens"].to_numpy()
+            if uploaded is None:
+                inputs = filled_inputs(work.loss_fn, given, settings)
+            else:
+                inputs = uploaded(given, targets.shape)
+        examples.append(TrainingExample(tokens, targets, inputs))
+    return settings, examples
+
+
+def _tokens(datum: Datum, vocab: int, context: int) -> np.ndarray:
+    for chunk in datum.model_input.chunks:
+        if not isinstance(chunk, EncodedTextChunk):
+            raise InvalidInputError(
+                f"model_input holds {type(chunk).__name__}; this base model reads text only"
+            )
+    tokens = datum.model_input.to_numpy()
+    if not tokens.size:
+        raise InvalidInputError("model_input is empty")
+    if tokens.size > context:
+        raise InvalidInputError(f"model_input has {tokens.size} tokens; the model's context is {context}")
+    if tokens.max() >= vocab:  # a chunk's token ids are never negative
+        at = int(np.argmax(tokens >= vocab))
+        raise InvalidInputError(f"model_input[{at}] is {tokens[at]}; token ids are 0..{vocab - 1}")
+    return tokens
+
+
+@contextmanager
+def _refusing(where: str = "") -> Iterator[None]:
+    """Turn a refusal of the user's input into the engine's error."""
+    try:
+        yield
+    except (InvalidInputError, p.EngineError) as error:
+        raise user_error(f"{where}{error}") from None
+
+
+def cut(passes: Sequence[P], budget: int) -> Iterator[list[PackedExample[P]]]:
+    """Micro-batches of about `budget` tokens; a longer datum is one of its own.
+
+    Passes with and without a backward do not mix, and each run's tokens are contiguous. Within a pass the
+    longest datums come first, so that equal lengths are neighbours: attention computes those in one call.
+    """
+    for backward in (False, True):
+        chosen = [(n, one) for n, one in enumerate(passes) if one.work.backward == backward]
+        runs = {run: place for place, run in enumerate(dict.fromkeys(one.run for _, one in chosen))}
+        items = [(n, PackedExample(one, i)) for n, one in chosen for i in range(len(one.examples))]
+        items.sort(key=lambda it: (runs[it[1].training.run], it[0], -it[1].example.tokens.size))
+        group, size = [], 0
+        for _, item in items:
+            length = item.example.tokens.size
+            if group and size + length > budget:
+                yield group
+                group, size = [], 0
+            group.append(item)
+            size += length
+        if group:
+            yield group
+
+
+@dataclass
+class _Ticket(Generic[P]):
+    passes: list[P | p.Failure]  # a Failure: refused before anything was computed
+    batches: list[list[PackedExample[P]]]
+    done: int = 0
+
+    @property
+    def going(self) -> list[P]:
+        return [one for one in self.passes if not isinstance(one, p.Failure) and one.failure is None]
+
+
+# -- commands ------------------------------------------------------------------------------------------
+
+
+class CommandTrainer(ABC, Generic[A, P]):
+    """Executes commands; a subclass computes."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, A] = {}
+        self._tickets: dict[str, _Ticket[P]] = {}
+        self._serial = itertools.count()
+
+    def execute(self, command: p.Command[R]) -> R:
+        """Execute one command; its type says what it returns."""
+        try:
+            return cast(R, self._execute(command))
+        except OSError as error:  # a disk that is full or gone
+            raise p.EngineError(f"{type(command).__name__} failed: {error}") from error
+
+    def run_passes(self, passes: Sequence[p.Pass]) -> list[p.PassOutcome]:
+        """Execute passes to their end."""
+        outcome = self.execute(p.ForwardBackward(tuple(passes)))
+        while isinstance(outcome, p.PassProgress):
+            outcome = self.execute(p.ContinuePasses(outcome.ticket))
+        return outcome
+
+    def _execute(self, command: p.Command[Any]) -> Any:
+        match command:
+            case p.CreateAdapter(run, lora):
+                if run in self.adapters:
+                    raise user_error(f"run {run!r} already has an adapter")
+                self.adapters[run] = self._fresh(lora)
+            case p.ForwardBackward(passes):
+                return self._begin(passes)
+            case p.ContinuePasses(ticket):
+                return self._advance(ticket)
+            case p.OptimStep(run, params):
+                adapter = self.adapter(run)
+                if any(one.run == run for ticket in self._tickets.values() for one in ticket.going):
+                    raise p.EngineError(f"run {run!r} has a pass under way: its gradients are incomplete")
+                return self._step(adapter, params)
+            case p.ClearGradients(run):
+                self.adapter(run).take_grad()
+                self._abandon(run)
+            case p.SaveAdapter(run):
+                return self._save(self.adapter(run), command)
+            case p.LoadAdapter(run, location, optimizer):
+                return self._replace(run, location, self.load(location, optimizer=optimizer))
+            case p.ExportAdapter(run):
+                return self._export(self.adapter(run))
+            case p.DropAdapter(run):
+                self.adapters.pop(run, None)
+                self._abandon(run)
+            case p.CheckLoss(loss):
+                self._check_loss(loss)
+            case _:
+                raise p.EngineError(f"{type(command).__name__} is not a command this trainer knows")
+        return None
+
+    def adapter(self, run: str) -> A:
+        """The live adapter of `run`."""
+        if run not in self.adapters:
+            raise p.EngineError(f"run {run!r} has no adapter on this engine")
+        return self.adapters[run]
+
+    def _replace(self, run: str, location: str, adapter: A) -> LoraConfig:
+        """Make a saved adapter the run's; one of another rank or other train flags is refused."""
+        have, saved = self.adapters[run].lora if run in self.adapters else adapter.lora, adapter.lora
+        for key in ("rank", "train_attn", "train_mlp", "train_unembed"):
+            if getattr(have, key) != getattr(saved, key):
+                raise user_error(
+                    f"{location} has {key} {getattr(saved, key)}, and the run has {getattr(have, key)}; "
+                    "they must be the same"
+                )
+        self.adapters[run] = adapter
+        self._abandon(run)
+        return saved
+
+    def _begin(self, works: Sequence[p.Pass]) -> Progress:
+        passes: list[P | p.Failure] = []
+        for work in works:
+            try:
+                self.adapter(work.run)
+                passes.append(self._read(work))
+            except p.EngineError as error:
+                passes.append(p.Failure(error.category, error.message))
+        checked = [one for one in passes if not isinstance(one, p.Failure)]
+        name = f"pass-{next(self._serial)}"
+        self._tickets[name] = _Ticket(passes, list(cut(checked, self._pass_tokens())))
+        return self._advance(name)
+
+    def _advance(self, name: str) -> Progress:
+        """Compute the next micro-batch; the outcomes, if it was the last."""
+        ticket = self._tickets.get(name)
+        if ticket is None:
+            raise p.EngineError(f"no passes with the ticket {name!r} are under way")
+        if ticket.batches:
+            try:
+                batch = [item for item in ticket.batches[ticket.done] if not item.training.failure]
+                if batch:
+                    self._compute(batch)
+            except BaseException:
+                del self._tickets[name]  # nobody can continue it
+                raise
+            ticket.done += 1
+        if ticket.done < len(ticket.batches):
+            return p.PassProgress(name, ticket.done, len(ticket.batches))
+        del self._tickets[name]
+        return [one if isinstance(one, p.Failure) else self._outcome(one) for one in ticket.passes]
+
+    def _outcome(self, training: P) -> p.PassOutcome:
+        if training.failure is None:
+            return self._finish(training)
+        if training.work.backward and training.run in self.adapters:
+            self.adapters[training.run].take_grad()  # part of a pass's gradient must never be applied
+        return training.failure
+
+    def _abandon(self, run: str) -> None:
+        """Fail the passes of `run` that are under way; a ticket without others is dropped."""
+        for name, ticket in list(self._tickets.items()):
+            for one in ticket.going:
+                if one.run == run:
+                    one.fail("server", f"the pass of run {run!r} was abandoned")
+            if not ticket.going:
+                del self._tickets[name]
+
+    # -- what a subclass computes ----------------------------------------------------------------------
+
+    @abstractmethod
+    def _fresh(self, lora: LoraConfig) -> A: ...
+
+    @abstractmethod
+    def _step(self, adapter: A, params: AdamParams) -> dict[str, float]: ...
+
+    @abstractmethod
+    def _save(self, adapter: A, command: p.SaveAdapter) -> int: ...
+
+    @abstractmethod
+    def load(self, location: p.Location, *, optimizer: bool = False) -> A:
+        """A saved adapter that belongs to no run."""
+
+    @abstractmethod
+    def _export(self, adapter: A) -> p.ExportedAdapter: ...
+
+    @abstractmethod
+    def _check_loss(self, loss: p.CustomLoss) -> None: ...
+
+    @abstractmethod
+    def _read(self, work: p.Pass) -> P: ...
+
+    @abstractmethod
+    def _pass_tokens(self) -> int:
+        """Tokens of a micro-batch."""
+
+    @abstractmethod
+    def _compute(self, batch: list[PackedExample[P]]) -> None:
+        """Compute one micro-batch of passes that have not failed."""
+
+    @abstractmethod
+    def _finish(self, training: P) -> p.PassOutcome:
+        """The outcome of a pass whose micro-batches are all computed."""
