@@ -112,6 +112,7 @@ $(OFFICIAL)/.ready: bench/official-constraints.txt
 proto: .venv-proto/.ready  ## regenerate wire/tinkex_pb2.py from wire/tinkex.proto
 	.venv-proto/bin/python -m grpc_tools.protoc -I src/tinkex/wire \
 	    --python_out=src/tinkex/wire tinkex.proto
+	sed -i '/_serialized_\(start\|end\)=/d' src/tinkex/wire/tinkex_pb2.py  # offsets that nothing reads
 
 # Pinned: newer versions generate code that only the newest protobuf reads.
 .venv-proto/.ready:

@@ -1,28 +1,18 @@
 """Every exception the project raises, with the official SDK's names kept.
 
     TinkerError
-    ├── InvalidInputError (ValueError)       refused before anything was sent
-    ├── CredentialError                      no usable key: nothing was sent
-    ├── TokenizerError                       no tokenizer: what was tried, and how to work offline
-    ├── ModelError                           a base model could not be found or loaded
-    ├── ClientClosedError (RuntimeError)     the client, or its session, is closed
-    ├── ForkedClientError (RuntimeError)     used in a forked child without reconnecting
-    ├── PassIncompleteError                  a step was not sent: part of its batch was refused
-    ├── ResultTimeoutError (TimeoutError)    no result yet; the request continues
-    ├── RequestFailedError                   the server accepted the request and failed it
-    ├── RunLostError                         a RecoveryPolicy found the run lost: nothing was sent
-    ├── RecoveryFailedError                  a lost run could not be resumed: what was tried
+    ├── InvalidInputError (ValueError) · CredentialError · TokenizerError · ModelError
+    ├── ClientClosedError, ForkedClientError (RuntimeError) · PassIncompleteError
+    ├── ResultTimeoutError (TimeoutError) · RequestFailedError · RunLostError · RecoveryFailedError
     └── APIError
-        ├── APIResponseValidationError       a reply that does not follow the protocol
-        ├── APIConnectionError               no reply: the message has URL, cause and attempts
-        │   ├── APITimeoutError
-        │   └── StreamBrokenError            a stream ended early; it holds what arrived
-        └── APIStatusError                   an HTTP status of 4xx or 5xx
+        ├── APIResponseValidationError
+        ├── APIConnectionError
+        │   └── APITimeoutError · StreamBrokenError
+        └── APIStatusError
             ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402
             ├── PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409
             ├── ExpiredError 410 · UnprocessableEntityError 422 · RateLimitError 429
-            ├── InternalServerError ≥500
-            └── StreamingUnsupportedError    this server cannot stream: use sample()
+            └── InternalServerError ≥500 · StreamingUnsupportedError
 
 All are picklable. Knows no HTTP library: a response is anything with `status_code`, `headers` and `text`.
 """
@@ -33,7 +23,7 @@ import copyreg
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class RequestErrorCategory(StrEnum):
@@ -174,10 +164,7 @@ class APITimeoutError(APIConnectionError):
 
 
 class StreamBrokenError(APIConnectionError):
-    """A stream ended before its result.
-
-    `received` holds the tokens and logprobs so far of each sequence that had begun.
-    """
+    """A stream ended before its result; `received` has what arrived of each sequence that had begun."""
 
     def __init__(self, request: Any = None, message: str = "The stream broke off.") -> None:
         super().__init__(request, message)
@@ -187,45 +174,51 @@ class StreamBrokenError(APIConnectionError):
 class APIStatusError(APIError):
     """An HTTP status of 4xx or 5xx."""
 
+    by_status: ClassVar[dict[int, type[APIStatusError]]] = {}
+
+    def __init_subclass__(cls, status: int | None = None) -> None:
+        if status is not None:
+            cls.by_status[status] = cls
+
     def __init__(self, message: str, response: Any, body: _Body = None) -> None:
         super().__init__(message, getattr(response, "request", None), body=body)
         self.response = response
         self.status_code: int = response.status_code
 
 
-class BadRequestError(APIStatusError):
+class BadRequestError(APIStatusError, status=400):
     """400: the request is wrong."""
 
 
-class AuthenticationError(APIStatusError):
+class AuthenticationError(APIStatusError, status=401):
     """401: the key is missing, unknown or revoked."""
 
 
-class BillingError(APIStatusError):
+class BillingError(APIStatusError, status=402):
     """402: the account cannot pay for this."""
 
 
-class PermissionDeniedError(APIStatusError):
+class PermissionDeniedError(APIStatusError, status=403):
     """403: this key may not do that."""
 
 
-class NotFoundError(APIStatusError):
+class NotFoundError(APIStatusError, status=404):
     """404: it does not exist, or belongs to someone else."""
 
 
-class ConflictError(APIStatusError):
+class ConflictError(APIStatusError, status=409):
     """409: it conflicts with what exists."""
 
 
-class ExpiredError(APIStatusError):
+class ExpiredError(APIStatusError, status=410):
     """410: the result or the session has expired."""
 
 
-class UnprocessableEntityError(APIStatusError):
+class UnprocessableEntityError(APIStatusError, status=422):
     """422: well-formed, but not something this server can do."""
 
 
-class RateLimitError(APIStatusError):
+class RateLimitError(APIStatusError, status=429):
     """429: too many requests."""
 
 
@@ -241,25 +234,10 @@ class ExperimentalWarning(FutureWarning):
     """The call may change without notice."""
 
 
-_BY_STATUS: dict[int, type[APIStatusError]] = {
-    400: BadRequestError,
-    401: AuthenticationError,
-    402: BillingError,
-    403: PermissionDeniedError,
-    404: NotFoundError,
-    409: ConflictError,
-    410: ExpiredError,
-    422: UnprocessableEntityError,
-    429: RateLimitError,
-}
-
-
 def status_error(message: str, response: FailedResponse, body: _Body = None) -> APIStatusError:
     """The exception for an HTTP status."""
-    kind = _BY_STATUS.get(response.status_code)
-    if kind is None:
-        kind = InternalServerError if response.status_code >= 500 else APIStatusError
-    return kind(message, response, body)
+    other = InternalServerError if response.status_code >= 500 else APIStatusError
+    return APIStatusError.by_status.get(response.status_code, other)(message, response, body)
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -24,12 +25,13 @@ import orjson
 from pydantic import ValidationError
 
 from tinkex.errors import InvalidInputError, RequestErrorCategory
+from tinkex.strict import at
 from tinkex.types.base import WIRE, AnyJson, WireModel, explain
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
-from tinkex.types.data import EncodedTextChunk
+from tinkex.types.data import EncodedTextChunk, as_tokens
 from tinkex.types.futures import MetadataOnly, PendingFuture, RequestFailedResponse
-from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
-from tinkex.types.sampling import SampleRequest
+from tinkex.types.outputs import ForwardBackwardOutput, NewTokens, SampleResponse
+from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import json_codec, ops, proto_codec
 from tinkex.wire.ops import Op
@@ -67,14 +69,13 @@ class Encoded:
 
 def request_size(request: Any, enough: int = sys.maxsize) -> int:
     """Estimate the encoded size of `request` in bytes; counting stops at `enough`."""
+    if isinstance(request, SampleRequest):
+        return sum(map(_written_size, request.prompt.chunks))
     size = 0
-    if isinstance(request, ForwardBackwardRequest):
-        for datum in request.forward_backward_input.data:
-            size += datum.nbytes
-            if size >= enough:
-                break
-    elif isinstance(request, SampleRequest):
-        size = sum(map(_written_size, request.prompt.chunks))
+    for datum in request.forward_backward_input.data if isinstance(request, ForwardBackwardRequest) else ():
+        size += datum.nbytes
+        if size >= enough:
+            break
     return size
 
 
@@ -98,12 +99,12 @@ def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compre
         raise _refusal(op, error) from None
     if compress and encoded.content:
         headers = {**encoded.headers, "content-encoding": "zstd"}
-        return Encoded(encoded.path, encoded.query, headers, zstd.compress(encoded.body or b""))
+        return replace(encoded, headers=headers, content=zstd.compress(encoded.body or b""))
     return encoded
 
 
-def _headers(content_type: str | None) -> dict[str, str]:
-    return {"accept": JSON} if content_type is None else {"accept": JSON, "content-type": content_type}
+def _headers(content_type: str) -> dict[str, str]:
+    return {"accept": JSON, "content-type": content_type}
 
 
 def _dump(value: Any) -> bytes:
@@ -132,9 +133,9 @@ def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
         placeholder = f"{{{name}:path}}" if has_slashes else f"{{{name}}}"
         path = path.replace(placeholder, quote(value, safe="/:" if has_slashes else ":"))
     if op.method in ("GET", "DELETE"):
-        return Encoded(path, urlencode(fields), _headers(None))
+        return Encoded(path, urlencode(fields), {"accept": JSON})
     if op.placeholders and not fields:  # everything is in the path
-        return Encoded(path, "", _headers(None))
+        return Encoded(path, "", {"accept": JSON})
     return Encoded(path, "", headers, _dump(fields))
 
 
@@ -208,9 +209,8 @@ def unpack(body: bytes, encoding: str, limit: int) -> bytes:
         return body
     if encoding not in ("zstd", "gzip"):
         raise InvalidInputError(f"content-encoding must be zstd, gzip or none, got {encoding!r}")
-    unpacker = (
-        zstd.ZstdDecompressor() if encoding == "zstd" else zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    )
+    gzip = encoding == "gzip"
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16) if gzip else zstd.ZstdDecompressor()
     try:
         out = unpacker.decompress(body, limit + 1)
     except (zstd.ZstdError, zlib.error) as error:
@@ -244,10 +244,7 @@ def encode_result(value: Any, accept: str = JSON) -> tuple[str, bytes]:
             return PROTO, proto_codec.write_samples(value)
         return JSON, _dump(json_codec.write_samples(value))
     if isinstance(value, PendingFuture):
-        body = {"type": "try_again", "request_id": value.request_id, "queue_state": value.queue_state}
-        if value.queue_state_reason is not None:
-            body["queue_state_reason"] = value.queue_state_reason
-        return JSON, _dump(body)
+        return JSON, _dump({"type": "try_again", **{k: v for k, v in vars(value).items() if v is not None}})
     if isinstance(value, MetadataOnly):
         return JSON, _dump({"status": "complete_metadata", "response_payload_size": value.size})
     return encode_reply(value)
@@ -273,8 +270,11 @@ def decode_result(
     """Decode what a retrieval of `op`'s future returned: its result, its failure, or that it is pending."""
     if status == 408:
         return _read_pending(body)
+    in_json, in_proto = _READERS.get(op.result, (None, None))
     if PROTO in headers.get("content-type", ""):
-        return _guarded(_PROTO_RESULTS[op.result], body) if op.result in _PROTO_RESULTS else _no_proto(op)
+        if in_proto is None:
+            raise InvalidInputError(f"{op.name} is answered in JSON, got protobuf")
+        return _guarded(in_proto, body)
     fields = load_object(body)
     if fields.get("type") == "try_again":
         return _read_pending(body)
@@ -283,19 +283,14 @@ def decode_result(
         return MetadataOnly(size if isinstance(size, int) else 0)
     if "error" in fields:
         return _read_failure(fields)
-    if op.result in _JSON_RESULTS:
-        return _guarded(_JSON_RESULTS[op.result], fields)
     assert op.result is not None, f"{op.name} has no future"
-    return _read_model(op.result, fields)
+    return _guarded(in_json, fields) if in_json else _read_model(op.result, fields)
 
 
-_PROTO_RESULTS: dict[Any, Callable[[bytes], Any]] = {
-    ForwardBackwardOutput: proto_codec.read_output,
-    SampleResponse: proto_codec.read_samples,
-}
-_JSON_RESULTS: dict[Any, Callable[[Any], Any]] = {
-    ForwardBackwardOutput: json_codec.read_output,
-    SampleResponse: json_codec.read_samples,
+# How results that hold arrays are read: from JSON, from protobuf.
+_READERS: dict[Any, tuple[Callable[[Any], Any], Callable[[bytes], Any]]] = {
+    ForwardBackwardOutput: (json_codec.read_output, proto_codec.read_output),
+    SampleResponse: (json_codec.read_samples, proto_codec.read_samples),
 }
 
 
@@ -307,10 +302,6 @@ def _guarded(read: Callable[[Any], T], value: Any) -> T:
         raise InvalidInputError(str(error)) from None
 
 
-def _no_proto(op: Op[Any, Any]) -> Any:
-    raise InvalidInputError(f"{op.name} is answered in JSON, got protobuf")
-
-
 def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
     try:
         return kind.model_validate(fields)  # type: ignore[attr-defined]
@@ -318,18 +309,15 @@ def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
         raise InvalidInputError(explain(error, kind.__name__)) from None
 
 
-def _read_pending(body: bytes) -> PendingFuture:
+def _read_pending(body: bytes | str) -> PendingFuture:
     """A pending future. The body is optional."""
     try:
         fields = load_object(body)
     except InvalidInputError:
         return PendingFuture()
+    request_id, state = fields.get("request_id") or "", fields.get("queue_state") or "active"
     reason = fields.get("queue_state_reason")
-    return PendingFuture(
-        str(fields.get("request_id") or ""),
-        str(fields.get("queue_state") or "active"),
-        None if reason is None else str(reason),
-    )
+    return PendingFuture(str(request_id), str(state), None if reason is None else str(reason))
 
 
 def _read_failure(fields: dict[str, Any]) -> RequestFailedResponse:
@@ -342,13 +330,11 @@ def _read_failure(fields: dict[str, Any]) -> RequestFailedResponse:
 
 
 def _read_redirect(headers: Headers) -> CheckpointArchiveUrlResponse:
-    expires: datetime | None = None
-    try:
-        expires = parsedate_to_datetime(headers.get("expires", ""))
-    except ValueError:
-        pass
     if not (url := headers.get("location")):
         raise InvalidInputError("a redirect without a location")
+    expires: datetime | None = None
+    with suppress(ValueError):
+        expires = parsedate_to_datetime(headers.get("expires", ""))
     return CheckpointArchiveUrlResponse(url=url, expires=expires)
 
 
@@ -367,11 +353,8 @@ def decode_error(status: int, headers: Headers, body: bytes) -> tuple[str, AnyJs
         parsed = None
     text = _message_of(parsed) or body.decode(errors="replace").strip()
     if not text:
-        known = status in HTTPStatus._value2member_map_
-        text = HTTPStatus(status).phrase if known else "no explanation"
-    if len(text) > MAX_ERROR_TEXT:
-        text = text[:MAX_ERROR_TEXT] + "…"
-    return text, parsed
+        text = next((known.phrase for known in HTTPStatus if known == status), "no explanation")
+    return text if len(text) <= MAX_ERROR_TEXT else text[:MAX_ERROR_TEXT] + "…", parsed
 
 
 def _message_of(parsed: AnyJson) -> str:
@@ -387,3 +370,56 @@ def _message_of(parsed: AnyJson) -> str:
             place: AnyJson = parsed.get("loc")
             return f"{'.'.join(map(str, place))}: {words}" if isinstance(place, list) else words
     return ""
+
+
+# -- streamed samples --------------------------------------------------------------------------------------
+# Events of stream_sample, in JSON. Readers ignore those of unknown names, which newer servers may send.
+#
+#   tokens   {"sequence": 0, "tokens": [..], "logprobs": [..]}            as they are sampled
+#   queue    {"queue_state": "paused_capacity", "queue_state_reason": …}  when the state changes
+#   done     the whole response, as retrieve_future returns it in JSON, with `sample_sequence_ids`
+#   error    {"error": "…", "category": "user"}                           instead of done
+
+
+def write_event(event: SampleEvent) -> tuple[str, Any]:
+    """Return an event's name and its fields."""
+    if isinstance(event, NewTokens):
+        fields = {"sequence": event.sequence, "tokens": event.tokens_np, "logprobs": event.logprobs_np}
+        return "tokens", fields
+    if isinstance(event, PendingFuture):
+        return "queue", {"queue_state": event.queue_state, "queue_state_reason": event.queue_state_reason}
+    if isinstance(event, SampleResponse):
+        ids = [sequence.sequence_id for sequence in event.sequences]
+        return "done", {**json_codec.write_samples(event), "sample_sequence_ids": ids}
+    return "error", event.to_wire()
+
+
+def read_event(name: str, data: str) -> SampleEvent | None:
+    """Decode what `write_event` wrote; None for an unknown name."""
+    if name == "tokens":
+        return _read_tokens(load_object(data))
+    if name == "queue":
+        load_object(data)
+        return replace(_read_pending(data), request_id="")
+    if name not in ("done", "error"):
+        return None
+    event: Any = decode_result(ops.SAMPLE, 200, {}, data.encode())
+    if (name == "error") is isinstance(event, SampleResponse):
+        raise InvalidInputError(f"an event named {name} with another content")
+    ids: AnyJson = load_object(data).get("sample_sequence_ids")
+    if isinstance(event, SampleResponse) and isinstance(ids, list) and len(ids) == len(event.sequences):
+        named = [replace(one, sequence_id=str(id)) for one, id in zip(event.sequences, ids, strict=True)]
+        return replace(event, sequences=named)
+    return event
+
+
+def _read_tokens(fields: dict[str, Any]) -> NewTokens:
+    sequence = fields.get("sequence")
+    tokens: AnyJson = fields.get("tokens")
+    logprobs: AnyJson = fields.get("logprobs")
+    if type(sequence) is not int or sequence < 0 or not isinstance(tokens, list):
+        raise InvalidInputError(f"tokens of sequence {sequence!r}: {tokens!r}")
+    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
+        raise InvalidInputError(f"{len(tokens)} tokens, with these logprobs: {logprobs!r}")
+    values = at("logprobs", np.array, [np.nan if n is None else n for n in logprobs], np.float32)
+    return NewTokens(sequence, as_tokens(tokens), values)

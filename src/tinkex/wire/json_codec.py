@@ -11,6 +11,7 @@ import base64
 import binascii
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,11 +89,11 @@ def write_chunk(chunk: ModelInputChunk) -> Json:
     return fields
 
 
-def _base64(text: str) -> bytes:
+def _bytes(obj: Any, key: str, where: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(_get(obj, key, str, where), validate=True)
     except binascii.Error as error:
-        raise InvalidInputError(f"not base64: {error}") from None
+        raise InvalidInputError(f"{where}.{key}: not base64: {error}") from None
 
 
 def _chunk_kind(obj: Any, where: str) -> str:
@@ -109,7 +110,7 @@ def read_chunk(obj: Any, where: str) -> ModelInputChunk:
     if kind == "encoded_text":
         return at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where))
     if kind == "dmel":
-        return DmelChunk(at(f"{where}.dmel", _base64, _get(obj, "dmel", str, where)))
+        return DmelChunk(_bytes(obj, "dmel", where))
     if kind not in ("image", "image_asset_pointer"):
         raise InvalidInputError(
             f"{where}.type must be encoded_text, image, image_asset_pointer or dmel, got {kind!r}"
@@ -118,10 +119,8 @@ def read_chunk(obj: Any, where: str) -> ModelInputChunk:
     length = _get(obj, "expected_tokens", int, where, _get(obj, "tokens", int, where, None))
     picture = _get(obj, "format", str, where)
     if kind == "image":
-        data = at(f"{where}.data", _base64, _get(obj, "data", str, where))
-        return at(where, ImageChunk, data, picture, length)  # type: ignore[arg-type]
-    location = _get(obj, "location", str, where)
-    return at(where, ImageAssetPointerChunk, picture, location, length)  # type: ignore[arg-type]
+        return at(where, ImageChunk, _bytes(obj, "data", where), picture, length)
+    return at(where, ImageAssetPointerChunk, picture, _get(obj, "location", str, where), length)
 
 
 def write_model_input(value: ModelInput) -> Json:
@@ -158,16 +157,9 @@ def read_tensor(obj: Any, where: str) -> TensorData:
 # -- passes ----------------------------------------------------------------------------------------------
 
 
-def write_spans(spans: ProvenanceSpans) -> list[Json]:
-    return [
-        {
-            "type": "prompt" if isinstance(span, PromptProvenanceSpan) else "sampled",
-            "sequence_id": span.sequence_id,
-            "offset": span.offset,
-            "length": span.length,
-        }
-        for span in spans
-    ]
+def _write_spans(spans: ProvenanceSpans) -> list[Json]:
+    kinds = {PromptProvenanceSpan: "prompt", SampledProvenanceSpan: "sampled"}
+    return [{"type": kinds[type(span)], **vars(span)} for span in spans]
 
 
 def _read_spans(obj: Any, key: str, where: str) -> ProvenanceSpans | None:
@@ -191,8 +183,8 @@ def _write_datum(datum: Datum) -> Json:
         "model_input": write_model_input(datum.model_input),
     }
     if datum.model_input_spans is not None and datum.loss_fn_input_spans is not None:
-        out["model_input_spans"] = write_spans(datum.model_input_spans)
-        out["loss_fn_input_spans"] = write_spans(datum.loss_fn_input_spans)
+        out["model_input_spans"] = _write_spans(datum.model_input_spans)
+        out["loss_fn_input_spans"] = _write_spans(datum.loss_fn_input_spans)
     return out
 
 
@@ -250,43 +242,25 @@ def _seq_id(obj: Any, limit: int) -> int:
 
 
 def write_sample_request(request: SampleRequest) -> Json:
-    params = request.sampling_params
-    sampling: Json = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    for name in ("max_tokens", "seed", "stop"):
-        if (value := getattr(params, name)) is not None:
-            sampling[name] = value
-    out: Json = {
-        "num_samples": request.num_samples,
-        "prompt": write_model_input(request.prompt),
-        "sampling_params": sampling,
-        "prompt_logprobs": request.prompt_logprobs,
-        "topk_prompt_logprobs": request.topk_prompt_logprobs,
-        "topk_sample_logprobs": request.topk_sample_logprobs,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
-        "record_stability_info": request.record_stability_info,
-        "type": "sample",
-    }
-    for name in ("sampling_session_id", "seq_id", "base_model", "model_path", "prompt_logprobs_last_n"):
-        if (value := getattr(request, name)) is not None:
-            out[name] = value
+    params: Json = request.sampling_params.__dict__.copy()
+    out: Json = {**request.__dict__, "type": "sample", "sampling_params": params}
+    out["prompt"] = write_model_input(request.prompt)
+    for given, names in ((params, _OPTIONAL_PARAMS), (out, _OPTIONAL)):
+        for name in names:
+            if given[name] is None:
+                del given[name]
     if request.target_prompt_logprobs is not None:
         out["target_prompt_logprobs"] = write_tensor(request.target_prompt_logprobs)
     return out
 
 
-_SAMPLE_FIELDS: dict[str, type] = {
-    "num_samples": int,
-    "sampling_session_id": str,
-    "seq_id": int,
-    "base_model": str,
-    "model_path": str,
-    "prompt_logprobs": bool,
-    "topk_prompt_logprobs": int,
-    "topk_sample_logprobs": int,
-    "prompt_alt_tokens_k": int,
-    "prompt_logprobs_last_n": int,
-    "record_stability_info": bool,
-}  # optional fields: their defaults are SampleRequest's
+_OPTIONAL_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.default is None)
+_OPTIONAL = tuple(f.name for f in fields(SampleRequest) if f.default is None)
+_SAMPLE_FIELDS: dict[str, type] = {  # optional: their defaults are SampleRequest's
+    "num_samples": int, "sampling_session_id": str, "seq_id": int, "base_model": str, "model_path": str,
+    "prompt_logprobs": bool, "topk_prompt_logprobs": int, "topk_sample_logprobs": int,
+    "prompt_alt_tokens_k": int, "prompt_logprobs_last_n": int, "record_stability_info": bool,
+}  # fmt: skip
 
 
 def read_sample_request(obj: Any) -> SampleRequest:
@@ -339,10 +313,6 @@ def _read_logprobs(obj: AnyJson, where: str) -> TensorData:
     return read_tensor(obj, where)
 
 
-def _write_topk(value: TopkLogprobs | None) -> Any:
-    return None if value is None else value.rows()
-
-
 def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | None:
     if rows is None:
         return None
@@ -369,23 +339,20 @@ def write_samples(value: SampleResponse) -> Json:
             "logprobs": sequence.logprobs_np,
         }
         if sequence.topk_logprobs_np is not None:
-            item["topk_logprobs"] = _write_topk(sequence.topk_logprobs_np)
+            item["topk_logprobs"] = sequence.topk_logprobs_np.rows()
         item |= {key: said for key in _STOP_FIELDS if (said := getattr(sequence, key)) is not None}
         sequences.append(item)
     out: Json = {
         "type": "sample",
         "sequences": sequences,
         "prompt_logprobs": value.prompt_logprobs_np,
-        "topk_prompt_logprobs": _write_topk(value.topk_prompt_logprobs_np),
+        "topk_prompt_logprobs": value.topk_prompt_logprobs,
         "prompt_cache_hit_tokens": value.prompt_cache_hit_tokens,
     }
     if value.target_prompt_logprobs is not None:
         out["target_prompt_logprobs"] = write_tensor(value.target_prompt_logprobs)
     if (alt := value.prompt_alt_tokens) is not None:
-        out["prompt_alt_tokens"] = {
-            "tokens": write_tensor(alt.tokens),
-            "logprobs": write_tensor(alt.logprobs),
-        }
+        out["prompt_alt_tokens"] = {name: write_tensor(tensor) for name, tensor in vars(alt).items()}
     return out
 
 
@@ -415,18 +382,17 @@ def _read_sequence(obj: Any, where: str) -> SampledSequence:
 
 def read_samples(obj: Any) -> SampleResponse:
     target = _get(obj, "target_prompt_logprobs", dict, "body", None)
-    alt = _get(obj, "prompt_alt_tokens", dict, "body", None)
     topk = _get(obj, "topk_prompt_logprobs", list, "body", None)
+    if (alt := _get(obj, "prompt_alt_tokens", dict, "body", None)) is not None:
+        alt = PromptAltTokens(
+            read_tensor(alt.get("tokens"), "prompt_alt_tokens.tokens"),
+            _read_logprobs(alt.get("logprobs"), "prompt_alt_tokens.logprobs"),
+        )
     return SampleResponse(
         [_read_sequence(s, f"sequences[{i}]") for i, s in enumerate(_get(obj, "sequences", list, "body"))],
         at("prompt_logprobs", _read_floats, _get(obj, "prompt_logprobs", list, "body", None)),
         at("topk_prompt_logprobs", _read_topk, topk),
         None if target is None else _read_logprobs(target, "target_prompt_logprobs"),
         _get(obj, "prompt_cache_hit_tokens", int, "body", 0),
-        None
-        if alt is None
-        else PromptAltTokens(
-            read_tensor(alt.get("tokens"), "prompt_alt_tokens.tokens"),
-            _read_logprobs(alt.get("logprobs"), "prompt_alt_tokens.logprobs"),
-        ),
+        alt,
     )

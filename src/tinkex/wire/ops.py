@@ -180,5 +180,5 @@ for _name, _op in OPS.items():
     object.__setattr__(_op, "name", _name)
     object.__setattr__(_op, "path", f"/api/v1/{_op.path or _name}")
 
-# Our extension. Not in the table: its reply is a stream of events (event_codec.py) with a route of its own.
+# Our extension. Not in the table: its reply is a stream of events (codec.py) with a route of its own.
 STREAM_SAMPLE = replace(SAMPLE, name="stream_sample", path="/api/v1/stream_sample", pool=Pool.STREAM)

@@ -6,6 +6,7 @@ InvalidInputError that names the field. Knows neither HTTP nor compression.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 from typing import Any
@@ -76,112 +77,37 @@ def _typed_array(data: bytes, dtype: int, where: str) -> np.ndarray:
 
 
 # -- writing a pass --------------------------------------------------------------------------------------
-# Written by hand: the generated classes copy every array three times. A message is a list of pieces (small
-# bytes and views of the arrays), joined once at the end.
+# A message is a list of pieces, joined once at the end: small bytes and views of the arrays. The generated
+# classes copy every array three times, so they write only what is small or rare.
 
 Pieces = list[bytes | memoryview]
-_TAGS = [bytes((number << 3 | 2,)) for number in range(16)]  # wire type 2: length-delimited
 
 
-def _varint(n: int) -> bytes:
-    if n < 0x80:
-        return bytes((n,))
-    out = bytearray()
-    while n > 0x7F:
-        out.append(n & 0x7F | 0x80)
-        n >>= 7
-    out.append(n)
+def _head(number: int, size: int) -> bytes:
+    """The bytes before a message, a string or bytes of this size: its tag and its length."""
+    out = bytearray((number << 3 | 2,))  # wire type 2: length-delimited
+    while size > 0x7F:
+        out.append(size & 0x7F | 0x80)
+        size >>= 7
+    out.append(size)
     return bytes(out)
-
-
-def _message(number: int, pieces: Pieces) -> Pieces:
-    """A field that holds a message, a string or bytes."""
-    return [_TAGS[number] + _varint(sum(map(len, pieces))), *pieces]
-
-
-def _bytes(number: int, data: bytes) -> Pieces:
-    """A bytes or string field, left out when empty, as proto3 does."""
-    return _message(number, [data]) if data else []
-
-
-def _number(number: int, n: int) -> Pieces:
-    return [_varint(number << 3) + _varint(n % (1 << 64))] if n else []
-
-
-def _double(number: int, n: float) -> bytes:
-    return _varint(number << 3 | 1) + np.float64(float(n)).tobytes()
-
-
-def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
-    """An array's bytes without a copy. Arrays of our types are always contiguous."""
-    if array.dtype is not dtype:
-        array = array.astype(dtype, copy=False)
-    return array.data.cast("B") if array.size else b""
-
-
-def _array_field(number: int, array: np.ndarray, dtype: np.dtype) -> Pieces:
-    return _message(number, [_view(array, dtype)]) if array.size else []
-
-
-def _entry(number: int, key: str, value: Pieces) -> Pieces:
-    """One entry of a map."""
-    return _message(number, [*_message(1, [key.encode()]), *value])
-
-
-def _write_tensor(tensor: TensorData) -> Pieces:
-    values = _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
-    if tensor.sparse_crow_np is not None and tensor.sparse_col_np is not None:
-        csr = _message(1, [values]) if values else []
-        csr += _array_field(2, tensor.sparse_crow_np, _I64) + _array_field(3, tensor.sparse_col_np, _I64)
-        pieces = _message(2, csr)
-    else:
-        pieces = _message(1, [values])  # even if empty: its presence marks the tensor as dense
-    pieces += _number(3, _DTYPES[tensor.dtype])
-    if tensor.shape:
-        pieces += _message(4, [b"".join(map(_varint, tensor.shape))])
-    return pieces
 
 
 @lru_cache(4096)
 def _dense_frame(key: str, dtype: str, nbytes: int, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """The bytes before and after a dense tensor's values in a datum. Cached: most datums are alike."""
-    tail = b"".join(_number(3, _DTYPES[dtype]))
-    if shape:
-        tail += b"".join(_message(4, [b"".join(map(_varint, shape))]))
-    head = _TAGS[1] + _varint(nbytes)
-    head = _TAGS[2] + _varint(len(head) + nbytes + len(tail)) + head
-    head = b"".join(_message(1, [key.encode()])) + head
-    return _TAGS[2] + _varint(len(head) + nbytes + len(tail)) + head, tail
+    tail = pb.Tensor(dtype=_DTYPES[dtype], shape=shape).SerializeToString()
+    head, name = _head(1, nbytes), key.encode()
+    head = _head(1, len(name)) + name + _head(2, len(head) + nbytes + len(tail)) + head
+    return _head(2, len(head) + nbytes + len(tail)) + head, tail
 
 
 @lru_cache(4096)
 def _text_frame(nbytes: int) -> bytes:
     """The bytes before a text chunk's tokens in a datum."""
-    head = _TAGS[1] + _varint(nbytes) if nbytes else b""
-    head = _TAGS[1] + _varint(len(head) + nbytes) + head
-    return _TAGS[1] + _varint(len(head) + nbytes) + head
-
-
-def _write_chunk(chunk: ModelInputChunk) -> Pieces:
-    if isinstance(chunk, ImageChunk):
-        pieces = [*_bytes(1, chunk.data), *_bytes(2, chunk.format.encode())]
-        if chunk.expected_tokens is not None:
-            pieces.append(_varint(3 << 3) + _varint(chunk.expected_tokens % (1 << 64)))
-        return _message(2, pieces)
-    if isinstance(chunk, DmelChunk):
-        return _message(3, _bytes(1, chunk.dmel))
-    raise InvalidInputError(
-        f"{type(chunk).__name__} can be sampled from but not trained on; send the image itself"
-    )
-
-
-def _write_spans(number: int, spans: ProvenanceSpans | None) -> Pieces:
-    pieces: Pieces = []
-    for span in spans or ():
-        fields = [*_bytes(1, span.sequence_id.encode()), *_number(2, span.offset), *_number(3, span.length)]
-        kind = 1 if isinstance(span, PromptProvenanceSpan) else 2
-        pieces += _message(number, _message(kind, fields))
-    return pieces
+    head = _head(1, nbytes) if nbytes else b""
+    head = _head(1, len(head) + nbytes) + head
+    return _head(1, len(head) + nbytes) + head
 
 
 # One entry per array of a datum: a text chunk's size in bytes, or the arguments of _dense_frame.
@@ -199,24 +125,31 @@ def _frames(layout: Layout) -> tuple[bytes, ...]:
         tail = next_tail
         nbytes += array if isinstance(array, int) else array[2]
     frames.append(tail)
-    frames[0] = _TAGS[3] + _varint(nbytes + sum(map(len, frames))) + frames[0]
+    frames[0] = _head(3, nbytes + sum(map(len, frames))) + frames[0]
     return tuple(frames)
+
+
+def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
+    """An array's bytes without a copy. Arrays of our types are always contiguous."""
+    if array.dtype is not dtype:
+        array = array.astype(dtype, copy=False)
+    return array.data.cast("B") if array.size else b""
 
 
 def _write_datum(datum: Datum) -> Pieces:
     """A datum as a field of its pass; text with dense tensors takes the fast path of cached frames."""
     if datum.model_input_spans is not None:
-        return _message(3, _write_any_datum(datum))
+        return _write_any_datum(datum)
     arrays: Pieces = []
     layout: list[int | tuple[str, str, int, tuple[int, ...]]] = []
     for chunk in datum.model_input.chunks:
         if not isinstance(chunk, EncodedTextChunk):
-            return _message(3, _write_any_datum(datum))
+            return _write_any_datum(datum)
         arrays.append(tokens := _view(chunk.tokens_np, _I32))
         layout.append(len(tokens))
     for key, tensor in datum.loss_fn_inputs.items():
         if tensor.sparse_crow_np is not None:
-            return _message(3, _write_any_datum(datum))
+            return _write_any_datum(datum)
         arrays.append(values := _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64))
         layout.append((key, tensor.dtype, len(values), tensor.dense_shape if tensor.shape else ()))
     pieces: Pieces = [b""] * (2 * len(arrays) + 1)
@@ -225,16 +158,47 @@ def _write_datum(datum: Datum) -> Pieces:
 
 
 def _write_any_datum(datum: Datum) -> Pieces:
-    """The content of any datum."""
-    pieces: Pieces = []
+    message = pb.Datum()
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
-            pieces += _message(1, _message(1, _array_field(1, chunk.tokens_np, _I32)))
+            part = {"encoded_text": pb.EncodedTextChunk(tokens=_packed(chunk.tokens_np, _I32))}
+        elif isinstance(chunk, ImageChunk):
+            length = chunk.expected_tokens
+            part = {"image": pb.ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=length)}
+        elif isinstance(chunk, DmelChunk):
+            part = {"dmel": pb.DmelChunk(dmel=chunk.dmel)}
         else:
-            pieces += _message(1, _write_chunk(chunk))
+            raise InvalidInputError(
+                f"{type(chunk).__name__} can be sampled from but not trained on; send the image itself"
+            )
+        message.model_input.add(**part)
     for key, tensor in datum.loss_fn_inputs.items():
-        pieces += _entry(2, key, _message(2, _write_tensor(tensor)))
-    return pieces + _write_spans(3, datum.model_input_spans) + _write_spans(4, datum.loss_fn_input_spans)
+        message.loss_fn_inputs[key].CopyFrom(_write_tensor(tensor))
+    for spans, given in (
+        (message.model_input_spans, datum.model_input_spans),
+        (message.loss_fn_input_spans, datum.loss_fn_input_spans),
+    ):
+        for span in given or ():
+            kind = "prompt_tokens" if isinstance(span, PromptProvenanceSpan) else "sampled_tokens"
+            spans.add(**{kind: vars(span)})
+    body = message.SerializeToString()
+    return [_head(3, len(body)), body]
+
+
+def _packed(array: Any, dtype: np.dtype) -> bytes:
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _write_tensor(tensor: TensorData) -> Any:
+    values = _packed(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
+    message = pb.Tensor(dtype=_DTYPES[tensor.dtype], shape=tensor.shape)
+    if tensor.is_sparse:
+        message.sparse_csr.values = values
+        message.sparse_csr.crow_indices = _packed(tensor.sparse_crow_np, _I64)
+        message.sparse_csr.col_indices = _packed(tensor.sparse_col_np, _I64)
+    else:
+        message.dense = values  # even if empty: its presence marks the tensor as dense
+    return message
 
 
 def write_pass(request: ForwardBackwardRequest) -> Pieces:
@@ -242,22 +206,20 @@ def write_pass(request: ForwardBackwardRequest) -> Pieces:
     work = request.forward_backward_input
     if not 0 <= request.seq_id < 2**31:
         raise InvalidInputError(f"seq_id must be from 0 to {2**31 - 1}, got {request.seq_id}")
-    pieces = [*_bytes(1, request.model_id.encode()), *_number(2, request.seq_id)]
+    head = pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id)
+    pieces: Pieces = [head.SerializeToString()]
     for i, datum in enumerate(work.data):
         try:
             pieces += _write_datum(datum)
         except ValueError as error:
             raise InvalidInputError(f"data[{i}]: {error}") from None
-    pieces += _bytes(4, work.loss_fn.encode())
-    config = work.loss_fn_config or {}
-    for key, value in config.items():  # numbers go in both maps: older servers read only this one
-        if not isinstance(value, str):
-            pieces += _entry(5, key, [_double(2, value)])
-    pieces += _number(6, request.forward_only)
-    for key, value in config.items():
-        held: Pieces = _message(2, [value.encode()]) if isinstance(value, str) else [_double(1, value)]
-        pieces += _entry(7, key, _message(2, held))
-    return pieces
+    tail = pb.ForwardBackwardRequest(loss_fn=work.loss_fn, forward_only=request.forward_only)
+    for key, value in (work.loss_fn_config or {}).items():
+        if isinstance(value, str):
+            tail.loss_fn_config_v2[key].text = value
+        else:  # numbers go in both maps: older servers read only the first
+            tail.loss_fn_config[key] = tail.loss_fn_config_v2[key].number = float(value)
+    return [*pieces, tail.SerializeToString()]
 
 
 # -- reading a pass --------------------------------------------------------------------------------------
@@ -342,29 +304,23 @@ def _layout(record: LossFnOutput) -> tuple[tuple[str, str, tuple[int, ...]], ...
 
 def write_output(value: ForwardBackwardOutput) -> bytes:
     message = pb.ForwardBackwardOutput(loss_fn_output_type=value.loss_fn_output_type, metrics=value.metrics)
-    outputs = value.loss_fn_outputs
-    start = 0
-    while start < len(outputs):
-        layout = _layout(outputs[start])
-        end = start + 1
-        while end < len(outputs) and _layout(outputs[end]) == layout:
-            end += 1
-        record = message.loss_fn_outputs.add(type_tag=value.loss_fn_output_type, num_datums=end - start)
+    for layout, group in itertools.groupby(value.loss_fn_outputs, _layout):
+        outputs = list(group)
+        record = message.loss_fn_outputs.add(type_tag=value.loss_fn_output_type, num_datums=len(outputs))
         for name, dtype, trailing in layout:
-            arrays = [output[name].to_numpy().reshape(-1) for output in outputs[start:end]]
+            arrays = [output[name].to_numpy().reshape(-1) for output in outputs]
             field = record.fields[name]
             field.data = np.concatenate(arrays).tobytes()
             field.offsets = np.cumsum([0, *(a.nbytes for a in arrays)], dtype=_I64).tobytes()
             field.dtype = _DTYPES[dtype]
             field.trailing_shape.extend(trailing)
-        start = end
     return message.SerializeToString(deterministic=True)  # equal values give equal bytes
 
 
 def _read_field(field: Any, where: str) -> list[TensorData]:
     """Split one output field into its datums."""
     offsets = _array(field.offsets, _I64, where)
-    size = 2 if field.dtype in (pb.DTYPE_BFLOAT16,) else 8 if field.dtype == pb.DTYPE_INT64 else 4
+    size = {pb.DTYPE_BFLOAT16: 2, pb.DTYPE_INT64: 8}.get(field.dtype, 4)
     flat = _typed_array(field.data, field.dtype, where)
     bounds, rest = np.divmod(offsets, size)
     rising = bounds.size and bounds[0] >= 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= flat.size
@@ -395,14 +351,9 @@ def read_output(body: bytes) -> ForwardBackwardOutput:
 # -- samples ---------------------------------------------------------------------------------------------
 
 
-def _fill_topk(message: Any, value: TopkLogprobs) -> None:
-    message.token_ids = np.ascontiguousarray(value.token_ids, _I32).tobytes()
-    message.logprobs = np.ascontiguousarray(value.logprobs, _F32).tobytes()
-    message.k, message.length = value.k, value.length
-
-
-def _fill_tensor(message: Any, tensor: TensorData) -> None:
-    message.MergeFromString(b"".join(_write_tensor(tensor)))
+def _write_topk(value: TopkLogprobs) -> Any:
+    ids, logprobs = _packed(value.token_ids, _I32), _packed(value.logprobs, _F32)
+    return pb.TopkLogprobs(token_ids=ids, logprobs=logprobs, k=value.k, length=value.length)
 
 
 def write_samples(value: SampleResponse) -> bytes:
@@ -411,11 +362,11 @@ def write_samples(value: SampleResponse) -> bytes:
         ended = pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH
         out = message.sequences.add(stop_reason=ended)
         if sequence.tokens_np is not None:
-            out.tokens = np.ascontiguousarray(sequence.tokens_np, _I32).tobytes()
+            out.tokens = sequence.tokens_np.astype(_I32, copy=False).tobytes()
         if sequence.logprobs_np is not None:
-            out.logprobs = np.ascontiguousarray(sequence.logprobs_np, _F32).tobytes()
+            out.logprobs = sequence.logprobs_np.astype(_F32, copy=False).tobytes()
         if sequence.topk_logprobs_np is not None:
-            _fill_topk(out.topk_sampled_logprobs, sequence.topk_logprobs_np)
+            out.topk_sampled_logprobs.CopyFrom(_write_topk(sequence.topk_logprobs_np))
         if sequence.stop_detail is not None:
             out.stop_detail = sequence.stop_detail
         if isinstance(sequence.stop_match, str):
@@ -423,14 +374,14 @@ def write_samples(value: SampleResponse) -> bytes:
         elif sequence.stop_match is not None:
             out.stop_token = sequence.stop_match
     if value.prompt_logprobs_np is not None:
-        message.prompt_logprobs = np.ascontiguousarray(value.prompt_logprobs_np, _F32).tobytes()
+        message.prompt_logprobs = _packed(value.prompt_logprobs_np, _F32)
     if value.topk_prompt_logprobs_np is not None:
-        _fill_topk(message.topk_prompt_logprobs, value.topk_prompt_logprobs_np)
+        message.topk_prompt_logprobs.CopyFrom(_write_topk(value.topk_prompt_logprobs_np))
     if value.target_prompt_logprobs is not None:
-        _fill_tensor(message.target_prompt_logprobs, value.target_prompt_logprobs)
+        message.target_prompt_logprobs.CopyFrom(_write_tensor(value.target_prompt_logprobs))
     if (alt := value.prompt_alt_tokens) is not None:
-        _fill_tensor(message.prompt_alt_tokens.tokens, alt.tokens)
-        _fill_tensor(message.prompt_alt_tokens.logprobs, alt.logprobs)
+        message.prompt_alt_tokens.tokens.CopyFrom(_write_tensor(alt.tokens))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_write_tensor(alt.logprobs))
     return message.SerializeToString()
 
 
@@ -445,6 +396,10 @@ def _read_topk(message: Any, where: str) -> TopkLogprobs | None:
     return TopkLogprobs(ids[:cells].reshape(shape), logprobs[:cells].reshape(shape))
 
 
+def _floats(data: bytes, where: str) -> np.ndarray | None:
+    return _array(data, _F32, where) if data else None
+
+
 def _read_sequence(sequence: Any, where: str) -> SampledSequence:
     reason = _ENDS.get(sequence.stop_reason)
     if reason is None:
@@ -452,28 +407,20 @@ def _read_sequence(sequence: Any, where: str) -> SampledSequence:
     topk = None
     if sequence.HasField("topk_sampled_logprobs"):
         topk = _read_topk(sequence.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
-    logprobs = sequence.logprobs
+    at_token = sequence.HasField("stop_token")
     return SampledSequence(
         reason,
         tokens_np=_array(sequence.tokens, _I32, f"{where}.tokens"),
-        logprobs_np=_array(logprobs, _F32, f"{where}.logprobs") if logprobs else None,
+        logprobs_np=_floats(sequence.logprobs, f"{where}.logprobs"),
         topk_logprobs_np=topk,
         stop_detail=sequence.stop_detail or None,
-        stop_match=_stop_match(sequence),
+        stop_match=sequence.stop_token if at_token else sequence.stop_string or None,
     )
-
-
-def _stop_match(sequence: Any) -> int | str | None:
-    if sequence.HasField("stop_token"):
-        return sequence.stop_token
-    return sequence.stop_string or None
 
 
 def read_samples(body: bytes) -> SampleResponse:
     message = _parse(pb.SampleResponse, body)
-    logprobs, topk, target, alt = message.prompt_logprobs, None, None, None
-    if message.HasField("topk_prompt_logprobs"):
-        topk = _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs")
+    target, alt = None, None
     if message.HasField("target_prompt_logprobs"):
         target = _read_tensor(message.target_prompt_logprobs, "target_prompt_logprobs")
     if message.HasField("prompt_alt_tokens"):
@@ -483,8 +430,8 @@ def read_samples(body: bytes) -> SampleResponse:
         )
     return SampleResponse(
         [_read_sequence(sequence, f"sequences[{i}]") for i, sequence in enumerate(message.sequences)],
-        _array(logprobs, _F32, "prompt_logprobs") if logprobs else None,
-        topk,
+        _floats(message.prompt_logprobs, "prompt_logprobs"),
+        _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs"),
         target,
         message.prompt_cache_hit_tokens,
         alt,
