@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkex.server.bodies import read_body
 from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
-from tinkex.service.sample_stream import SampleEvents
+from tinkex.service.samplers import SampleEvents
 from tinkex.wire import ops
 from tinkex.wire.codec import write_event
 

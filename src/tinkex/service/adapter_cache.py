@@ -24,8 +24,7 @@ class AdapterCaches:
     """One cache per engine; the cache of a lost engine goes with it."""
 
     def __init__(self, home: Home, access: Access) -> None:
-        self._home = home
-        self._access = access
+        self._home, self._access = home, access
         self._caches: WeakKeyDictionary[Engine, AdapterCache] = WeakKeyDictionary()
 
     def of(self, engine: Engine) -> AdapterCache:
@@ -39,8 +38,7 @@ class AdapterCache:
 
     def __init__(self, engine: Engine, home: Home, access: Access) -> None:
         self._ref = ref(engine)  # weak, or the table above would keep a lost engine's memory
-        self._home = home
-        self._access = access
+        self._home, self._access = home, access
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes, least recently used first
         self._used = Counter[str]()
         self._lock = asyncio.Lock()
@@ -70,7 +68,6 @@ class AdapterCache:
 
     async def add(self, row: SamplerRow, exported: ExportedAdapter | None = None) -> None:
         """Publish an adapter, from its directory or as a run has just exported it."""
-        assert row.adapter is not None
         if row.adapter in self._sizes:
             self._sizes.move_to_end(row.adapter)
             return
@@ -102,14 +99,13 @@ class AdapterCache:
 
     def _location(self, row: SamplerRow) -> str:
         """Where the adapter is, if it is still what the sampler was made from."""
-        assert row.adapter_dir is not None
         if row.model_path is not None:
             checkpoint = self._access.any_checkpoint(row.model_path)
             if checkpoint is None or adapter_name(row.model_path, checkpoint.created_at) != row.adapter:
                 raise EngineError(
                     f"{row.model_path} was deleted or replaced since this sampler was made", "user"
                 )
-        return str(self._home.root / row.adapter_dir)
+        return str(self._home.root / (row.adapter_dir or ""))
 
 
 def adapter_name(path: str, created_at: float) -> str:

@@ -72,6 +72,11 @@ class SamplerRow:
     adapter_dir: str | None = None  # where that adapter is, relative to the home
     clones: int = 0
 
+    @property
+    def unnamed(self) -> bool:
+        """It samples a run's adapter that has no name."""
+        return self.adapter is not None and self.model_path is None
+
 
 @dataclass(frozen=True)
 class CheckpointRow:

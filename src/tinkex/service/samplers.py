@@ -1,8 +1,8 @@
 """Sampling sessions, and samples: requests that run beside training, many at a time.
 
-Samples are independent of each other, and owners share an engine fairly. A published adapter never changes
-under a sampler, and is loaded again if the engine has retired it. Samples are not journaled: after a restart
-one whose result was not fetched answers 410, on which clients sample again. Knows nothing of HTTP.
+Owners share an engine fairly. A published adapter never changes under a sampler, and is loaded again if the
+engine has retired it. Samples are not journaled: after a restart one whose result was not fetched answers
+410, on which clients sample again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Protocol
 
@@ -31,10 +31,10 @@ from tinkex.service.futures import ACTIVE, Future, Futures, failure
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import SamplerRow
+from tinkex.service.rows import SamplerRow, UsageKind
 from tinkex.service.served_models import ServedModel, ServedModels
 from tinkex.types import sampling as types
-from tinkex.types.futures import RequestFailedResponse, UntypedAPIFuture
+from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
 from tinkex.types.outputs import NewTokens, SampleResponse
 
 CLONE_STRIDE = 1_000_000_000
@@ -43,6 +43,7 @@ REMEMBERED = 100_000  # seq ids, for recognising repeats
 STOPPING = "the server is stopping: sample anew"
 Outcome = SampleResponse | RequestFailedResponse
 Pieces = asyncio.Queue[types.SampleEvent]  # of a sample that is streamed
+_COUNTED: tuple[UsageKind, ...] = ("sampling_prefill_cached", "sampling_prefill", "sampling_sample")
 
 
 class SampleObserver(Protocol):
@@ -51,34 +52,36 @@ class SampleObserver(Protocol):
     def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome, /) -> None: ...
 
 
+@dataclass(slots=True)
+class _Sample:
+    """A request under way."""
+
+    future: Future
+    row: SamplerRow
+    model: ServedModel
+    request: types.SampleRequest
+    pieces: Pieces | None
+
+
+@dataclass(eq=False)
 class Samplers:
     """Sampling, one method per operation."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        ledger: Ledger,
-        home: Home,
-        access: Access,
-        activity: Activity,
-        models: ServedModels,
-        futures: Futures,
-        completions: Completions,
-        adapters: AdapterCaches,
-        observers: Sequence[SampleObserver],
-    ) -> None:
-        self._config = config
-        self._ledger = ledger
-        self._home = home
-        self._access = access
-        self._activity = activity
-        self._models = models
-        self._futures = futures
-        self._completions = completions
-        self._adapters = adapters
-        self._observers = observers
-        self._permits: dict[str, FairSemaphore] = {}  # by base model
-        self._repeats: OrderedDict[tuple[str, int, int], UntypedAPIFuture] = OrderedDict()
+    config: ServiceConfig
+    _ledger: Ledger
+    _home: Home
+    _access: Access
+    _activity: Activity
+    _models: ServedModels
+    _futures: Futures
+    _completions: Completions
+    _adapters: AdapterCaches
+    _observers: Sequence[SampleObserver]
+
+    def __post_init__(self) -> None:
+        # By base model:
+        self._permits = defaultdict[str, FairSemaphore](lambda: FairSemaphore(self.config.samples_in_flight))
+        self._repeats: OrderedDict[tuple[str, int, int], str] = OrderedDict()  # their request ids
         self._used_at: dict[str, float] = {}  # unnamed samplers
         self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
         self._removals: set[asyncio.Task[None]] = set()
@@ -86,17 +89,14 @@ class Samplers:
 
     # -- sampling sessions -------------------------------------------------------------------------------
 
-    async def create_sampling_session(
-        self, request: types.CreateSamplingSessionRequest, caller: Caller
-    ) -> types.CreateSamplingSessionResponse:
+    async def create_sampling_session(self, request: types.CreateSamplingSessionRequest, caller: Caller):
         self._access.active_session(request.session_id, caller)
-        sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        number = request.sampling_session_seq_id
+        sampler_id = f"{request.session_id}:sample:{number}"
         row = self._describe(sampler_id, request.session_id, request.base_model, request.model_path, caller)
         kept, _ = self._ledger.add_sampler(row)
         caller.must_own(kept.owner, f"sampler {sampler_id}")
-        of_a_run = kept.adapter is not None and kept.model_path is None
-        if of_a_run or (kept.base_model, kept.model_path) != (row.base_model, row.model_path):
-            number = request.sampling_session_seq_id
+        if kept.unnamed or (kept.base_model, kept.model_path) != (row.base_model, row.model_path):
             raise Refusal(422, f"sampling_session_seq_id {number} was another sampler")
         return types.CreateSamplingSessionResponse(sampling_session_id=kept.sampler_id)
 
@@ -107,22 +107,19 @@ class Samplers:
         if path is None:
             if base_model is None:
                 raise Refusal(400, "base_model is required, or a model_path")
-            model = self._models.find(base_model)
-            return SamplerRow(sampler_id, session_id, caller.user, model.name, now)
+            return SamplerRow(sampler_id, session_id, caller.user, self._models.find(base_model).name, now)
         checkpoint = self._access.checkpoint(path, caller)
         if checkpoint.kind == "external_weights":
             raise Refusal(400, f"{path} was exported, not saved for sampling; use a sampler_weights path")
         model = self._models.find(checkpoint.base_model)
         if base_model is not None and self._models.find(base_model) is not model:
             raise Refusal(400, f"{path} is for {model.name}, not for {base_model}")
-        adapter = adapter_name(path, checkpoint.created_at)
         return SamplerRow(
-            sampler_id, session_id, caller.user, model.name, now, path, adapter, checkpoint.directory
-        )
+            sampler_id, session_id, caller.user, model.name, now, path,
+            adapter_name(path, checkpoint.created_at), checkpoint.directory,
+        )  # fmt: skip
 
-    async def join_sampling_session(
-        self, request: types.JoinSamplingSessionRequest, caller: Caller
-    ) -> types.JoinSamplingSessionResponse:
+    async def join_sampling_session(self, request: types.JoinSamplingSessionRequest, caller: Caller):
         self._access.sampler(request.sampling_session_id, caller)
         number = self._ledger.join_sampler(request.sampling_session_id)
         return types.JoinSamplingSessionResponse(client_counter=number or 0)
@@ -137,11 +134,10 @@ class Samplers:
 
     async def sample(self, request: types.SampleRequest, caller: Caller) -> UntypedAPIFuture:
         """Accept a sample; it runs as a task of its own."""
-        return self.start(request, caller)
+        request_id = self.start(request, caller).request_id
+        return UntypedAPIFuture(request_id, None, _sequence_ids(request_id, request.num_samples))
 
-    def start(
-        self, request: types.SampleRequest, caller: Caller, pieces: Pieces | None = None
-    ) -> UntypedAPIFuture:
+    def start(self, request: types.SampleRequest, caller: Caller, pieces: Pieces | None = None) -> Future:
         """Accept a sample; with `pieces`, its tokens are put there as they are drawn."""
         row = self._row(request, caller)
         model = self._models.find(row.base_model)
@@ -149,21 +145,18 @@ class Samplers:
         key = None  # of what may be repeated
         if row.sampler_id and request.seq_id is not None:
             key = row.sampler_id, request.seq_id, _fingerprint(request)
-            promised = self._repeats.get(key)
-            if promised is not None and self._futures.get(promised.request_id) is not None:
-                return promised
+            if (future := self._futures.get(self._repeats.get(key, ""))) is not None:
+                return future
         if self._stopped:
             raise Refusal(503, STOPPING)
         future = self._promise(row, request, caller)
-        work = self._run(future, row, model, request, pieces)
+        work = self._run(_Sample(future, row, model, request, pieces))
         self._running[future.request_id] = asyncio.get_running_loop().create_task(work)
-        ids = [f"{future.request_id}.{n}" for n in range(request.num_samples)]
-        promise = UntypedAPIFuture(future.request_id, None, ids)
         if key is not None:
-            self._repeats[key] = promise
+            self._repeats[key] = future.request_id
             if len(self._repeats) > REMEMBERED:
                 self._repeats.popitem(last=False)
-        return promise
+        return future
 
     def cancel(self, future: Future) -> None:
         """Stop a sample, if it is running."""
@@ -172,12 +165,17 @@ class Samplers:
             # Not left to the task: one that has not begun would do nothing.
             self._resolve(future, failure("cancelled", "user"))
 
+    def discard(self, future: Future) -> None:
+        """Stop a sample, and forget its result."""
+        self.cancel(future)
+        self._completions.fetched(self._futures.drop([future.request_id]))
+
     def _row(self, request: types.SampleRequest, caller: Caller) -> SamplerRow:
         if request.sampling_session_id is None:
             return self._describe("", "", request.base_model, request.model_path, caller)
         row = self._access.sampler(request.sampling_session_id, caller)
         self._activity.heard_of(row.session_id)
-        if row.adapter is not None and row.model_path is None:
+        if row.unnamed:
             self._used_at[row.sampler_id] = time.time()
         return row
 
@@ -195,94 +193,63 @@ class Samplers:
             if future.feed:
                 self._completions.end(future.feed, future.request_id, failed=future.failed)
 
-    async def _run(
-        self,
-        future: Future,
-        row: SamplerRow,
-        model: ServedModel,
-        request: types.SampleRequest,
-        pieces: Pieces | None,
-    ) -> None:
-        started = time.monotonic()
+    async def _run(self, sample: _Sample) -> None:
+        started, future = time.monotonic(), sample.future
         try:
-            self._resolve(future, await self._sampled(future, row, model, request, pieces))
+            self._resolve(future, await self._sampled(sample))
         except asyncio.CancelledError:
             self._resolve(future, failure(STOPPING))
             raise
-        except (EngineError, Refusal) as error:
-            is_ours = isinstance(error, Refusal) and error.status >= 500
-            category = error.category if isinstance(error, EngineError) else "server" if is_ours else "user"
-            self._resolve(future, failure(str(error), category))
+        except EngineError as error:
+            self._resolve(future, failure(str(error), error.category))
+        except Refusal as error:
+            self._resolve(future, failure(str(error), "server" if error.status >= 500 else "user"))
         except Exception as error:
             self._resolve(future, failure(f"{type(error).__name__}: {error}"))
         finally:
             self._running.pop(future.request_id, None)
-            self._count(row, request, future.outcome)
+            self._count(sample.row, sample.request, future.outcome)
             seconds = time.monotonic() - started
             for observer in self._observers:
-                observer.sampled(row, seconds, future.outcome)
+                observer.sampled(sample.row, seconds, future.outcome)
 
-    async def _sampled(
-        self,
-        future: Future,
-        row: SamplerRow,
-        model: ServedModel,
-        request: types.SampleRequest,
-        pieces: Pieces | None,
-    ) -> SampleResponse:
+    async def _sampled(self, sample: _Sample) -> SampleResponse:
         """Sample; if the engine is lost, sample again on the next one."""
         while True:
-            engine = model.engine or await self._loaded(future, model, request)
+            engine = sample.model.engine or await self._loaded(sample)
             try:
-                return await self._sample_on(engine, future, row, model, request, pieces)
+                return await self._sample_on(engine, sample)
             except EngineLost as error:
-                model.lose_engine(str(error), engine)
+                sample.model.lose_engine(str(error), engine)
             del engine  # it must be free before the next one is built
 
-    async def _loaded(self, future: Future, model: ServedModel, request: types.SampleRequest) -> Engine:
-        future.queue_state = "paused_capacity", f"the base model {model.name} is being loaded"
-        engine = await model.load()
-        future.queue_state = ACTIVE
-        _check(request, engine.info.max_context)  # it may not have been known before
+    async def _loaded(self, sample: _Sample) -> Engine:
+        sample.future.queue_state = "paused_capacity", f"the base model {sample.model.name} is being loaded"
+        engine = await sample.model.load()
+        sample.future.queue_state = ACTIVE
+        _check(sample.request, engine.info.max_context)  # it may not have been known before
         return engine
 
-    async def _sample_on(
-        self,
-        engine: Engine,
-        future: Future,
-        row: SamplerRow,
-        model: ServedModel,
-        request: types.SampleRequest,
-        pieces: Pieces | None,
-    ) -> SampleResponse:
+    async def _sample_on(self, engine: Engine, sample: _Sample) -> SampleResponse:
         """Wait for permits among other owners' samples, have the adapter published, and sample."""
-        permits, adapters = self._permits_of(model), self._adapters.of(engine)
-        if tracing.is_on() or not permits.try_acquire(row.owner, request.num_samples):
-            await self._wait_for_permits(future, row, permits, request.num_samples)
+        row, pieces, count = sample.row, sample.pieces, sample.request.num_samples
+        permits, adapters = self._permits[sample.model.name], self._adapters.of(engine)
+        if tracing.is_on() or not permits.try_acquire(row.owner, count):
+            with tracing.span("scheduler sample", within=True):
+                why = f"{permits.waiting() + 1} requests wait for room to be sampled"
+                sample.future.queue_state = "paused_capacity", why
+                await permits.acquire(row.owner, count)
+                sample.future.queue_state = ACTIVE
         try:
             await adapters.acquire(row)
             try:
-                work = _work(request, row)
+                work = _work(sample.request, row)
                 sampling = engine.sampler.sample(work) if pieces is None else _stream(engine, work, pieces)
                 return await (tracing.traced("engine sample", sampling) if tracing.is_on() else sampling)
             finally:
                 adapters.release(row)
         finally:
-            permits.release(row.owner, request.num_samples)
-
-    async def _wait_for_permits(
-        self, future: Future, row: SamplerRow, permits: FairSemaphore, count: int
-    ) -> None:
-        with tracing.span("scheduler sample", within=True):
-            waiting = permits.waiting() + 1
-            future.queue_state = "paused_capacity", f"{waiting} requests wait for room to be sampled"
-            await permits.acquire(row.owner, count)
-            future.queue_state = ACTIVE
-
-    def _permits_of(self, model: ServedModel) -> FairSemaphore:
-        if model.name not in self._permits:
-            self._permits[model.name] = FairSemaphore(self._config.samples_in_flight)
-        return self._permits[model.name]
+            permits.release(row.owner, count)
 
     def _count(self, row: SamplerRow, request: types.SampleRequest, response: Outcome) -> None:
         if not isinstance(response, SampleResponse) or not row.session_id:
@@ -291,21 +258,14 @@ class Samplers:
         for sequence in response.sequences:
             sampled += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         read = max(0, len(request.prompt.to_numpy()) - cached)
-        self._activity.count(
-            row,
-            {"sampling_prefill_cached": cached, "sampling_prefill": read, "sampling_sample": sampled},
-        )
+        self._activity.count(row, dict(zip(_COUNTED, (cached, read, sampled), strict=True)))
 
     # -- unnamed samplers --------------------------------------------------------------------------------
 
     async def clean(self, session_id: str, *, ended: bool) -> None:
         """Delete unnamed adapters: all of a session that has ended, else those unused for long."""
-        rows = [
-            row
-            for row in self._ledger.samplers_of_session(session_id)
-            if row.adapter_dir is not None and row.model_path is None
-        ]
-        config, now = self._config, time.time()
+        rows = [row for row in self._ledger.samplers_of_session(session_id) if row.unnamed]
+        config, now = self.config, time.time()
         newest = {PurePosixPath(row.adapter_dir or "").parent: row.sampler_id for row in rows}  # of each run
         for row in rows:
             used_at = self._used_at.get(row.sampler_id, row.created_at)
@@ -337,6 +297,56 @@ class Samplers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SampleEvents:
+    """An async iterator over a sample as it is drawn: tokens, why it waits, and its response or failure last.
+
+    Closing it early stops the work and frees what it used.
+    """
+
+    def __init__(self, samplers: Samplers, request: types.SampleRequest, caller: Caller) -> None:
+        self._samplers = samplers
+        self._events: Pieces = asyncio.Queue()
+        with tracing.span("service stream_sample", within=True):
+            self._future = samplers.start(request, caller, self._events)
+        self._ending = asyncio.get_running_loop().create_task(self._wait_for_the_end())
+        self._over = False
+
+    async def _wait_for_the_end(self) -> None:
+        future, state = self._future, ACTIVE
+        while not await future.wait(self._samplers.config.long_poll):
+            if future.queue_state[0] != state[0]:
+                state = future.queue_state
+                self._events.put_nowait(PendingFuture(future.request_id, *state))
+        outcome = future.outcome
+        if isinstance(outcome, SampleResponse):
+            ids = _sequence_ids(future.request_id, len(outcome.sequences))
+            named = [replace(one, sequence_id=id) for one, id in zip(outcome.sequences, ids, strict=True)]
+            outcome = replace(outcome, sequences=named)
+        self._events.put_nowait(outcome)
+
+    def __aiter__(self) -> SampleEvents:
+        return self
+
+    async def __anext__(self) -> types.SampleEvent:
+        if self._over:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if not isinstance(event, NewTokens | PendingFuture):
+            await self.aclose()
+        return event
+
+    async def aclose(self) -> None:
+        """Stop the work, if it is not done; nothing more comes."""
+        if not self._over:
+            self._over = True
+            self._ending.cancel()
+            self._samplers.discard(self._future)
+
+
+def _sequence_ids(request_id: str, count: int) -> list[str]:
+    return [f"{request_id}.{n}" for n in range(count)]
 
 
 def _check(request: types.SampleRequest, limit: int | None) -> None:

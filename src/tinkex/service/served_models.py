@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future as ThreadFuture
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +25,10 @@ from tinkex.engine.protocol import Command, Engine, EngineConfig, EngineError, b
 from tinkex.engine.token_bytes import token_bytes
 from tinkex.errors import InvalidInputError, ModelError
 from tinkex.service.config import ServiceConfig
-from tinkex.service.refusal import Refusal
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.store import atomic_directory
+from tinkex.types import config as types
+from tinkex.types import reports
 
 log = logging.getLogger("tinkex.service")
 R = TypeVar("R")
@@ -57,10 +60,16 @@ class ServedModel:
     """One base model: its name, where it is, and its engine once that is loaded."""
 
     def __init__(
-        self, name: str, source: str, config: ServiceConfig, build: Callable[[EngineConfig], Engine]
+        self,
+        name: str,
+        source: str,
+        config: ServiceConfig,
+        build: Callable[[EngineConfig], Engine],
+        fetched: bool = False,
     ) -> None:
         self.name = name
         self.source = source
+        self.fetched = fetched  # by its name at a hub or in the catalogue
         # Adapters name their base model by its hub id; PEFT can load that, or the model's path.
         self._config = replace(config.engine, model=source, name=models.hub_name(name))
         self._build = build
@@ -72,7 +81,7 @@ class ServedModel:
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
         self._lost: Engine | None = None  # to be closed before a new one is built
-        self.closing = False  # from `begin_closing` on
+        self.closing = False  # load no engine from now on; that the present one ends is expected
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)  # when engines were lost
         self._why_lost = ""
         self._token_bytes: list[bytes] | None = None
@@ -106,10 +115,6 @@ class ServedModel:
         self._losses.append(time.monotonic())
         self._why_lost = why
 
-    def begin_closing(self) -> None:
-        """Load no engine from now on; that the present one ends is expected."""
-        self.closing = True
-
     @property
     def was_loaded(self) -> bool:
         return self.engine is not None or bool(self._losses)
@@ -117,14 +122,12 @@ class ServedModel:
     @property
     def trouble(self) -> str:
         """Why it cannot work; "" if it can, for all that is known."""
+        what, tried = f"the engine of the base model {self.name}", self._loading
         if self.engine is not None:
-            alive = self.engine.heartbeat().alive
-            return "" if alive else f"the engine of the base model {self.name} has stopped"
-        tried = self._loading
-        failed = tried is not None and tried.done() and not tried.cancelled() and tried.exception()
-        if failed:
+            return "" if self.engine.heartbeat().alive else f"{what} has stopped"
+        if tried is not None and tried.done() and not tried.cancelled() and (failed := tried.exception()):
             return str(failed)
-        return f"the engine of the base model {self.name} was lost: {self._why_lost}" if self._losses else ""
+        return f"{what} was lost: {self._why_lost}" if self._losses else ""
 
     async def _load(self) -> Engine:
         log.info("loading %s", self.name if self.name == self.source else f"{self.name} from {self.source}")
@@ -192,10 +195,8 @@ class ServedModel:
                 from tinkex.engine.torch.gguf import GgufModel
                 from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
 
-                part = place.with_name(place.name + ".part")
-                part.mkdir(parents=True, exist_ok=True)
-                write_tokenizer(GgufModel(file), part)
-                part.rename(place)
+                with atomic_directory(place) as part:
+                    write_tokenizer(GgufModel(file), part)
         return place
 
     async def token_bytes(self) -> list[bytes]:
@@ -216,53 +217,42 @@ class ServedModels:
         self._config = config
         self._build = build
         self._models: dict[str, ServedModel] = {}
-        self._fetched: dict[str, ServedModel] = {}  # by names of a hub or the catalogue
         for name, source in config.models.items():
             self._add(name, source)
 
-    def _add(self, name: str, source: str) -> ServedModel:
-        model = self._models[name] = self._make(name, source)
+    def _add(self, name: str, source: str, *, fetched: bool = False) -> ServedModel:
+        model = self._models[name] = ServedModel(name, source, self._config, self._build, fetched)
         return model
-
-    def _make(self, name: str, source: str) -> ServedModel:
-        return ServedModel(name, source, self._config, self._build)
 
     def find(self, name: str) -> ServedModel:
         """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
         if (model := self._models.get(name)) is not None:  # nearly always
             return model
-        given = tuple(dict.fromkeys((name, name.partition(":")[0])))
+        config, given = self._config, tuple(dict.fromkeys((name, name.partition(":")[0])))
         spellings = [spelling for one in given for spelling in models.spellings(one)]
         for spelling in spellings:
-            if (model := self._models.get(spelling) or self._fetched.get(spelling)) is not None:
+            if (model := self._models.get(spelling)) is not None:
                 return model
-        for spelling in spellings:
-            if (place := self._in_models_directory(spelling)) is not None:
-                return self._add(spelling, str(place))
-        for spelling in given if self._config.any_path else ():
+        if (directory := config.models_directory) is not None:
+            for spelling in spellings:
+                if (place := models.local_files.named(directory, spelling)) is not None:
+                    return self._add(spelling, str(place))
+        for spelling in given if config.any_path else ():
             if (place := models.local_files.model_at(Path(spelling).expanduser())) is not None:
                 full = str(place.resolve())
                 return self._models.get(full) or self._add(full, full)
             if models.is_fetchable(spelling):
-                model = self._fetched[spelling] = self._make(spelling, spelling)
-                return model
-        raise Refusal(404, self._unknown(name))
-
-    def _unknown(self, name: str) -> str:
-        any_path, known = self._config.any_path, [model.name for model in self]
-        return models.unknown_model(name, [*models.CATALOGUE, *known] if any_path else known, paths=any_path)
-
-    def _in_models_directory(self, name: str) -> Path | None:
-        place = self._config.models_directory
-        return None if place is None else models.local_files.named(place, name)
+                return self._add(spelling, spelling, fetched=True)
+        known = [*(models.CATALOGUE if config.any_path else ()), *(model.name for model in self)]
+        raise Refusal(404, models.unknown_model(name, known, paths=config.any_path))
 
     def __iter__(self) -> Iterator[ServedModel]:
         """Those that were configured, found or fetched, or are here to be named."""
         for name, source in self._nameable():
-            if not any(known in self._models or known in self._fetched for known in models.spellings(name)):
+            if not any(known in self._models for known in models.spellings(name)):
                 self._add(name, str(source))
-        fetched = [model for model in self._fetched.values() if model.engine is not None]
-        return iter([*self._models.values(), *fetched])
+        listed = [model for model in self._models.values() if not model.fetched or model.engine is not None]
+        return iter(sorted(listed, key=lambda model: model.fetched))
 
     def _nameable(self) -> Iterable[tuple[str, Path]]:
         place = self._config.models_directory
@@ -273,23 +263,22 @@ class ServedModels:
 
     def engines(self) -> list[Engine]:
         """Those that are loaded."""
-        served = (*self._models.values(), *self._fetched.values())
-        return [model.engine for model in served if model.engine is not None]
+        return [model.engine for model in self._models.values() if model.engine is not None]
 
     def begin_closing(self) -> None:
         """Load no engine from now on; that the present ones end is expected."""
-        for model in (*self._models.values(), *self._fetched.values()):
-            model.begin_closing()
+        for model in self._models.values():
+            model.closing = True
 
     def trouble(self) -> str:
         """Why a base model cannot work: one that was loaded, or that this service is configured with."""
-        configured = self._config.models
-        found = (m.trouble for m in self._models.values() if m.was_loaded or m.name in configured)
+        served = [model for model in self._models.values() if not model.fetched]
+        found = (m.trouble for m in served if m.was_loaded or m.name in self._config.models)
         return next(filter(None, found), "")
 
     def has_failed(self, name: str) -> bool:
         """Was this base model asked for, and could not be loaded?"""
-        model = self._models.get(name) or self._fetched.get(name)
+        model = self._models.get(name)
         return model is not None and model.engine is None and bool(model.trouble)
 
     async def load_all(self) -> None:
@@ -299,3 +288,57 @@ class ServedModels:
         self.begin_closing()
         for engine in self.engines():
             await in_daemon_thread(engine.close)
+
+
+@dataclass(eq=False)
+class Capabilities:
+    """Settings and capabilities, one method per operation."""
+
+    _config: ServiceConfig
+    _models: ServedModels
+    _issues_tokens: bool
+
+    async def get_client_config(self, request: types.ClientConfigRequest, caller: Caller):
+        return types.ClientConfigResponse(
+            pjwt_auth_enabled=self._issues_tokens,
+            sample_use_retrieve_futures=True,
+            custom_loss_server_side=self._config.custom_losses,
+            sample_join_sampling_session=True,
+            create_model_via_load_weights=True,
+        )
+
+    async def get_dynamic_config(self, request: types.ClientConfigRequest, caller: Caller):
+        return types.ClientDynamicConfigResponse(sample_cancel_enabled=True)
+
+    async def get_health(self, request: types.EmptyRequest, caller: Caller) -> types.HealthResponse:
+        if why := self._models.trouble():
+            raise Refusal(503, why)
+        return types.HealthResponse()
+
+    async def get_server_capabilities(self, request: types.EmptyRequest, caller: Caller):
+        models = [
+            types.SupportedModel(
+                model_name=model.name, max_context_length=model.max_context(), trainable=True, sampleable=True
+            )
+            for model in self._models
+        ]
+        return types.GetServerCapabilitiesResponse(supported_models=models)
+
+    async def get_tokenizer_file(self, request: types.TokenizerFileRequest, caller: Caller) -> bytes:
+        """A file of a base model's tokenizer, for clients that have no other way to it."""
+        model = self._models.find(request.model_name)
+        directory = await in_daemon_thread(model.tokenizer_dir)  # which may fetch the model first
+        if request.file not in types.TOKENIZER_FILES:
+            known = ", ".join(types.TOKENIZER_FILES)
+            raise Refusal(404, f"{request.file!r} is no file of a tokenizer; those are: {known}")
+        if directory is None or not (path := directory / request.file).is_file():
+            raise Refusal(404, f"the tokenizer of {request.model_name} has no {request.file}")
+        return await asyncio.to_thread(path.read_bytes)
+
+    async def send_telemetry(self, request: reports.TelemetrySendRequest, caller: Caller):
+        """Accepted and discarded: clients stall unless it is accepted."""
+        return reports.TelemetryResponse()
+
+    async def no_keys(self, request: types.EmptyRequest, caller: Caller):
+        """The server answers what is about keys; a service in the caller's own process has none."""
+        raise Refusal(404, "this service has no keys, and issues no tokens")

@@ -24,7 +24,6 @@ from tinkex.service.activity import Activity
 from tinkex.service.adapter_cache import AdapterCaches
 from tinkex.service.archive import Archives, Link
 from tinkex.service.billing import Billing
-from tinkex.service.capabilities import Capabilities
 from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
@@ -40,9 +39,8 @@ from tinkex.service.runs.execution import SAVES, Barriers
 from tinkex.service.runs.journal import JournalError
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.runs.training_loop import TrainingObserver
-from tinkex.service.sample_stream import SampleEvents
-from tinkex.service.samplers import SampleObserver, Samplers
-from tinkex.service.served_models import ServedModels
+from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
+from tinkex.service.served_models import Capabilities, ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.sampling import SampleRequest
@@ -113,7 +111,7 @@ class Service:
             config, access, futures, self.completions, self.runs, samplers, losses
         )  # fmt: skip
         self.billing = billing = Billing(ledger, activity)
-        capabilities = Capabilities(config, models, issues_tokens=server is not None)
+        capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
             sessions.create_session, sessions.session_heartbeat, sessions.finish_session,
             sessions.list_sessions, sessions.get_session, sessions.assign_session_project,
@@ -130,11 +128,11 @@ class Service:
             billing.get_audit_log, billing.get_billing_usage, billing.get_current_checkpoint_storage_usage,
             capabilities.get_client_config, capabilities.get_dynamic_config, capabilities.get_health,
             capabilities.get_server_capabilities, capabilities.get_tokenizer_file,
-            capabilities.send_telemetry, capabilities.get_auth_token, capabilities.get_api_key,
-            capabilities.delete_api_key,
+            capabilities.send_telemetry,
         ]  # fmt: skip
+        keys = dict.fromkeys(["get_auth_token", "get_api_key", "delete_api_key"], capabilities.no_keys)
         saves = dict.fromkeys(SAVES, training.save)
-        self._methods: dict[str, Method] = {method.__name__: method for method in methods} | saves
+        self._methods: dict[str, Method] = {method.__name__: method for method in methods} | saves | keys
 
     # -- life --------------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class Service:
 
     def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
-        return SampleEvents(self.samplers, self.polling, request, caller)
+        return SampleEvents(self.samplers, request, caller)
 
     # -- upkeep ------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from tinkex.server.openai.requests import AnyRequest, ChatRequest, CompletionReq
 from tinkex.server.stream_sample import EventStream, server_sent
 from tinkex.service.adapter_cache import adapter_name
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.sample_stream import SampleEvents
+from tinkex.service.samplers import SampleEvents
 from tinkex.service.served_models import ServedModel
 from tinkex.service.service import Service
 from tinkex.tokenizers import load_tokenizer_async
