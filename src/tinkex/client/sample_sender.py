@@ -12,11 +12,9 @@ import itertools
 import logging
 import random
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from tinkex.client import loop as background
@@ -68,9 +66,7 @@ class SampleSender:
         self._retry = retry_config or RetryConfig()
         self._watch = watch
         self._clone = clone
-        self._context = CallContext(
-            owner=sampling_session_id, retry=retry_config, observer=watch.submitting
-        )  # fmt: skip
+        self._context = CallContext(owner=sampling_session_id, retry=retry_config, observer=watch.submitting)
         self._opening: asyncio.Task[None] | None = None
         self._seq = itertools.count()
         self._first_seq = 0
@@ -216,44 +212,41 @@ class SampleSender:
         if config.sample_use_retrieve_futures:
             self._batch = BatchPoller(self._connection, self._id, clone_id)
         if self._retry.enable_stuck_detection and config.sample_enable_stuck_detection:
-            self._stuck.watch(self._retry.progress_timeout)
+            self._stuck.timeout = self._retry.progress_timeout
 
 
 class StuckDetector:
-    """Cancels the tasks that entered it when none has made progress for too long."""
+    """Cancels the tasks that entered it when none has made progress for `timeout` seconds; None: never."""
 
     def __init__(self, what: str) -> None:
+        self.timeout: float | None = None
         self._what = what
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[Any] = set()
         self._error: APIConnectionError | None = None  # raised in tasks that were removed from `_tasks`
-        self._last = time.monotonic()
+        self._last = 0.0
+        self._checking = False
 
     def progressed(self) -> None:
         self._last = time.monotonic()
 
     def __enter__(self) -> None:
-        self._tasks.add(_current_task())
+        if not self._tasks:
+            self.progressed()
+        self._tasks.add(asyncio.current_task())
+        if self.timeout is not None and not self._checking:
+            self._check(self.timeout)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        task = _current_task()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task = asyncio.current_task()
         if kind is None:
             self.progressed()
         elif kind is asyncio.CancelledError and self._error is not None and task not in self._tasks:
             raise self._error from None
         self._tasks.discard(task)
 
-    def watch(self, timeout: float) -> None:
-        """Start checking; ends when the detector is garbage-collected."""
-        self.progressed()
-        background.spawn(_watch(weakref.ref(self), timeout))
-
-    def cancel_if_stuck(self, timeout: float) -> None:
-        quiet = time.monotonic() - self._last
-        if not self._tasks:
-            self.progressed()
-        elif quiet > timeout:
+    def _check(self, timeout: float) -> None:
+        """Check now, and again later while there are tasks."""
+        if self._tasks and (quiet := time.monotonic() - self._last) > timeout:
             stuck, self._tasks = self._tasks, set()
             self._error = APIConnectionError(
                 message=f"no sample of {self._what} finished for {quiet:.0f} s "
@@ -261,22 +254,9 @@ class StuckDetector:
             )
             for task in stuck:
                 task.cancel()
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
-
-
-async def _watch(ref: weakref.ref[StuckDetector], timeout: float) -> None:
-    while True:
-        await asyncio.sleep(min(60.0, timeout / 4))
-        detector = ref()
-        if detector is None:
-            return
-        detector.cancel_if_stuck(timeout)
-        del detector
+        self._checking = bool(self._tasks)
+        if self._checking:
+            asyncio.get_running_loop().call_later(min(60.0, timeout / 4), self._check, timeout)
 
 
 # -- checks ----------------------------------------------------------------------------------------------

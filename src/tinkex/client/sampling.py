@@ -11,19 +11,18 @@ import base64
 import json
 import logging
 import weakref
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from tinkex.client import tokenizer_files
 from tinkex.client.future import APIFuture, check_timeout, start
+from tinkex.client.model_client import ModelClient
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sample_sender import SampleSender, check_request
 from tinkex.client.server_connection import check_headers, connect, is_public
 from tinkex.client.session import Session
 from tinkex.client.streaming import SampleStream, TokenBuffer
-from tinkex.client.telemetry import Telemetry
 from tinkex.client.twins import awaited, blocking
 from tinkex.config import Timeouts
 from tinkex.errors import InvalidInputError, TinkerError
@@ -41,7 +40,7 @@ from tinkex.wire import ops
 log = logging.getLogger("tinkex")
 
 
-class SamplingClient:
+class SamplingClient(ModelClient):
     """A sampler, created by `create_sampling_client` or `save_weights_and_get_sampling_client`.
 
     >>> prompt = ModelInput.from_ints(tokens)                                   # doctest: +SKIP
@@ -60,8 +59,7 @@ class SamplingClient:
         model_path: str | None = None,
         clone: bool = False,
     ) -> None:
-        self._session = session
-        self._connection = session.connection
+        super().__init__(session)
         self._sampling_session_id = sampling_session_id
         self.base_model = base_model
         self.model_path = model_path
@@ -89,14 +87,12 @@ class SamplingClient:
         >>> response = sampler.sample(prompt, 1, SamplingParams(max_tokens=64, temperature=0.7)).result()
         >>> response.sequences[0].tokens                                        # doctest: +SKIP
         """
-        request = SampleRequest(
-            prompt, sampling_params, num_samples, self._sampling_session_id, self._sender.next_seq(),
+        request = self._request(
+            prompt, sampling_params, num_samples, self._sender.next_seq(),
             prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs, target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k, prompt_logprobs_last_n=prompt_logprobs_last_n,
-            record_stability_info=self._record_stability_info,
         )  # fmt: skip
-        self._check(request)
         return start(lambda: self._sender.send(request), "sample")
 
     sample_async = awaited(sample, cancels=True)
@@ -124,14 +120,12 @@ class SamplingClient:
         """
         check_timeout(timeout)
         # No seq id: the server cancels a stream that breaks off, and must not find it again on a resend.
-        request = SampleRequest(
-            prompt, sampling_params, num_samples, self._sampling_session_id,
+        request = self._request(
+            prompt, sampling_params, num_samples, None,
             prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs, target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k, prompt_logprobs_last_n=prompt_logprobs_last_n,
-            record_stability_info=self._record_stability_info,
         )  # fmt: skip
-        self._check(request)
         buffer = TokenBuffer()
         done = start(lambda: self._sender.stream(request, buffer), "sample_stream")
         return SampleStream(buffer, done, timeout)
@@ -143,12 +137,10 @@ class SamplingClient:
 
         >>> sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()    # doctest: +SKIP
         """
-        request = SampleRequest(
-            prompt, SamplingParams(max_tokens=1), 1, self._sampling_session_id, self._sender.next_seq(),
+        request = self._request(
+            prompt, SamplingParams(max_tokens=1), 1, self._sender.next_seq(),
             prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n,
-            record_stability_info=self._record_stability_info,
         )  # fmt: skip
-        self._check(request)
 
         async def score() -> list[float | None]:
             logprobs = (await self._sender.send(request)).prompt_logprobs
@@ -160,9 +152,16 @@ class SamplingClient:
 
     compute_logprobs_async = awaited(compute_logprobs, cancels=True)
 
-    def _check(self, request: SampleRequest) -> None:
+    def _request(
+        self, prompt: ModelInput, params: SamplingParams, num_samples: int, seq_id: int | None, **more: Any
+    ) -> SampleRequest:
+        request = SampleRequest(
+            prompt, params, num_samples, self._sampling_session_id, seq_id,
+            record_stability_info=self._record_stability_info, **more,
+        )  # fmt: skip
         self._connection.check_open()
         check_request(request)
+        return request
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called when the server pauses or resumes this sampler; override it in a subclass."""
@@ -188,26 +187,8 @@ class SamplingClient:
         request = GetSamplerRequest(sampler_id=self._sampling_session_id)
         return (await self._connection.call(ops.GET_SAMPLER, request)).base_model
 
-    @blocking
-    def get_tokenizer(self) -> APIFuture[Any]:
-        """Load the base model's tokenizer, a transformers one; it is cached.
-
-        `sampler.get_tokenizer().decode(tokens)`
-        """
-        return start(self._tokenizer, "tokenizer")
-
-    # Not a coroutine function: programs that patch every coroutine function expect only the official ones.
-    def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
-        """Like `get_tokenizer`, awaited."""
-        check_timeout(timeout)
-        return start(self._tokenizer, "tokenizer").result_async(timeout)
-
-    async def _tokenizer(self) -> Any:
-        return await tokenizer_files.load(self._connection, await self._base_model())
-
-    def get_telemetry(self) -> Telemetry | None:
-        """Return what reports failures to the server; None unless telemetry is on."""
-        return self._connection.telemetry
+    async def _model(self) -> tuple[str, None]:
+        return await self._base_model(), None
 
     def __repr__(self) -> str:
         return f"SamplingClient({self._sampling_session_id!r})"

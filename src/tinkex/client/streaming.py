@@ -7,84 +7,50 @@ off after its first token raises an error that holds the received tokens. Knows 
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from tinkex.client import loop as background
-from tinkex.client.future import APIFuture, completed
-from tinkex.errors import (
-    TinkerError,
-)
+from tinkex.client.future import APIFuture, resolve
+from tinkex.errors import TinkerError
 from tinkex.types.outputs import NewTokens, SampleResponse
-from tinkex.types.sampling import SampleEvent
-
-Opening = Callable[[], AsyncGenerator[SampleEvent, None]]
 
 
 class TokenBuffer:
-    """A thread-safe queue of tokens between the background loop and the iterating thread or event loop."""
+    """The tokens of a stream, between the background loop and the thread or event loop that iterates."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a garbage collection inside may end the buffer
-        self._ready: deque[NewTokens] = deque()
-        self._waiting: deque[APIFuture[NewTokens | None]] = deque()
-        self._over = False
         self._all: list[NewTokens] = []
+        self._taken = 0
+        self._over = False
+        self._more: APIFuture[None] = APIFuture("next tokens of the stream")
 
     @property
     def begun(self) -> bool:
         return bool(self._all)
 
-    def put(self, new: NewTokens) -> None:
+    def put(self, new: NewTokens | None) -> None:
+        """Append tokens; None: there are no more."""
         with self._lock:
-            self._all.append(new)
-            self._ready.append(new)
-        self._serve()
+            if new is None:
+                self._over = True
+            else:
+                self._all.append(new)
+            more, self._more = self._more, APIFuture("next tokens of the stream")
+        resolve(more, None)
 
-    def end(self) -> None:
-        """Mark the end: later takes return None."""
-        with self._lock:
-            self._over = True
-        self._serve()
-
-    def take(self) -> APIFuture[NewTokens | None]:
-        """A future of the next tokens; of None at the end."""
+    def take(self) -> NewTokens | APIFuture[None] | None:
+        """The next tokens, or a future to wait for until there may be some; None at the end."""
         background.check_fork()
         with self._lock:
-            if self._ready and not self._waiting:
-                return completed(self._ready.popleft(), "tokens")
-            future: APIFuture[NewTokens | None] = APIFuture("next tokens of the stream")
-            self._waiting.append(future)
-        self._serve()
-        return future
-
-    def give_back(self, taken: APIFuture[NewTokens | None]) -> None:
-        """Undo a take whose wait was interrupted: its tokens go to the next take."""
-        if not taken.cancel() and not taken.exception() and (new := taken.result()) is not None:
-            with self._lock:
-                self._ready.appendleft(new)
-            self._serve()
-
-    def _serve(self) -> None:
-        """Resolve waiting takes with the tokens that are ready, outside the lock."""
-        while True:
-            with self._lock:
-                if not self._waiting or not (self._ready or self._over):
-                    return
-                future, new = self._waiting.popleft(), self._ready.popleft() if self._ready else None
-            try:
-                future.set_result(new)
-            except concurrent.futures.InvalidStateError:  # it was cancelled
-                if new is not None:
-                    with self._lock:
-                        self._ready.appendleft(new)
+            if self._taken < len(self._all):
+                self._taken += 1
+                return self._all[self._taken - 1]
+            return None if self._over else self._more
 
     def received(self) -> list[NewTokens]:
         """The tokens received so far, concatenated for each sequence."""
@@ -113,7 +79,7 @@ class SampleStream:
         self, buffer: TokenBuffer, done: APIFuture[SampleResponse], timeout: float | None = None
     ) -> None:
         self._buffer, self._done, self._timeout = buffer, done, timeout
-        done.when_done(lambda _: buffer.end())
+        done.when_done(lambda _: buffer.put(None))
         finalizer = weakref.finalize(self, _leave, done)
         finalizer.atexit = False
 
@@ -123,12 +89,8 @@ class SampleStream:
         return self
 
     def __next__(self) -> NewTokens:
-        taken = self._buffer.take()
-        try:
-            new = taken.result(self._timeout)
-        except BaseException:
-            self._buffer.give_back(taken)
-            raise
+        while isinstance(new := self._buffer.take(), APIFuture):
+            new.result(self._timeout)
         if new is None:
             self._raise_if_failed()
             raise StopIteration
@@ -138,12 +100,8 @@ class SampleStream:
         return self
 
     async def __anext__(self) -> NewTokens:
-        taken = self._buffer.take()
-        try:
-            new = await taken.result_async(self._timeout)
-        except BaseException:
-            self._buffer.give_back(taken)
-            raise
+        while isinstance(new := self._buffer.take(), APIFuture):
+            await new.result_async(self._timeout)
         if new is None:
             self._raise_if_failed()
             raise StopAsyncIteration
@@ -181,15 +139,13 @@ class SampleStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: Any) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 

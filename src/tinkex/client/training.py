@@ -7,30 +7,28 @@ to the run's queue (queue.py), which posts it through the connection and polls f
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from tinkex.client import custom_loss, passes, tokenizer_files
+from tinkex.client import custom_loss, passes
 from tinkex.client.base_client import check_ttl, warn_caller
 from tinkex.client.custom_loss import CustomLoss
-from tinkex.client.future import APIFuture, check_timeout, start
+from tinkex.client.future import APIFuture
+from tinkex.client.model_client import ModelClient
 from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
-from tinkex.client.telemetry import Telemetry
 from tinkex.client.twins import awaited, blocking, queued
 from tinkex.errors import InvalidInputError, RunLostError, TinkerError
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
     ParsedCheckpointTinkerPath,
-    SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
-    SaveWeightsRequest,
     SaveWeightsResponse,
 )
 from tinkex.types.data import Datum
@@ -41,7 +39,7 @@ from tinkex.types.training import GetInfoRequest, GetInfoResponse, OptimStepRequ
 from tinkex.wire import ops
 
 
-class TrainingClient:
+class TrainingClient(ModelClient):
     """One run: a LoRA adapter in training. `ServiceClient.create_lora_training_client` creates one.
 
     >>> run = service.create_lora_training_client("Qwen/Qwen3-8B")      # doctest: +SKIP
@@ -51,7 +49,7 @@ class TrainingClient:
     """
 
     def __init__(self, session: Session, model_id: str) -> None:
-        self._session = session
+        super().__init__(session)
         self.model_id = model_id
         self._queue = RunQueue(session, model_id)
 
@@ -152,11 +150,8 @@ class TrainingClient:
         """
         if not isinstance(overwrite, bool):
             raise InvalidInputError(f"overwrite must be True or False, got {overwrite!r:.80}")
-        request = SaveWeightsRequest(
-            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
-            overwrite=overwrite, user_metadata=user_metadata,
-        )  # fmt: skip
-        return self._queue.submit("save_state", ops.SAVE_WEIGHTS, request)
+        fields = {"overwrite": overwrite, "user_metadata": user_metadata}
+        return self._save("save_state", ops.SAVE_WEIGHTS, name, ttl_seconds, fields)
 
     save_state_async = queued(save_state)
 
@@ -201,16 +196,9 @@ class TrainingClient:
         >>> path = run.save_weights_for_sampler("v1").result().path     # doctest: +SKIP
         >>> sampler = run.create_sampling_client(path)
         """
-        request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
-            user_metadata=user_metadata,
-        )  # fmt: skip
-        return self._queue.submit(
-            "save_weights_for_sampler",
-            ops.SAVE_WEIGHTS_FOR_SAMPLER,
-            request,
-            lambda reply: SaveWeightsForSamplerResponse(path=_path(reply)),
-        )
+        op, fields = ops.SAVE_WEIGHTS_FOR_SAMPLER, {"user_metadata": user_metadata}
+        kind = SaveWeightsForSamplerResponse
+        return self._save("save_weights_for_sampler", op, name, ttl_seconds, fields, kind)
 
     save_weights_for_sampler_async = queued(save_weights_for_sampler)
 
@@ -225,18 +213,32 @@ class TrainingClient:
         >>> path = run.save_weights_external("export").result().path    # doctest: +SKIP
         >>> rest.get_external_weights_urls(path).result().urls
         """
-        request = SaveWeightsExternalRequest(
-            model_id=self.model_id, path=_checkpoint_name(name), ttl_seconds=check_ttl(ttl_seconds),
-            age_encryption_recipients=age_encryption_recipients,
-        )  # fmt: skip
-        return self._queue.submit(
-            "save_weights_external",
-            ops.SAVE_WEIGHTS_EXTERNAL,
-            request,
-            lambda reply: SaveWeightsExternalResponse(path=_path(reply)),
-        )
+        op, fields = ops.SAVE_WEIGHTS_EXTERNAL, {"age_encryption_recipients": age_encryption_recipients}
+        kind = SaveWeightsExternalResponse
+        return self._save("save_weights_external", op, name, ttl_seconds, fields, kind)
 
     save_weights_external_async = queued(save_weights_external)
+
+    def _save(
+        self,
+        what: str,
+        op: ops.Op[Any, Any],
+        name: str,
+        ttl_seconds: int | None,
+        fields: dict[str, Any],
+        kind: Callable[..., Any] | None = None,
+    ) -> APIFuture[Any]:
+        """Queue a save; `kind`: what the caller gets with the path, if it is not the server's own result."""
+        if not isinstance(name, str) or not name or "/" in name:
+            raise InvalidInputError(f"a checkpoint's name must be a string without '/', got {name!r}")
+        request = op.request(model_id=self.model_id, path=name, ttl_seconds=check_ttl(ttl_seconds), **fields)
+
+        def convert(reply: Any) -> Any:
+            if not reply.path:
+                raise TinkerError("the server saved the weights, but gave no path for them")
+            return kind(path=reply.path) if kind else reply
+
+        return self._queue.submit(what, op, request, convert)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
@@ -298,40 +300,22 @@ class TrainingClient:
 
         >>> run.get_info().model_data.model_name                        # doctest: +SKIP
         """
-        return self._session.connection.submit(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
+        return self._connection.submit(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
 
     get_info_async = awaited(get_info)
 
-    @blocking
-    def get_tokenizer(self) -> APIFuture[Any]:
-        """Load the base model's tokenizer, a transformers one; it is cached.
-
-        `run.get_tokenizer().encode("hello")`
-        """
-        return start(self._tokenizer, "tokenizer")
-
-    # Not a coroutine function: programs that patch every coroutine function expect only the official ones.
-    def get_tokenizer_async(self, *, timeout: float | None = None) -> Awaitable[Any]:
-        """Like `get_tokenizer`, awaited."""
-        check_timeout(timeout)
-        return start(self._tokenizer, "tokenizer").result_async(timeout)
-
-    async def _tokenizer(self) -> Any:
+    async def _model(self) -> tuple[str, str | None]:
         info = await self.get_info_async()
         name, tokenizer_id = info.model_data.model_name or info.model_name, info.model_data.tokenizer_id
         if not name and not tokenizer_id:
             raise TinkerError(
                 "the server does not say which model this run is based on: no tokenizer can be chosen"
             )
-        return await tokenizer_files.load(self._session.connection, name or "", tokenizer_id)
+        return name or "", tokenizer_id
 
     def get_console_url(self) -> str:
         """Return the URL of this run's console page; embedded, of the directory that holds all runs."""
-        return self._session.connection.console_url(f"training_runs/{self.model_id}")
-
-    def get_telemetry(self) -> Telemetry | None:
-        """Return what reports failures to the server; None unless telemetry is on."""
-        return self._session.connection.telemetry
+        return self._connection.console_url(f"training_runs/{self.model_id}")
 
     def _lose(self, error: RunLostError) -> None:
         """Refuse later calls: the server has lost this run (see recovery.py)."""
@@ -347,18 +331,6 @@ class TrainingClient:
 
     def __reduce__(self):
         raise TypeError("a TrainingClient cannot be pickled: its requests have one order, in one process")
-
-
-def _path(reply: Any) -> str:
-    if not reply.path:
-        raise TinkerError("the server saved the weights, but gave no path for them")
-    return reply.path
-
-
-def _checkpoint_name(name: str) -> str:
-    if not isinstance(name, str) or not name or "/" in name:
-        raise InvalidInputError(f"a checkpoint's name must be a string without '/', got {name!r}")
-    return name
 
 
 def _deprecated(name: str, instead: str) -> None:
