@@ -55,8 +55,8 @@ class Call:
     request: Any
     context: CallContext
     pool: Pool
-    idempotency_key: str
     owner: str
+    idempotency_key: str = ""
     tries: int = 0  # that failed
     started: float | None = None  # when its retry budget began, by time.monotonic()
     error: APIError | None = None  # of the last attempt

@@ -140,7 +140,10 @@ class HttpTransport:
     async def call(self, op: AnyOp, request: Any, context: CallContext = NO_CONTEXT) -> Any:
         call = self._new_call(op, request, context)
         with self._in_flight, tracing.span(f"transport {op.name}", kind="client", within=True):
-            return await decode(call, await self._respond(call), self.base_url, self._pace)
+            outcome = await self._attempt(call)
+            while isinstance(outcome, Attempt):
+                outcome = await self._retry(call, outcome)
+            return await decode(call, outcome, self.base_url, self._pace)
 
     async def stream(
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
@@ -150,51 +153,24 @@ class HttpTransport:
         with self._in_flight:
             async with self._permits[op.pool].permit(owner=call.owner):
                 with tracing.span(f"transport {op.name}", kind="client", within=True):
-                    response = (await self._respond(call)).stream
-                assert response is not None, "stream_sample replies with a stream"
+                    outcome = await self._attempt(call)
+                    while isinstance(outcome, Attempt):
+                        outcome = await self._retry(call, outcome)
+                assert outcome.stream is not None, "stream_sample replies with a stream"
                 try:
-                    async with aclosing(read_events(response, self.base_url + op.path)) as events:
+                    async with aclosing(read_events(outcome.stream, self.base_url + op.path)) as events:
                         async for event in events:
                             yield event
                 finally:
-                    await response.aclose()
+                    await outcome.stream.aclose()
 
     def _new_call(self, op: AnyOp, request: Any, context: CallContext) -> Call:
         pool = Pool.SAMPLE if context.ready else op.pool  # fetching a result that is there is no long poll
-        # One idempotency key for all attempts: the server executes the operation once.
-        key = "" if op.method == "GET" else next(self._ids)
-        return Call(op, request, context, pool, key, context.owner or owner_of(request) or key)
+        return Call(op, request, context, pool, context.owner or owner_of(request))
 
-    # -- attempts, until there is a response -------------------------------------------------------------
+    # -- one attempt -------------------------------------------------------------------------------------
 
-    async def _respond(self, call: Call) -> HttpResponse:
-        """Send until there is a response, by the one policy."""
-        while True:
-            try:
-                outcome = await self._attempt(call, proto=self._speaks_proto is not False)
-            except (CredentialError, InvalidInputError) as refusal:
-                raise call.error or refusal from None  # a refusal promises that nothing was ever sent
-            if isinstance(outcome, HttpResponse):
-                break
-            lost, call.error = isinstance(call.error, APIConnectionError), outcome.error
-            if outcome.status == 404 and call.op.method == "DELETE" and lost:
-                return HttpResponse(204, {}, b"")  # an earlier attempt deleted it, unnoticed
-            if outcome.status == 401 and self._may_renew(call):
-                continue
-            if self._may_want_json(call, outcome):
-                in_json = await self._attempt(call, proto=False)
-                if isinstance(in_json, HttpResponse):  # else it was not about protobuf after all
-                    outcome, self._speaks_proto = in_json, False
-                    log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
-                    break
-            await self._pause(call, outcome)
-        if call.op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
-            self._speaks_proto = True
-        if call.context.observer is not None:
-            call.context.observer("active", None)
-        return outcome
-
-    async def _attempt(self, call: Call, *, proto: bool) -> HttpResponse | Attempt:
+    async def _attempt(self, call: Call, *, proto: bool = True) -> HttpResponse | Attempt:
         """Wait until the call may be sent, and send it once; returns a reply, or what failed.
 
         In this order it waits for the host (if its circuit is open), the rate limit, the credential, the
@@ -203,25 +179,30 @@ class HttpTransport:
         """
         if self._host.is_open:
             await self._wait_for_host(call)
-        op, url = call.op, self.base_url + call.op.path
+        op, path = call.op, call.op.path
         probing = await self._rate.turn() if op in SAMPLES else False
+        proto = proto and self._speaks_proto is not False
         began = time.monotonic()
         try:
             is_exchange = op is ops.GET_AUTH_TOKEN  # a JWT is asked for with the key itself
             credential = self._exchange_credential if is_exchange else self.credential
             call.token = credential.current() or await credential.token()
             async with self._room_for_body(call), self._permit(call):
+                if not call.idempotency_key and op.method != "GET":  # one for all attempts: it executes once
+                    call.idempotency_key = next(self._ids)
                 # Encoded only now: of thousands that wait, none holds its body in memory.
                 encoded = await encode(call, proto=proto, compress=self._compress, pace=self._pace)
-                url = self.base_url + encoded.path + (f"?{encoded.query}" if encoded.query else "")
+                path = encoded.path + (f"?{encoded.query}" if encoded.query else "")
                 headers = headers_of(call, encoded, self._headers)
                 began = time.monotonic()
-                request = HttpRequest(op.method, url, headers, encoded.content)
+                request = HttpRequest(op.method, self.base_url + path, headers, encoded.content)
                 response = await self._pools.send(op, call.pool, request)
+        except (CredentialError, InvalidInputError) as refusal:
+            raise call.error or refusal from None  # a refusal promises that nothing was ever sent
         except (OSError, *LIBRARY_ERRORS) as cause:
             if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
                 self._host.failed(cause)  # a slow host is reachable
-            error, took = connection_error(op, url, cause), time.monotonic() - began
+            error, took = connection_error(op, self.base_url + path, cause), time.monotonic() - began
             return Attempt(cause=cause, reached=self._reached, took=took, error=error)
         finally:
             if probing:
@@ -234,8 +215,12 @@ class HttpTransport:
         if op in SAMPLES and status not in PAUSES:
             self._rate.succeeded()
         if is_reply(op, status):
+            if op is ops.FORWARD_BACKWARD and self._speaks_proto is None:
+                self._speaks_proto = proto
+            if call.context.observer is not None:
+                call.context.observer("active", None)
             return response
-        error, took = response_error(op, url, response), time.monotonic() - began
+        error, took = response_error(op, self.base_url + path, response), time.monotonic() - began
         return Attempt(status, response.headers, empty_body=not response.body, took=took, error=error)
 
     def _room_for_body(self, call: Call) -> Permit | nullcontext[None]:
@@ -250,6 +235,21 @@ class HttpTransport:
         return self._permits[call.pool].permit(owner=call.owner)
 
     # -- after a failed attempt --------------------------------------------------------------------------
+
+    async def _retry(self, call: Call, failed: Attempt) -> HttpResponse | Attempt:
+        """Send it again, when the one policy says so; raise the error if it says not to."""
+        lost, call.error = isinstance(call.error, APIConnectionError), failed.error
+        if failed.status == 404 and call.op.method == "DELETE" and lost:
+            return HttpResponse(204, {}, b"")  # an earlier attempt deleted it, unnoticed
+        if failed.status == 401 and self._may_renew(call):
+            return await self._attempt(call)
+        if self._may_want_json(call, failed):
+            response = await self._attempt(call, proto=False)
+            if not isinstance(response, Attempt):  # else it was not about protobuf after all
+                log.info("%s takes no protobuf; sending JSON from now on", self.base_url)
+                return response
+        await self._pause(call, failed)
+        return await self._attempt(call)
 
     async def _pause(self, call: Call, failed: Attempt) -> None:
         """Wait until the next attempt is due; raise the error if there shall be none."""

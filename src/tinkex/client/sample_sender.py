@@ -12,7 +12,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -79,31 +79,24 @@ class SampleSender:
 
     # -- whole samples -----------------------------------------------------------------------------------
 
-    def send(self, request: SampleRequest) -> Coroutine[Any, Any, SampleResponse]:
+    async def send(self, request: SampleRequest) -> SampleResponse:
         """Send a sample and return its response."""
-        return self._admitted(lambda: self._send_until_done(request))
-
-    async def _admitted(self, sample: Callable[[], Awaitable[SampleResponse]]) -> SampleResponse:
-        """Run `sample` under a permit of the sampler's limiter, watched by the stuck detector."""
         await self._open()
-        with self._stuck:
-            async with self._limiter.permit():
-                return await sample()
-
-    async def _send_until_done(self, request: SampleRequest) -> SampleResponse:
         if self._first_seq:
             request = replace(request, seq_id=self._first_seq + (request.seq_id or 0))
-        for tries in itertools.count(1):
-            try:
-                return await self._send_once(request)
-            except ClientClosedError:
-                raise
-            except (ExpiredError, *self._retry.retryable_exceptions):
-                # Expired: the server no longer has the result, for example after a restart.
-                if not self._may_resend():
-                    raise
-            await asyncio.sleep(RetryPolicy().tuned(self._retry).backoff(tries))
-            request = replace(request, seq_id=self._first_seq + self.next_seq())
+        with self._stuck:
+            async with self._limiter.permit():
+                for tries in itertools.count(1):
+                    try:
+                        return await self._send_once(request)
+                    except ClientClosedError:
+                        raise
+                    except (ExpiredError, *self._retry.retryable_exceptions):
+                        # Expired: the server no longer has the result, for example after a restart.
+                        if not self._may_resend():
+                            raise
+                    await asyncio.sleep(RetryPolicy().tuned(self._retry).backoff(tries))
+                    request = replace(request, seq_id=self._first_seq + self.next_seq())
         raise AssertionError("unreachable")
 
     def _may_resend(self) -> bool:
@@ -138,7 +131,10 @@ class SampleSender:
         """Send a sample, append its tokens to `buffer` as they arrive, and return the response."""
         with self._connection.reporting(ops.STREAM_SAMPLE.name):
             try:
-                response = await self._admitted(lambda: self._stream_until_done(request, buffer))
+                await self._open()
+                with self._stuck:
+                    async with self._limiter.permit():
+                        response = await self._stream_until_done(request, buffer)
             except APIStatusError as error:
                 raise _unsupported(error, request) from None
         return checked(response, request)

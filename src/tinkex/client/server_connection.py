@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tinkex.client import credentials
 from tinkex.client.future import APIFuture, start
@@ -94,8 +94,15 @@ class ServerConnection:
         self.responses.resize(self.config.inflight_response_bytes_semaphore_size)
         self._opened = True
 
-    async def call(self, op: Op[Req, Reply], request: Req, context: CallContext = NO_CONTEXT) -> Reply:
+    def call(
+        self, op: Op[Req, Reply], request: Req, context: CallContext = NO_CONTEXT
+    ) -> Coroutine[Any, Any, Reply]:
         """Do one operation, opening the connection first if need be."""
+        if self._opened and self.telemetry is None and not self.closed:  # as usual: no coroutine in between
+            return self.transport.call(op, request, context)
+        return self._call(op, request, context)
+
+    async def _call(self, op: Op[Req, Reply], request: Req, context: CallContext) -> Reply:
         self.check_open()
         with self.reporting(op.name):
             if not self._opened:
