@@ -68,6 +68,13 @@ def _state(home: Path) -> list[tuple[str, int, int]] | None:
         return None
 
 
+def usage_of_run(service: Service, run: str) -> dict[str, float]:
+    """What a run has used so far, by kind."""
+    service.activity.flush()
+    used = service.ledger._read("SELECT kind, sum(amount) FROM usage WHERE run_id = ? GROUP BY kind", [run])
+    return dict(used)
+
+
 def found(home: Path, pattern: str) -> list[Path]:
     """What there is below the home, by a pattern."""
     return sorted(home.rglob(pattern))

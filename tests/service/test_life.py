@@ -13,6 +13,7 @@ from tests.service.harness import MODEL, Failed, Slow, User, datum, found, servi
 from tinkex.engine.fake import FakeEngine
 from tinkex.errors import TinkerError
 from tinkex.service.refusal import Refusal
+from tinkex.service.rows import SamplerRow
 from tinkex.service.service import Service
 from tinkex.types import futures, sessions, training
 from tinkex.types.config import EmptyRequest
@@ -229,7 +230,7 @@ async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
         await user.result(await user.sample(samplers[0]))
         ago = time.time() - 500
         for sampler in samplers:
-            service.ledger.update_sampler(sampler, created_at=ago)
+            service.ledger._update(SamplerRow, "sampler_id = ?", [sampler], {"created_at": ago})
         service.activity.awake_since = ago
         await service.tick()
         left = [row.sampler_id for row in service.ledger.samplers_of_session(run.split(":")[0])]

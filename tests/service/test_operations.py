@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tests.service.harness import MODEL, Failed, User, datum, serving
+from tests.service.harness import MODEL, Failed, User, datum, serving, usage_of_run
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import CheckLoss, EngineConfig, EngineError
 from tinkex.service import run_metrics
@@ -316,8 +316,7 @@ async def test_usage_counts_tokens_by_kind(service: Service):
     for of in (await user.unnamed_sampler(run, 2, 5), await user.save_for_sampler(run, 3, "named")):
         adapted = await user.sampler(session, 6, of) if of.startswith("tinker:") else of
         await user.result(await user.sample(adapted, prompt=(5, 6), max_tokens=1))
-    service.activity.flush()
-    used = service.ledger.usage_of_run(run)
+    used = usage_of_run(service, run)
     assert used == {"training": 12, "sampling_prefill": 4, "sampling_sample": 2, "checkpoint": 1}
     assert (await User(service, "bob").call(ops.GET_BILLING_USAGE, request)).data == []
 

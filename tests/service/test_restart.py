@@ -16,7 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.harness import MODEL, Failed, Slow, User, datum, found, killed_copy, serving, until
+from tests.service.harness import (
+    MODEL,
+    Failed,
+    Slow,
+    User,
+    datum,
+    found,
+    killed_copy,
+    serving,
+    until,
+    usage_of_run,
+)
 from tinkex import store
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
@@ -524,8 +535,7 @@ async def test_usage_is_not_counted_twice(home: Path):
         async with serving(killed_copy(home)) as second:
             again = User(second)
             await again.loss(run, 7)
-            second.activity.flush()
-            assert second.ledger.usage_of_run(run)["training"] == 6 * 4
+            assert usage_of_run(second, run)["training"] == 6 * 4
 
 
 async def test_a_service_whose_clients_died_with_it_cleans_up(home: Path):

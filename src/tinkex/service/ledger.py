@@ -2,10 +2,7 @@
 
 A write that returned survives a killed process (WAL). A repeated insert returns what is there. A file that is
 damaged, of another program or of a newer version is refused and left as it is. Every error is a LedgerError.
-Knows nothing of who may see what, of files or of queues; callers pass the time.
-
-One connection, used by one thread at a time; statements are short. Times are kept to the microsecond,
-so that one survives a datetime.
+One connection, used by one thread at a time; statements are short. Knows nothing of who may see what.
 """
 
 from __future__ import annotations
@@ -18,42 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkex.errors import TinkerError
-from tinkex.service.migrations import APPLICATION_ID, MIGRATIONS, migrate, version
-from tinkex.service.rows import (
-    AuditRow,
-    CheckpointRow,
-    CustomLossRow,
-    FoundSession,
-    KeyRow,
-    RowPage,
-    RunRow,
-    SamplerRow,
-    Scope,
-    SessionRow,
-    Storage,
-    StoredRunState,
-    UsageRow,
-    columns,
-    decode,
-    encode,
-)
+from tinkex.service import rows
+from tinkex.service.rows import CheckpointRow, KeyRow, RunRow, SamplerRow, Scope, SessionRow
 from tinkex.types.sessions import ClientFinishedSessionStatusQuery, SessionSearchRequest, UserSearchOwner
 
 BUSY_SECONDS = 5.0  # how long a write waits for another process's (the CLI's) to be done
 _BIGGEST = 2**63 - 1  # SQLite's largest integer
 
 Row = TypeVar("Row")
-
-_TABLES: dict[type, str] = {
-    SessionRow: "sessions",
-    RunRow: "runs",
-    SamplerRow: "samplers",
-    CheckpointRow: "checkpoints",
-    CustomLossRow: "custom_losses",
-    UsageRow: "usage",
-    AuditRow: "audit",
-    KeyRow: "keys",
-}
 
 
 class LedgerError(TinkerError):
@@ -87,7 +56,7 @@ class Ledger:
         try:
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
                 self._db.execute(f"PRAGMA {pragma}")
-            migrate(self._db)
+            rows.migrate(self._db)
         except sqlite3.Error as error:
             self._db.close()
             raise self._error(error) from error
@@ -96,15 +65,13 @@ class Ledger:
         # Read-only: even closing a writable connection would fold the write-ahead log into a damaged file.
         uri = f"{self.path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
-            seen = version(db)
-            ours = db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
-            empty = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if not ours and not empty:
+            ours = db.execute("PRAGMA application_id").fetchone()[0] == rows.APPLICATION_ID
+            if not ours and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise LedgerError(f"{self.path} is another program's database: give Tinkex a home of its own")
-            if seen > len(MIGRATIONS):
+            if (seen := rows.version(db)) > (known := len(rows.MIGRATIONS)):
                 raise LedgerError(
                     f"{self.path} was written by a newer Tinkex (schema {seen}; this one knows up to "
-                    f"{len(MIGRATIONS)}): upgrade Tinkex, or use another home"
+                    f"{known}): upgrade Tinkex, or use another home"
                 )
             (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
@@ -119,10 +86,10 @@ class Ledger:
         if self._db.in_transaction:
             yield
             return
-        self._write("BEGIN IMMEDIATE")
+        self._do("BEGIN IMMEDIATE")
         try:
             yield
-            self._write("COMMIT")
+            self._do("COMMIT")
         except BaseException:
             if self._db.in_transaction:  # SQLite has ended it itself when the disk was full
                 self._db.execute("ROLLBACK")
@@ -130,9 +97,10 @@ class Ledger:
 
     # -- plumbing ----------------------------------------------------------------------------------------
 
-    def _write(self, sql: str, values: Sequence[Any] = ()) -> int:
+    def _do(self, sql: str, values: Sequence[Any] = ()) -> bool:
+        """Execute a statement; did it change a row?"""
         try:
-            return self._db.execute(sql, values).rowcount
+            return self._db.execute(sql, values).rowcount > 0
         except sqlite3.Error as error:
             raise self._error(error) from error
 
@@ -143,13 +111,10 @@ class Ledger:
             raise self._error(error) from error
 
     def _error(self, error: Exception) -> LedgerError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without the extended part
-        if code == sqlite3.SQLITE_FULL:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:  # without the extended part
             return LedgerFullError(f"no space left to write {self.path}: free some; nothing of it was lost")
-        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(
-            error, sqlite3.OperationalError | sqlite3.IntegrityError | sqlite3.ProgrammingError
-        )
-        if damaged:
+        usable = sqlite3.OperationalError | sqlite3.IntegrityError | sqlite3.ProgrammingError
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, usable):
             return LedgerError(
                 f"{self.path} is damaged ({error}) and was left as it is: put a backup in its place, or move "
                 "it and its -wal and -shm files away to start with nothing"
@@ -157,74 +122,72 @@ class Ledger:
         return LedgerError(f"{self.path} cannot be used: {error}")
 
     def _select(self, kind: type[Row], rest: str, values: Sequence[Any] = ()) -> list[Row]:
-        found = self._read(f"SELECT {', '.join(columns(kind))} FROM {_TABLES[kind]} {rest}", values)
-        return [decode(kind, row) for row in found]
+        found = self._read(f"SELECT {', '.join(rows.columns(kind))} FROM {rows.TABLES[kind]} {rest}", values)
+        return [rows.decode(kind, row) for row in found]
 
     def _one(self, kind: type[Row], where: str, *values: Any) -> Row | None:
         return next(iter(self._select(kind, f"WHERE {where}", values)), None)
 
     def _page(
         self, kind: type[Row], where: str, values: Sequence[Any], tie: str, limit: int, offset: int
-    ) -> RowPage[Row]:
-        ((total,),) = self._read(f"SELECT count(*) FROM {_TABLES[kind]} WHERE {where}", values)
+    ) -> rows.RowPage[Row]:
+        ((total,),) = self._read(f"SELECT count(*) FROM {rows.TABLES[kind]} WHERE {where}", values)
         rest = f"WHERE {where} ORDER BY created_at DESC, {tie} DESC LIMIT ? OFFSET ?"
-        rows = self._select(kind, rest, [*values, min(limit, _BIGGEST), min(offset, _BIGGEST)])
-        return RowPage(rows, total)
+        page = [*values, min(limit, _BIGGEST), min(offset, _BIGGEST)]
+        return rows.RowPage(self._select(kind, rest, page), total)
 
-    def _insert(self, row: object, on_conflict: str = "") -> bool:
-        names = columns(type(row))
-        marks = ", ".join("?" * len(names))
-        return (
-            self._write(
-                f"INSERT INTO {_TABLES[type(row)]} ({', '.join(names)}) VALUES ({marks}) {on_conflict}",
-                [encode(name, getattr(row, name)) for name in names],
-            )
-            > 0
+    def _insert(self, kind: type, fields: dict[str, Any], on_conflict: str = "") -> bool:
+        names, marks = ", ".join(fields), ", ".join("?" * len(fields))
+        return self._do(
+            f"INSERT INTO {rows.TABLES[kind]} ({names}) VALUES ({marks}) {on_conflict}",
+            [rows.encode(name, value) for name, value in fields.items()],
         )
 
     def _add_once(self, row: Row, key: str) -> tuple[Row, bool]:
+        """The row as it is kept, and whether it is new: one of the same key changes nothing."""
         with self.transaction():
-            new = self._insert(row, f"ON CONFLICT ({key}) DO NOTHING")
+            new = self._insert(type(row), vars(row), f"ON CONFLICT ({key}) DO NOTHING")
             kept = self._one(type(row), f"{key} = ?", getattr(row, key))
         assert kept is not None
         return kept, new
 
     def _update(self, kind: type, where: str, key: Sequence[Any], changes: dict[str, Any]) -> bool:
-        assert set(changes) <= set(columns(kind)), f"{kind.__name__} lacks one of: {', '.join(changes)}"
-        values = [encode(name, value) for name, value in changes.items()]
+        """Set some columns; False if there is no such row."""
+        assert set(changes) <= set(rows.columns(kind)), f"{kind.__name__} lacks one of: {', '.join(changes)}"
+        values = [rows.encode(name, value) for name, value in changes.items()]
         assignments = ", ".join(f"{name} = ?" for name in changes)
-        return self._write(f"UPDATE {_TABLES[kind]} SET {assignments} WHERE {where}", [*values, *key]) > 0
+        return self._do(f"UPDATE {rows.TABLES[kind]} SET {assignments} WHERE {where}", [*values, *key])
 
     # -- sessions ----------------------------------------------------------------------------------------
 
     def add_session(self, row: SessionRow) -> None:
-        self._insert(row)
+        self._insert(SessionRow, vars(row))
 
     def session(self, session_id: str) -> SessionRow | None:
         return self._one(SessionRow, "session_id = ?", session_id)
 
     def update_session(self, session_id: str, **changes: Any) -> bool:
-        """Set some columns: last_seen_at, status, display_name, …; False if there is no such session."""
         return self._update(SessionRow, "session_id = ?", [session_id], changes)
 
     def move_session(self, session_id: str, project_id: str) -> bool:
         """Put a session into a project, with its runs and their checkpoints."""
         with self.transaction():
-            runs = "SELECT run_id FROM runs WHERE session_id = ?"
-            self._update(CheckpointRow, f"run_id IN ({runs})", [session_id], {"project_id": project_id})
+            its_runs = "run_id IN (SELECT run_id FROM runs WHERE session_id = ?)"
+            self._update(CheckpointRow, its_runs, [session_id], {"project_id": project_id})
             self._update(RunRow, "session_id = ?", [session_id], {"project_id": project_id})
             return self.update_session(session_id, project_id=project_id)
 
-    def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> RowPage[SessionRow]:
-        where, values = _within(scope)
-        return self._page(SessionRow, where, values, "session_id", limit, offset)
+    def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> rows.RowPage[SessionRow]:
+        return self._page(SessionRow, *_within(scope), "session_id", limit, offset)
 
     def active_sessions(self, *, seen_before: float) -> list[SessionRow]:
         """Active sessions that were last heard of before then."""
         where = "json_extract(status, '$.type') = 'active' AND last_seen_at < ?"
         return self._select(SessionRow, f"WHERE {where} ORDER BY last_seen_at", [seen_before])
 
-    def search_sessions(self, query: SessionSearchRequest, scope: Scope) -> tuple[list[FoundSession], bool]:
+    def search_sessions(
+        self, query: SessionSearchRequest, scope: Scope
+    ) -> tuple[list[rows.FoundSession], bool]:
         """At most `query.limit` that match everything in it, newest first; and whether there are more.
 
         `scope` is what the caller may see; of `query.owner` only `user`'s list is looked at here.
@@ -235,59 +198,54 @@ class Ledger:
         saved = "FROM checkpoints JOIN runs USING (run_id) WHERE runs.session_id = sessions.session_id"
         found = self._read(
             f"SELECT (SELECT count(*) {saved}), (SELECT ifnull(sum(size_bytes), 0) {saved}), "
-            f"{', '.join(columns(SessionRow))} FROM sessions WHERE {where} "
+            f"{', '.join(rows.columns(SessionRow))} FROM sessions WHERE {where} "
             f"ORDER BY created_at DESC, session_id DESC LIMIT ?",
             [*values, query.limit + 1],
         )
-        sessions = [FoundSession(decode(SessionRow, rest), count, size) for count, size, *rest in found]
+        sessions = [
+            rows.FoundSession(rows.decode(SessionRow, rest), count, size) for count, size, *rest in found
+        ]
         return sessions[: query.limit], len(sessions) > query.limit
 
     # -- runs --------------------------------------------------------------------------------------------
 
     def add_run(self, row: RunRow) -> tuple[RunRow, bool]:
-        """The run as it is kept, and whether it is new: a repeated run id changes nothing."""
         return self._add_once(row, "run_id")
 
     def run(self, run_id: str) -> RunRow | None:
         return self._one(RunRow, "run_id = ?", run_id)
 
     def update_run(self, run_id: str, **changes: Any) -> bool:
-        """Set some columns: last_request_at, state, corrupted, lora, …; False if there is no such run."""
         return self._update(RunRow, "run_id = ?", [run_id], changes)
 
     def delete_run(self, run_id: str) -> bool:
-        return self._write("DELETE FROM runs WHERE run_id = ?", [run_id]) > 0
+        return self._do("DELETE FROM runs WHERE run_id = ?", [run_id])
 
     def runs(
         self, scope: Scope, *, limit: int, offset: int = 0, project_id: str | None = None
-    ) -> RowPage[RunRow]:
-        where, values = _within(scope, project_id)
-        return self._page(RunRow, where, values, "rowid", limit, offset)
+    ) -> rows.RowPage[RunRow]:
+        return self._page(RunRow, *_within(scope, project_id), "rowid", limit, offset)
 
     def runs_of_session(self, session_id: str) -> list[RunRow]:
         """In the order of their numbers."""
         return self._select(RunRow, "WHERE session_id = ? ORDER BY model_seq_id", [session_id])
 
-    def runs_in_state(self, *states: StoredRunState) -> list[RunRow]:
+    def runs_in_state(self, *states: rows.StoredRunState) -> list[RunRow]:
         """Oldest first: those to restore at start."""
         return self._select(RunRow, f"WHERE state IN {_LISTED} ORDER BY created_at, rowid", [_listed(states)])
 
-    # -- samplers ----------------------------------------------------------------------------------------
+    # -- samplers and custom losses ----------------------------------------------------------------------
 
     def add_sampler(self, row: SamplerRow) -> tuple[SamplerRow, bool]:
-        """The sampler as it is kept, and whether it is new: a repeated sampler id changes nothing."""
         return self._add_once(row, "sampler_id")
 
     def sampler(self, sampler_id: str) -> SamplerRow | None:
         return self._one(SamplerRow, "sampler_id = ?", sampler_id)
 
-    def update_sampler(self, sampler_id: str, **changes: Any) -> bool:
-        return self._update(SamplerRow, "sampler_id = ?", [sampler_id], changes)
-
     def join_sampler(self, sampler_id: str) -> int | None:
         """Count one more clone: its number, from 1; None if there is no such sampler."""
         with self.transaction():
-            self._write("UPDATE samplers SET clones = clones + 1 WHERE sampler_id = ?", [sampler_id])
+            self._do("UPDATE samplers SET clones = clones + 1 WHERE sampler_id = ?", [sampler_id])
             row = self.sampler(sampler_id)
         return row and row.clones
 
@@ -295,7 +253,13 @@ class Ledger:
         return self._select(SamplerRow, "WHERE session_id = ? ORDER BY created_at, rowid", [session_id])
 
     def delete_sampler(self, sampler_id: str) -> bool:
-        return self._write("DELETE FROM samplers WHERE sampler_id = ?", [sampler_id]) > 0
+        return self._do("DELETE FROM samplers WHERE sampler_id = ?", [sampler_id])
+
+    def add_custom_loss(self, row: rows.CustomLossRow) -> tuple[rows.CustomLossRow, bool]:
+        return self._add_once(row, "loss_id")
+
+    def custom_loss(self, loss_id: str) -> rows.CustomLossRow | None:
+        return self._one(rows.CustomLossRow, "loss_id = ?", loss_id)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -303,18 +267,17 @@ class Ledger:
         """False, and nothing changed, if there is one of that name and it is not to be overwritten."""
         with self.transaction():
             if overwrite:
-                self.delete_checkpoint(row.run_id, row.kind, row.name)
-            return self._insert(row, "ON CONFLICT (run_id, kind, name) DO NOTHING")
+                self.delete_checkpoint(*row.key)
+            return self._insert(CheckpointRow, vars(row), "ON CONFLICT (run_id, kind, name) DO NOTHING")
 
     def checkpoint(self, run_id: str, kind: str, name: str) -> CheckpointRow | None:
         return self._one(CheckpointRow, _CHECKPOINT, run_id, kind, name)
 
     def update_checkpoint(self, run_id: str, kind: str, name: str, **changes: Any) -> bool:
-        """Set some columns (public, expires_at, size_bytes, …); False if there is no such checkpoint."""
         return self._update(CheckpointRow, _CHECKPOINT, [run_id, kind, name], changes)
 
     def delete_checkpoint(self, run_id: str, kind: str, name: str) -> bool:
-        return self._write(f"DELETE FROM checkpoints WHERE {_CHECKPOINT}", [run_id, kind, name]) > 0
+        return self._do(f"DELETE FROM checkpoints WHERE {_CHECKPOINT}", [run_id, kind, name])
 
     def checkpoints_of_run(self, run_id: str) -> list[CheckpointRow]:
         """Newest first."""
@@ -322,7 +285,7 @@ class Ledger:
 
     def checkpoints(
         self, scope: Scope, *, limit: int, offset: int = 0, now: float = 0.0
-    ) -> RowPage[CheckpointRow]:
+    ) -> rows.RowPage[CheckpointRow]:
         """Those that have not expired by `now`."""
         where, values = _within(scope)
         return self._page(CheckpointRow, f"{where} AND {_UNEXPIRED}", [*values, now], "rowid", limit, offset)
@@ -338,7 +301,7 @@ class Ledger:
     def expired_checkpoints(self, now: float) -> list[CheckpointRow]:
         return self._select(CheckpointRow, "WHERE expires_at <= ? ORDER BY expires_at", [now])
 
-    def storage(self, scope: Scope, *, project_id: str | None = None) -> list[Storage]:
+    def storage(self, scope: Scope, *, project_id: str | None = None) -> list[rows.Storage]:
         """What checkpoints take up, by owner and project."""
         where, values = _within(scope, project_id)
         totals = self._read(
@@ -346,26 +309,17 @@ class Ledger:
             f"GROUP BY owner, project_id ORDER BY owner, project_id",
             values,
         )
-        return [Storage(*total) for total in totals]
-
-    # -- custom losses -----------------------------------------------------------------------------------
-
-    def add_custom_loss(self, row: CustomLossRow) -> tuple[CustomLossRow, bool]:
-        """The loss as it is kept, and whether it is new: a repeated loss id changes nothing."""
-        return self._add_once(row, "loss_id")
-
-    def custom_loss(self, loss_id: str) -> CustomLossRow | None:
-        return self._one(CustomLossRow, "loss_id = ?", loss_id)
+        return [rows.Storage(*total) for total in totals]
 
     # -- usage and audit ---------------------------------------------------------------------------------
 
-    def add_usage(self, rows: Iterable[UsageRow]) -> None:
+    def add_usage(self, used: Iterable[rows.UsageRow]) -> None:
         """Add to what was used; rows that differ in the amount alone become one."""
         with self.transaction():
-            for row in rows:
-                self._insert(row, _ADD_TO_USAGE)
+            for row in used:
+                self._insert(rows.UsageRow, vars(row), _ADD_TO_USAGE)
 
-    def usage(self, start: float, end: float, scope: Scope) -> list[UsageRow]:
+    def usage(self, start: float, end: float, scope: Scope) -> list[rows.UsageRow]:
         """Usage of the hours that begin in [start, end), summed over runs (`run_id` is None)."""
         where, values = _within(scope)
         group = "hour, owner, kind, project_id, session_id, base_model"
@@ -374,41 +328,29 @@ class Ledger:
             f"WHERE {where} AND hour >= ? AND hour < ? GROUP BY {group} ORDER BY {group}",
             [*values, start, end],
         )
-        return [decode(UsageRow, row) for row in found]
+        return [rows.decode(rows.UsageRow, row) for row in found]
 
-    def usage_of_run(self, run_id: str) -> dict[str, float]:
-        """All that a run has used, by kind."""
-        return dict(
-            self._read("SELECT kind, sum(amount) FROM usage WHERE run_id = ? GROUP BY kind", [run_id])
-        )
-
-    def add_audit(self, row: AuditRow) -> None:
-        self._insert(row)
+    def add_audit(self, row: rows.AuditRow) -> None:
+        self._insert(rows.AuditRow, vars(row))
 
     def audit(
         self, scope: Scope, *, kind: str = "", start: float | None = None, end: float | None = None
-    ) -> list[AuditRow]:
+    ) -> list[rows.AuditRow]:
         """What was done in [start, end), oldest first; of one kind (`event` begins with "KIND.") if given."""
         where, values = _within(scope)
-        for clause, value in (("at >= ?", start), ("at < ?", end)):
+        prefix = f"{kind}." if kind else None
+        for clause, value in (("at >= ?", start), ("at < ?", end), ("instr(event, ?) = 1", prefix)):
             if value is not None:
                 where, values = f"{where} AND {clause}", [*values, value]
-        if kind:
-            where, values = f"{where} AND instr(event, ?) = 1", [*values, f"{kind}."]
-        return self._select(AuditRow, f"WHERE {where} ORDER BY at, audit_id", values)
+        return self._select(rows.AuditRow, f"WHERE {where} ORDER BY at, audit_id", values)
 
     # -- API keys ----------------------------------------------------------------------------------------
 
-    def add_key(
-        self, *, name: str, note: str, hash: str, owner: str, project_id: str | None, created_at: float
-    ) -> KeyRow:
+    def add_key(self, **fields: Any) -> KeyRow:
+        """Keep a key, given all of KeyRow's fields but its number."""
         with self.transaction():
-            self._write(
-                "INSERT INTO keys (name, note, hash, owner, project_id, created_at) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                [name, note, hash, owner, project_id, encode("created_at", created_at)],
-            )
-            key = self.find_key(hash)
+            self._insert(KeyRow, fields)
+            key = self.find_key(fields["hash"])
         assert key is not None
         return key
 
@@ -465,23 +407,18 @@ def _search_clauses(query: SessionSearchRequest) -> Iterator[tuple[Any, ...]]:
             json.dumps(query.user_metadata),
         )
     if query.statuses is not None:
-        yield _status_clause(query)
+        types, reasons = set[str](), set[str]()
+        for status in query.statuses:
+            if isinstance(status, ClientFinishedSessionStatusQuery) and status.reasons is not None:
+                reasons.update(status.reasons)
+            else:
+                types.add(status.type)
+        yield (
+            f"(json_extract(status, '$.type') IN {_LISTED} OR json_extract(status, '$.reason.type') "
+            f"IN {_LISTED} AND json_extract(status, '$.type') = 'client_finished')",
+            _listed(types),
+            _listed(reasons),
+        )
     if query.cursor is not None:
         at = round(query.cursor.last_created_at.timestamp(), 6)
         yield "(created_at, session_id) < (?, ?)", at, query.cursor.last_session_id
-
-
-def _status_clause(query: SessionSearchRequest) -> tuple[str, str, str]:
-    types: set[str] = set()
-    reasons: set[str] = set()
-    for status in query.statuses or ():
-        if isinstance(status, ClientFinishedSessionStatusQuery) and status.reasons is not None:
-            reasons.update(status.reasons)
-        else:
-            types.add(status.type)
-    return (
-        f"(json_extract(status, '$.type') IN {_LISTED} OR json_extract(status, '$.reason.type') IN {_LISTED} "
-        "AND json_extract(status, '$.type') = 'client_finished')",
-        _listed(types),
-        _listed(reasons),
-    )
