@@ -131,7 +131,7 @@ BUSY = """
 import time, tinkex
 from tinkex import local
 run = tinkex.ServiceClient().create_lora_training_client(NAME, rank=4)
-((engine,),) = [transport.engines() for transport in local._transports.values()]
+((engine,),) = [transport.service.models.engines() for transport in local._transports.values()]
 end, engine.close = engine.close, lambda: (time.sleep(PAUSE), end())  # a micro-batch takes its time
 print("trained")
 """

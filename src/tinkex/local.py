@@ -1,8 +1,7 @@
-"""Embedded mode: a service and its engine behind the client's transport, inside the user's process.
+"""Embedded mode: a service and its engine behind the client's transport, without HTTP or codecs in between.
 
-The same client and the same service, with no HTTP and no codec in between. There is one service per home
-directory and process, shared by every ServiceClient and started by the first call. tinkex/embedded.py hands
-it to the client, which imports neither this module nor the service.
+There is one service per home directory and process, shared by every ServiceClient and started by the first
+call. tinkex/embedded.py hands it to the client, which imports neither this module nor the service.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NOT_INSTALLED = (
     "Either install it (pip install 'tinkex[engine]'), or set TINKER_API_KEY (and TINKER_BASE_URL) to use a "
     "server"
 )
-
+RUNS_HERE = "tinkex: no API key and no server are set, so models run in this process (state: {home})"
 EXIT_PATIENCE = 120.0  # seconds that an engine has to end its micro-batch when the process ends
 EXIT_NOTICE = 0.5  # seconds after which a message says what is waited for
 ENDING = "tinkex: the engine ends the micro-batch in hand; Ctrl-C leaves at once"
@@ -55,7 +54,7 @@ class LocalTransport:
     policy = RetryPolicy()
 
     def __init__(self, service: Service, caller: Caller | None = None, *, only_look: bool = False) -> None:
-        self._service = service
+        self.service = service
         self._begin = service.look if only_look else service.start
         self._caller = caller or Caller(user="local", same_machine=True)
         self._starting: asyncio.Task[None] | None = None
@@ -64,22 +63,22 @@ class LocalTransport:
         return await self.call(ops.GET_CLIENT_CONFIG, ClientConfigRequest(sdk_version=__version__))
 
     async def call(self, op: Op[Any, Any], request: Any, context: CallContext = NO_CONTEXT) -> Any:
-        if not self._service.ready:
+        if not self.service.ready:
             await self._start()
         try:
             with tracing.span(f"transport {op.name}", within=True):
-                return await self._service.call(op, request, self._caller)
+                return await self.service.call(op, request, self._caller)
         except Refusal as refusal:
             raise _status_error(op, refusal) from None
 
     async def stream(
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
     ) -> AsyncGenerator[SampleEvent, None]:
-        if not self._service.ready:
+        if not self.service.ready:
             await self._start()
         try:
             with tracing.span(f"transport {ops.STREAM_SAMPLE.name}", within=True):
-                events = self._service.stream(request, self._caller)
+                events = self.service.stream(request, self._caller)
         except Refusal as refusal:
             raise _status_error(ops.STREAM_SAMPLE, refusal) from None
         async with aclosing(events):
@@ -94,14 +93,6 @@ class LocalTransport:
     async def aclose(self) -> None:
         """The service outlives its clients: it is the process's."""
 
-    def engines(self) -> list[Engine]:
-        """Those that are loaded."""
-        return self._service.models.engines()
-
-    def begin_closing(self) -> None:
-        """The process ends: load no engine from now on."""
-        self._service.models.begin_closing()
-
 
 def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
     response = FailedResponse(refusal.status, {}, refusal.message, FailedRequest(op.method, op.name))
@@ -110,12 +101,9 @@ def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
 
 def service_config(settings: Settings) -> ServiceConfig:
     """How a service in one's own process is set up: any model on this machine can be named by its path."""
+    home = settings.home
     return ServiceConfig(
-        home=settings.home,
-        models_directory=settings.home / "models",
-        any_path=True,
-        resume=False,
-        offline=settings.offline,
+        home, models_directory=home / "models", any_path=True, resume=False, offline=settings.offline
     )
 
 
@@ -128,8 +116,8 @@ def _stop_engines() -> None:
     if not background.is_running_here():
         return  # a forked child: its engines are its parent's
     for transport in _transports.values():
-        transport.begin_closing()
-        for engine in transport.engines():
+        transport.service.models.begin_closing()
+        for engine in transport.service.models.engines():
             try:
                 _close(engine)
             except KeyboardInterrupt:
@@ -167,10 +155,7 @@ def connection(settings: Settings) -> ServerConnection:
         made = LocalTransport(Service(service_config(settings)))
         first = _transports.setdefault(home, made) is made  # else another thread has just made one
         if first and settings.base_url != LOCAL:  # a caller who asked for it need not be told
-            print(  # noqa: T201
-                f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
-                file=sys.stderr,
-            )
+            print(RUNS_HERE.format(home=home), file=sys.stderr)  # noqa: T201
     return ServerConnection(_transports[home], settings)
 
 

@@ -9,26 +9,28 @@ from tinkex.service.scheduler import PART, PATIENCE, QueuedRequest, Scheduler
 SOON = PATIENCE / 2
 
 
-def rests(scheduler: Scheduler, run: str, come: float, done: float) -> None:
-    """It sends a step at `come`, and has its result at `done`."""
-    seq_id = scheduler.next_free(run)
-    scheduler.submit(QueuedRequest(run, seq_id, f"{run}#{seq_id}", is_pass=False), come)
-    [item] = scheduler.next_batch(done)
-    scheduler.done(item, done)
+def rests(scheduler: Scheduler, run: str, seq_id: int, at: float) -> None:
+    """It sends a step, and has its result at once."""
+    scheduler.submit(QueuedRequest(run, seq_id, f"{run}#{seq_id}", is_pass=False), at)
+    [item] = scheduler.next_batch(at)
+    scheduler.done(item, at)
 
 
 def rested(scheduler: Scheduler, run: str, seconds: float, at: float = 0.0) -> None:
     """It has come back after `seconds` once, and rests again from `at` on."""
     scheduler.open(run, run)
-    rests(scheduler, run, at - seconds, at - seconds)
-    rests(scheduler, run, at, at)
+    rests(scheduler, run, 1, at - seconds)
+    rests(scheduler, run, 2, at)
 
 
 def batch_took(scheduler: Scheduler, seconds: float, at: float = 0.0) -> None:
     """A batch ends at `at`, and the first pass of the next one is ready."""
-    for item in scheduler.next_batch(at - seconds):
-        scheduler.done(item, at)
-    seq_id = scheduler.next_free("ready")
+    [item] = scheduler.next_batch(at - seconds)
+    scheduler.done(item, at)
+    ready(scheduler, item.seq_id + 1, at)
+
+
+def ready(scheduler: Scheduler, seq_id: int, at: float) -> None:
     scheduler.submit(QueuedRequest("ready", seq_id, f"ready#{seq_id}", is_pass=True), at)
 
 
@@ -37,7 +39,7 @@ def scheduler() -> Scheduler:
     """One pass is ready, and the batch before took long enough for all patience that there is."""
     scheduler = Scheduler()
     scheduler.open("ready", "ready")
-    batch_took(scheduler, 1.0)
+    ready(scheduler, 1, -1.0)
     batch_took(scheduler, 1.0)
     return scheduler
 
@@ -48,7 +50,7 @@ def test_alone_nobody_is_waited_for(scheduler: Scheduler):
 
 def test_a_run_that_never_came_back_is_not_waited_for(scheduler: Scheduler):
     scheduler.open("new", "new")
-    rests(scheduler, "new", 0.0, 0.0)
+    rests(scheduler, "new", 1, 0.0)
     assert scheduler.wait_until(0.0) is None
 
 

@@ -15,9 +15,9 @@ from tests.service.harness import MODEL, Failed, User, killed_copy, serving, unt
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, SampleWork
 from tinkex.service import adapter_cache
-from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
+from tinkex.service.futures import Completions
 from tinkex.service.refusal import Refusal
 from tinkex.service.served_models import ServedModels
 from tinkex.service.service import Service

@@ -138,21 +138,21 @@ def test_a_gap_that_closes_in_time_costs_nothing():
 
 def test_what_was_given_up_in_an_earlier_life_is_not_waited_for():
     scheduler = Scheduler(batch_tokens=BUDGET)
-    scheduler.open("r", "me")
+    queue = scheduler.open("r", "me")
     for seq_id in (3, 5, 9):
         scheduler.submit(work("r", seq_id), 0.0)
     assert scheduler.next_batch(0.0) == []
-    scheduler.give_up("r", 5, 0.0)
+    queue.give_up(5, 0.0)
     assert [w.seq_id for batch in drain(scheduler) for w in batch] == [3, 5]
-    assert scheduler.missing("r") == 6
+    assert queue.missing == 6
     assert scheduler.submit(work("r", 4), 0.0)[0] is Verdict.LATE
 
 
 def test_what_is_being_written_down_is_not_given_up():
     scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
-    scheduler.open("r", "me")
+    queue = scheduler.open("r", "me")
     scheduler.submit(work("r", 3), 0.0)
-    with scheduler.arriving("r", 2):
+    with queue.arriving(2):
         assert scheduler.give_up_gaps(100.0) == 160.0  # 1 is, and 2 is waited for anew
         assert scheduler.submit(work("r", 2), 100.0)[0] is Verdict.ACCEPTED
     assert [w.seq_id for batch in drain(scheduler) for w in batch] == [2, 3]
@@ -160,9 +160,9 @@ def test_what_is_being_written_down_is_not_given_up():
 
 def test_what_could_not_be_written_down_is_given_up_in_its_time():
     scheduler = Scheduler(batch_tokens=BUDGET, gap_patience=60.0)
-    scheduler.open("r", "me")
+    queue = scheduler.open("r", "me")
     scheduler.submit(work("r", 2), 0.0)
-    with scheduler.arriving("r", 1):
+    with queue.arriving(1):
         assert scheduler.give_up_gaps(60.0) == 120.0
     assert scheduler.give_up_gaps(120.0) is None
     assert [w.seq_id for batch in drain(scheduler) for w in batch] == [2]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tinkex.engine.protocol import CheckLoss, CustomLoss, EngineError
 from tinkex.service.access import Access
@@ -25,23 +26,21 @@ MAX_DEPTH = 32
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
 
+@dataclass(eq=False)
 class CustomLosses:
     """Uploaded losses, by id."""
 
-    def __init__(
-        self, ledger: Ledger, home: Home, access: Access, models: ServedModels, futures: Futures
-    ) -> None:
-        self._ledger = ledger
-        self._home = home
-        self._access = access
-        self._models = models
-        self._futures = futures
+    ledger: Ledger
+    home: Home
+    access: Access
+    models: ServedModels
+    futures: Futures
 
     async def create_custom_loss(
         self, request: training.CreateCustomLossRequest, caller: Caller
     ) -> UntypedAPIFuture:
         """Keep a loss under an id."""
-        self._access.active_session(request.session_id, caller)
+        self.access.active_session(request.session_id, caller)
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
         row = CustomLossRow(
             loss_id, request.session_id, caller.user, request.name,
@@ -49,13 +48,12 @@ class CustomLosses:
             [node.model_dump() for node in request.graph.nodes],
         )  # fmt: skip
         why = _check_form(request) or await self._refused_by_engines(row)
-        if self._ledger.custom_loss(loss_id) is None:
-            why = why or await self._home.over_quota(len(repr(row)), lately=True)
+        if self.ledger.custom_loss(loss_id) is None:
+            why = why or await self.home.over_quota(len(repr(row)), lately=True)
         if why:
-            return UntypedAPIFuture(
-                self._futures.create_resolved(caller.user, failure(why, "user")).request_id
-            )
-        kept, _ = self._ledger.add_custom_loss(row)
+            failed = self.futures.create_resolved(caller.user, failure(why, "user"))
+            return UntypedAPIFuture(failed.request_id)
+        kept, _ = self.ledger.add_custom_loss(row)
         if kept != row:
             raise Refusal(422, f"custom_loss_seq_id {request.custom_loss_seq_id} was another loss")
         self.find_future(loss_id)
@@ -63,7 +61,7 @@ class CustomLosses:
 
     async def _refused_by_engines(self, row: CustomLossRow) -> str:
         """Why an engine would not run this loss. One that is not loaded yet says so on first use."""
-        for model in self._models:
+        for model in self.models:
             try:
                 if model.engine is not None:
                     await execute(model.engine, CheckLoss(_graph(row)))
@@ -74,10 +72,10 @@ class CustomLosses:
 
     def find_future(self, request_id: str) -> Future | None:
         """A loss's id is also the id of its future: after a restart it is found in the ledger."""
-        if (row := self._ledger.custom_loss(request_id)) is None:
+        if (row := self.ledger.custom_loss(request_id)) is None:
             return None
         created = training.CreateCustomLossResponse(loss_id=row.loss_id)
-        return self._futures.create_resolved(row.owner, created, row.loss_id)
+        return self.futures.create_resolved(row.owner, created, row.loss_id)
 
 
 def find_loss(ledger: Ledger, loss_id: str, owner: str) -> CustomLoss | None:
@@ -129,12 +127,8 @@ def _check_nodes(request: training.CreateCustomLossRequest) -> str:
 def _refs(value: AnyJson, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         raise RecursionError
-    if isinstance(value, dict):
-        if set(value) == {"ref"} and isinstance(value["ref"], str):
-            yield value["ref"]
-        else:
-            for item in value.values():
-                yield from _refs(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
+    if isinstance(value, dict) and set(value) == {"ref"} and isinstance(value["ref"], str):
+        yield value["ref"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _refs(item, depth + 1)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tinkex.service.access import Access
-from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
-from tinkex.service.futures import Future, Futures
-from tinkex.service.refusal import Caller, Refusal, not_found
+from tinkex.service.futures import Completions, Futures
+from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.samplers import Samplers
 from tinkex.types.futures import (
@@ -25,73 +25,65 @@ from tinkex.types.futures import (
     PendingFuture,
 )
 
-EXPIRED = "this request's result is no longer kept"
 
-
+@dataclass(eq=False)
 class Polling:
     """Fetching results, one method per operation."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        access: Access,
-        futures: Futures,
-        completions: Completions,
-        runs: RunManager,
-        samplers: Samplers,
-        custom_losses: CustomLosses,
-    ) -> None:
-        self._config = config
-        self._access = access
-        self._futures = futures
-        self._completions = completions
-        self._runs = runs
-        self._samplers = samplers
-        self._custom_losses = custom_losses
-        self.long_poll = config.long_poll
+    config: ServiceConfig
+    access: Access
+    futures: Futures
+    completions: Completions
+    runs: RunManager
+    samplers: Samplers
+    custom_losses: CustomLosses
+
+    def __post_init__(self) -> None:
+        self.long_poll = self.config.long_poll
 
     async def retrieve_future(self, request: FutureRetrieveRequest, caller: Caller) -> Any:
-        future = self._futures.get(request.request_id) or await self._find(request.request_id, caller)
-        if future is None:
-            raise Refusal(410, EXPIRED)  # not 404: on 410 official samplers sample again by themselves
-        if future.owner != caller.user:
-            raise not_found(f"request {request.request_id}")
+        request_id = request.request_id
+        future = (
+            self.futures.get(request_id)
+            or self.custom_losses.find_future(request_id)
+            or await self.runs.find_future(request_id, caller)
+        )
+        if future is None:  # not 404: on 410 official samplers sample again by themselves
+            raise Refusal(410, "this request's result is no longer kept")
+        caller.must_own(future.owner, f"request {request_id}")
         if not future.done and not await future.wait(self.long_poll):
-            return PendingFuture(request.request_id, *self._runs.queue_state(future))
+            return PendingFuture(request_id, *self.runs.queue_state(future))
         if future.delivered is None:
             future.delivered = time.monotonic()
         return future.outcome
-
-    async def _find(self, request_id: str, caller: Caller) -> Future | None:
-        return self._custom_losses.find_future(request_id) or await self._runs.find_future(request_id, caller)
 
     async def retrieve_futures(
         self, request: FuturesRetrieveRequest, caller: Caller
     ) -> FuturesRetrieveResponse:
         """What ended since the last poll of a sampler, or of one of its clones."""
         target = request.target
-        self._access.sampler(target.sampling_session_id, caller)
-        fetched = [self._futures.get(i) for i in request.retrieved_request_ids]
+        self.access.sampler(target.sampling_session_id, caller)
+        fetched = [self.futures.get(i) for i in request.retrieved_request_ids]
         self.drop(f.request_id for f in fetched if f is not None and f.owner == caller.user)
         feed = f"{target.sampling_session_id}#{target.cloned_sampler_id}"
         wait = self.long_poll if request.timeout is None else min(request.timeout, self.long_poll)
-        if request.retrieved_request_ids and not self._completions.is_open(feed):
+        if request.retrieved_request_ids and not self.completions.is_open(feed):
             wait = 0.0  # a client's last acknowledgement: it waits for nothing
-        completions, cursor = await self._completions.poll(feed, request.prev_cursor, max(0.0, wait))
+        completions, cursor = await self.completions.poll(feed, request.prev_cursor, max(0.0, wait))
         return FuturesRetrieveResponse(completions=completions, cursor=cursor)
 
     async def cancel_future(self, request: CancelFutureRequest, caller: Caller) -> None:
         """Stop a sample. Training requests cannot be cancelled: they are journaled."""
-        future = self._futures.get(request.request_id)
+        future = self.futures.get(request.request_id)
         if future is not None and future.owner == caller.user:
-            self._samplers.cancel(future)
+            self.samplers.cancel(future)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget results that were delivered or have expired."""
-        if dropped := self._futures.drop(request_ids):
-            self._completions.fetched(dropped)
-            self._runs.forget_results(dropped)
+        if dropped := self.futures.drop(request_ids):
+            self.completions.fetched(dropped)
+            self.runs.forget_results(dropped)
 
     def expire(self, now: float) -> None:
-        self.drop(self._futures.expired(now, self._config.keep_results, self._config.keep_delivered))
-        self._completions.expire(now, self._config.keep_results)
+        self.drop(self.futures.expired(now, self.config.keep_results, self.config.keep_delivered))
+        self.completions.expire(now, self.config.keep_results)

@@ -24,10 +24,9 @@ from tinkex.errors import InvalidInputError
 from tinkex.service.access import Access
 from tinkex.service.activity import Activity
 from tinkex.service.adapter_cache import AdapterCaches, adapter_name
-from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
-from tinkex.service.futures import ACTIVE, Future, Futures, failure
+from tinkex.service.futures import ACTIVE, Completions, Future, Futures, failure
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal

@@ -53,16 +53,18 @@ class Verdict(Enum):
     LATE = "late"  # its gap was given up: executing it now would be out of order
 
 
-@dataclass
-class _Queue:
+@dataclass(eq=False)
+class RunQueue:
+    """The requests of one run, in their order."""
+
     owner: str
-    next_seq: int
+    next_seq: int  # the seq id that is executed next
     waiting: dict[int, QueuedRequest] = field(default_factory=dict[int, QueuedRequest])
     gap_since: float | None = None  # since when the head has been missing while something waits behind it
     running: int = 0
     turn: int = 0  # when it was last served, counted in turns of all runs
     known: dict[int, tuple[str, bytes]] = field(default_factory=dict[int, tuple[str, bytes]])
-    arriving: set[int] = field(default_factory=set[int])  # seq ids whose requests are being journaled
+    journaling: set[int] = field(default_factory=set[int])  # seq ids whose requests are being journaled
     given_up: int = 0  # gaps below this seq id are given up
     rests_since: float | None = None  # when the last of its requests was done
     rested: float | None = None  # seconds, the last time
@@ -71,15 +73,45 @@ class _Queue:
     def idle(self) -> bool:
         return not self.running and not self.waiting
 
+    @property
     def head(self) -> QueuedRequest | None:
         return None if self.running else self.waiting.get(self.next_seq)
 
-    def is_due(self, now: float, end: float) -> bool:
-        """Should its next request be here by `end`, and is it not long overdue?"""
-        if self.rests_since is None or self.rested is None:
-            return False
-        expected = self.rests_since + self.rested
-        return expected <= end and now < expected + PATIENCE
+    @property
+    def missing(self) -> int | None:
+        """The seq id that this run waits for, while others wait behind it."""
+        return None if self.gap_since is None else self.next_seq
+
+    @property
+    def next_free(self) -> int:
+        """The seq id of a request whose client does not number them: after all there are."""
+        return max([self.next_seq - 1, *self.waiting]) + 1
+
+    def judge(self, seq_id: int, digest: bytes) -> tuple[Verdict, str]:
+        """What would become of a request, without accepting it; of a repeated one also its first id."""
+        if (known := self.known.get(seq_id)) is not None:
+            return (Verdict.REPEATED if known[1] == digest else Verdict.CONFLICT), known[0]
+        return (Verdict.LATE if seq_id < self.next_seq else Verdict.ACCEPTED), ""
+
+    def remember(self, seq_id: int, request_id: str, digest: bytes) -> None:
+        """This seq id is that request: if it comes again, it is a repeat."""
+        self.known[seq_id] = (request_id, digest)
+        if len(self.known) > REMEMBERED:
+            del self.known[next(iter(self.known))]
+
+    @contextmanager
+    def arriving(self, seq_id: int) -> Generator[None]:
+        """While an accepted request is being journaled: its gap is not given up meanwhile."""
+        self.journaling.add(seq_id)
+        try:
+            yield
+        finally:
+            self.journaling.discard(seq_id)
+
+    def give_up(self, below: int, now: float) -> None:
+        """Give up the gaps below this seq id."""
+        self.given_up = max(self.given_up, below)
+        self.watch_gap(now)
 
     def watch_gap(self, now: float) -> None:
         if self.next_seq < self.given_up and not self.running and self.next_seq not in self.waiting:
@@ -89,6 +121,13 @@ class _Queue:
         elif self.gap_since is None:
             self.gap_since = now
 
+    def is_due(self, now: float, end: float) -> bool:
+        """Should its next request be here by `end`, and is it not long overdue?"""
+        if self.rests_since is None or self.rested is None:
+            return False
+        expected = self.rests_since + self.rested
+        return expected <= end and now < expected + PATIENCE
+
 
 class Scheduler:
     """The queues of all runs on one base model."""
@@ -96,7 +135,7 @@ class Scheduler:
     def __init__(self, *, batch_tokens: int = BATCH_TOKENS, gap_patience: float = 60.0) -> None:
         self.batch_tokens = batch_tokens
         self.gap_patience = gap_patience
-        self._runs: dict[str, _Queue] = {}
+        self._runs: dict[str, RunQueue] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
         self._level = 0.0  # tokens that the owner served last had been served before that
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
@@ -105,12 +144,10 @@ class Scheduler:
         self._patience = 0.0  # how long the next batch may wait
         self._ready_since: float | None = None  # when its first pass was ready
 
-    # -- runs --------------------------------------------------------------------------------------------
-
-    def open(self, run: str, owner: str, next_seq: int = 1) -> None:
-        if owner not in self._served:
-            self._served[owner] = self._level
-        self._runs[run] = _Queue(owner, next_seq)
+    def open(self, run: str, owner: str, next_seq: int = 1) -> RunQueue:
+        self._served.setdefault(owner, self._level)
+        queue = self._runs[run] = RunQueue(owner, next_seq)
+        return queue
 
     def close(self, run: str) -> None:
         """Forget a run, and what it has waiting."""
@@ -122,83 +159,32 @@ class Scheduler:
         """How much work is accepted and not begun."""
         return sum(len(queue.waiting) for queue in self._runs.values())
 
-    def next_seq(self, run: str) -> int:
-        """The seq id that this run executes next."""
-        return self._runs[run].next_seq
-
-    def next_free(self, run: str) -> int:
-        """The seq id of a request whose client does not number them: after all there are."""
-        queue = self._runs[run]
-        return max([queue.next_seq - 1, *queue.waiting]) + 1
-
-    def idle(self, run: str) -> bool:
-        return self._runs[run].idle
-
-    def missing(self, run: str) -> int | None:
-        """The seq id that this run waits for, while others wait behind it."""
-        queue = self._runs[run]
-        return None if queue.gap_since is None else queue.next_seq
-
-    # -- submitting --------------------------------------------------------------------------------------
-
-    def judge(self, run: str, seq_id: int, digest: bytes) -> tuple[Verdict, str]:
-        """What would become of a request, without accepting it; of a repeated one also its first id."""
-        queue = self._runs[run]
-        if (known := queue.known.get(seq_id)) is not None:
-            return (Verdict.REPEATED if known[1] == digest else Verdict.CONFLICT), known[0]
-        return (Verdict.LATE if seq_id < queue.next_seq else Verdict.ACCEPTED), ""
-
     def submit(self, work: QueuedRequest, now: float) -> tuple[Verdict, str]:
         """Accept a request, or say why not; with the id under which its result will be found."""
-        verdict, first_id = self.judge(work.run, work.seq_id, work.digest)
+        queue = self._runs[work.run]
+        verdict, first_id = queue.judge(work.seq_id, work.digest)
         if verdict is Verdict.ACCEPTED:
-            queue = self._runs[work.run]
             if queue.rests_since is not None:
                 queue.rested, queue.rests_since = now - queue.rests_since, None
             if all(other.idle for other in self._runs.values() if other.owner == queue.owner):
                 # An owner that was idle starts level with the others, neither ahead of all nor behind.
                 self._served[queue.owner] = max(self._served[queue.owner], self._level)
             queue.waiting[work.seq_id] = work
-            self.remember(work.run, work.seq_id, work.request_id, work.digest)
+            queue.remember(work.seq_id, work.request_id, work.digest)
             queue.watch_gap(now)
         return verdict, first_id or work.request_id
-
-    def remember(self, run: str, seq_id: int, request_id: str, digest: bytes) -> None:
-        """This seq id is that request: if it comes again, it is a repeat."""
-        known = self._runs[run].known
-        known[seq_id] = (request_id, digest)
-        if len(known) > REMEMBERED:
-            del known[next(iter(known))]
-
-    @contextmanager
-    def arriving(self, run: str, seq_id: int) -> Generator[None]:
-        """While an accepted request is being journaled: its gap is not given up meanwhile."""
-        queue = self._runs[run]
-        queue.arriving.add(seq_id)
-        try:
-            yield
-        finally:
-            queue.arriving.discard(seq_id)
-
-    def give_up(self, run: str, below: int, now: float) -> None:
-        """Give up the gaps below this seq id."""
-        queue = self._runs[run]
-        queue.given_up = max(queue.given_up, below)
-        queue.watch_gap(now)
 
     def give_up_gaps(self, now: float) -> float | None:
         """Skip gaps that were waited for long enough; returns when to call again, if any is left."""
         again: list[float] = []
         for queue in self._runs.values():
             if queue.gap_since is not None and queue.gap_since + self.gap_patience <= now:
-                queue.next_seq = min([*queue.arriving, *queue.waiting])
+                queue.next_seq = min([*queue.journaling, *queue.waiting])
                 queue.gap_since = None
                 queue.watch_gap(now)  # what is being journaled is waited for again
             if queue.gap_since is not None:
                 again.append(queue.gap_since + self.gap_patience)
         return min(again, default=None)
-
-    # -- executing ---------------------------------------------------------------------------------------
 
     def wait_until(self, now: float) -> float | None:
         """Until when to delay the batch, because more passes are about to come; None: begin now."""
@@ -225,7 +211,7 @@ class Scheduler:
         return self._begin(self._fill(passes))
 
     def _heads(self) -> list[QueuedRequest]:
-        return [head for queue in self._runs.values() if (head := queue.head()) is not None]
+        return [head for queue in self._runs.values() if (head := queue.head) is not None]
 
     def _next_barriers(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """The next barrier; if it shares, also those that follow it and share."""

@@ -25,10 +25,9 @@ from tinkex.service.adapter_cache import AdapterCaches
 from tinkex.service.archive import Archives, Link
 from tinkex.service.billing import Billing
 from tinkex.service.checkpoints import Checkpoints
-from tinkex.service.completions import Completions
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
-from tinkex.service.futures import Futures
+from tinkex.service.futures import Completions, Futures
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerError
 from tinkex.service.polling import Polling

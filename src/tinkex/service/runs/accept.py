@@ -176,9 +176,8 @@ class TrainingRequests:
                 if run.state is RunState.EVICTED:
                     row = self.ledger.run(row.run_id) or row
                     continue  # it was evicted while we waited
-                scheduler = run.scheduler
-                seq_id = scheduler.next_free(run.id) if seq_id is None else seq_id  # clients before 0.3
-                verdict, request_id = scheduler.judge(run.id, seq_id, digest)
+                seq_id = run.queue.next_free if seq_id is None else seq_id  # clients before 0.3
+                verdict, request_id = run.queue.judge(seq_id, digest)
                 if verdict is Verdict.CONFLICT:
                     raise Refusal(422, f"seq_id {seq_id} of {run.id} was another request")
                 if verdict is Verdict.REPEATED:
@@ -189,7 +188,7 @@ class TrainingRequests:
                     return UntypedAPIFuture(late.request_id, run.id)
                 if run.state is RunState.MISMATCHED:
                     raise Refusal(422, run.problem)
-                with scheduler.arriving(run.id, seq_id):
+                with run.queue.arriving(seq_id):
                     return await self._accept(run, seq_id, request, digest)
 
     async def _accept(self, run: Run, seq_id: int, request: Any, digest: bytes) -> UntypedAPIFuture:

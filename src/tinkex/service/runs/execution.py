@@ -38,7 +38,12 @@ from tinkex.types import checkpoints as saves
 from tinkex.types import training
 from tinkex.types.data import EncodedTextChunk
 
-SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+# Of each kind of save: what it writes, and its reply.
+SAVES: dict[str, tuple[CheckpointKind, Callable[..., Any]]] = {
+    "save_weights": ("weights", saves.SaveWeightsResponse),
+    "save_weights_for_sampler": ("sampler_weights", saves.SaveWeightsForSamplerResponseInternal),
+    "save_weights_external": ("external_weights", saves.SaveWeightsExternalResponseInternal),
+}
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
 EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 
@@ -130,9 +135,7 @@ class Barriers:
             "create_model": self._create,
             "optim_step": self._step,
             "load_weights": self._load,
-            "save_weights": self._save_state,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "save_weights_external": self._save_external,
+            **dict.fromkeys(SAVES, self._save),
         }
 
     async def execute(self, engine: Engine, work: Execution) -> Any:
@@ -167,22 +170,8 @@ class Barriers:
         await execute(engine, protocol.LoadAdapter(run.run_id, location, optimizer=optimizer))
         return saves.LoadWeightsResponse(path=path, model_id=run.run_id, type="load_weights")
 
-    async def _save_state(self, engine: Engine, run: RunRow, work: Execution) -> saves.SaveWeightsResponse:
-        row = await self._save(engine, run, work, "weights", overwrite=work.request.overwrite, optimizer=True)
-        return saves.SaveWeightsResponse(path=row.tinker_path, type="save_weights")
-
-    async def _save_for_sampler(
-        self, engine: Engine, run: RunRow, work: Execution
-    ) -> saves.SaveWeightsForSamplerResponseInternal:
-        if work.request.path is not None:
-            saved = {"path": (await self._save(engine, run, work, "sampler_weights")).tinker_path}
-        else:
-            saved = {"sampling_session_id": await self._publish(engine, run, work)}
-        return saves.SaveWeightsForSamplerResponseInternal(**saved, type="save_weights_for_sampler")
-
-    async def _publish(self, engine: Engine, run: RunRow, work: Execution) -> str:
+    async def _publish(self, engine: Engine, run: RunRow, number: int) -> str:
         """The id of an unnamed sampler. It is on disk before it is announced: it must survive a restart."""
-        number = work.request.sampling_session_seq_id
         directory = self.home.run_dir(run.run_id) / EPHEMERAL / str(number)
         sampler_id = f"{run.session_id}:sample:{number}"
         sampler = SamplerRow(
@@ -200,28 +189,14 @@ class Barriers:
         self.ledger.add_sampler(sampler)
         return sampler_id
 
-    async def _save_external(
-        self, engine: Engine, run: RunRow, work: Execution
-    ) -> saves.SaveWeightsExternalResponseInternal:
-        recipients = encryption.read_recipients(work.request.age_encryption_recipients or [])
-        row = await self._save(engine, run, work, "external_weights", recipients=recipients)
-        return saves.SaveWeightsExternalResponseInternal(
-            path=row.tinker_path, size_bytes=row.size_bytes, type="save_weights_external"
-        )
-
-    async def _save(
-        self,
-        engine: Engine,
-        run: RunRow,
-        work: Execution,
-        kind: CheckpointKind,
-        *,
-        overwrite: bool = False,
-        optimizer: bool = False,
-        recipients: list[Any] | None = None,
-    ) -> CheckpointRow:
+    async def _save(self, engine: Engine, run: RunRow, work: Execution) -> Any:
         """Write the files, then the row."""
-        request = work.request
+        request, (kind, reply) = work.request, SAVES[work.op]
+        if request.path is None:
+            sampler_id = await self._publish(engine, run, request.sampling_session_seq_id)
+            return reply(sampling_session_id=sampler_id, type=work.op)
+        recipients = encryption.read_recipients(getattr(request, "age_encryption_recipients", None) or [])
+        optimizer, overwrite = kind == "weights", getattr(request, "overwrite", False)
         directory = self.home.run_dir(run.run_id) / kind / request.path
         async with self.home.locked(place := self.home.relative(directory)):
             path = f"tinker://{run.run_id}/{kind}/{request.path}"
@@ -243,7 +218,7 @@ class Barriers:
                 caller = Caller(run.owner, run.project_id)
                 self.activity.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=path)
             self.activity.count(run, {"checkpoint": 1})
-            return row
+            return reply(path=path, size_bytes=size, type=work.op)
 
     async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
         """A run's checkpoints of one kind are all of one size: the last one tells the next one's."""

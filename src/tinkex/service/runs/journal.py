@@ -55,7 +55,60 @@ class Restored:
     undelivered: list[JournalEntry] = field(default_factory=list[JournalEntry])
 
 
-class Journal:
+class _Contents:
+    """What the directory of a journal holds: which requests its logs speak of, and in which records."""
+
+    def __init__(self, directory: Path, *, fsync: bool = False, segment_bytes: int = 0) -> None:
+        self.directory = directory
+        self._requests = SegmentedLog(directory, "requests", fsync, segment_bytes)
+        self._results = SegmentedLog(directory, "results", fsync, segment_bytes)
+        self._known: dict[str, JournalEntry] = {}  # without their requests
+        self._accepted: dict[str, Record] = {}
+        self._resolved: dict[str, Record] = {}
+        self._forgotten: dict[str, Record] = {}
+        for record in (*self._requests.read(), *self._results.read()):
+            self._note(record)
+        snapshots = {int(path.name.split("-")[1]): path for path in directory.glob("snapshot-*")}
+        self.snapshot: Path | None = snapshots[max(snapshots)] if snapshots else None
+        self.next_seq = 0 if self.snapshot is None else int(self.snapshot.name.split("-")[2])
+
+    def _note(self, record: Record) -> None:
+        kind, *rest = record.head
+        if kind == "forget":
+            self._forgotten.update(dict.fromkeys(rest, record))
+            return
+        seq_id, request_id, op, accepted_at, digest = rest
+        entry = JournalEntry(seq_id, request_id, op, None, accepted_at, bytes.fromhex(digest))
+        self._known[request_id] = entry
+        (self._accepted if kind == "accept" else self._resolved)[request_id] = record
+
+    def _done(self, request_id: str) -> bool:
+        return request_id in self._resolved or request_id in self._forgotten
+
+    def restored(self) -> Restored:
+        """What was there when the journal was opened, as a run needs it to go on."""
+        entries = [
+            replace(self._known[i], request=record.unpickle())
+            for i, record in self._accepted.items()
+            if self._known[i].seq_id >= self.next_seq
+        ]
+        kept = [i for i in self._resolved if i not in self._forgotten]
+        return Restored(
+            self.snapshot,
+            self.next_seq,
+            sorted(entries, key=lambda entry: entry.seq_id),
+            outcomes={i: self._resolved[i].unpickle() for i in kept},
+            done=frozenset(entry.request_id for entry in entries if self._done(entry.request_id)),
+            undelivered=[self._known[i] for i in kept if self._known[i].seq_id < self.next_seq],
+        )
+
+
+def restore(directory: Path) -> Restored:
+    """What the journal in `directory` holds, without opening it. JournalError if it is damaged."""
+    return _Contents(directory).restored()
+
+
+class Journal(_Contents):
     """The open journal of a live run. Methods may be called from any thread.
 
     >>> journal.accept(JournalEntry(7, "r7", "optim_step", request, now))  # before anybody may execute it
@@ -68,17 +121,12 @@ class Journal:
     def __init__(self, directory: Path, *, fsync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Open or create; goes on after whatever is there (see `restore`)."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
+        super().__init__(directory, fsync=fsync, segment_bytes=segment_bytes)
         self._fsync = fsync
-        self._lock = threading.Lock()
-        self._requests = SegmentedLog(directory, "requests", fsync=fsync, segment_bytes=segment_bytes)
-        self._results = SegmentedLog(directory, "results", fsync=fsync, segment_bytes=segment_bytes)
-        self._index = _Index()
-        self._index.read(self._requests, self._results)
+        self._lock = threading.RLock()
+        self._begun: tuple[Path, int] | None = None
         self._requests.repair()
         self._results.repair()
-        self.snapshot, self.next_seq = _latest_snapshot(directory)
-        self._begun: tuple[Path, int] | None = None
         self._trim()
 
     @property
@@ -95,27 +143,22 @@ class Journal:
         with self._lock:
             if entry.seq_id < self.next_seq:
                 raise ValueError(f"seq id {entry.seq_id} is below the snapshot's {self.next_seq}")
-            assert entry.request_id not in self._index.known, f"{entry.request_id} is accepted already"
-            self._index.accepted(self._requests.append(["accept", *_described(entry)], request))
+            assert entry.request_id not in self._known, f"{entry.request_id} is accepted already"
+            self._note(self._requests.append(["accept", *_described(entry)], request))
 
     def resolve(self, request_id: str, outcome: Any) -> None:
         """Keep a request's outcome. The first one holds; that of a trimmed request is not kept."""
         content = pack(outcome)
         with self._lock:
-            entry = self._index.known.get(request_id)
-            if entry is not None and not self._index.done(request_id):
-                self._index.resolved(self._results.append(["resolve", *_described(entry)], content))
+            entry = self._known.get(request_id)
+            if entry is not None and not self._done(request_id):
+                self._note(self._results.append(["resolve", *_described(entry)], content))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Write a tombstone: these outcomes were delivered, or have expired."""
         with self._lock:
-            self._forget(request_ids)
-
-    def _forget(self, request_ids: Iterable[str]) -> None:
-        index = self._index
-        ids = [i for i in request_ids if i in index.known and i not in index.forgotten]
-        if ids:
-            index.forgot(self._results.append(["forget", *ids]))
+            if ids := [i for i in request_ids if i in self._known and i not in self._forgotten]:
+                self._note(self._results.append(["forget", *ids]))
 
     # -- snapshots ---------------------------------------------------------------------------------------
 
@@ -126,7 +169,7 @@ class Journal:
         """
         with self._lock:
             assert next_seq >= self.next_seq, f"the last snapshot covers more: {self.next_seq} > {next_seq}"
-            self._sweep(keep=self.snapshot)
+            self._sweep()
             number = 1 if self.snapshot is None else int(self.snapshot.name.split("-")[1]) + 1
             part = self.directory / f"part-{number:06d}-{next_seq}"
             os.mkdir(part)
@@ -144,39 +187,52 @@ class Journal:
         with self._lock:
             begun, next_seq = self._begun or (None, 0)
             assert begun == path, f"{path} is not the snapshot begun last ({begun})"
-            for entry in self._index.unresolved(self.next_seq, next_seq):
-                raise JournalError(
-                    f"{path} covers seq id {entry.seq_id}, but {entry.request_id} has no outcome recorded"
-                )
+            for request_id, entry in self._known.items():
+                if self.next_seq <= entry.seq_id < next_seq and not self._done(request_id):
+                    raise JournalError(
+                        f"{path} covers seq id {entry.seq_id}, but {request_id} has no outcome recorded"
+                    )
             snapshot = path.with_name(path.name.replace("part", "snapshot", 1))
             os.rename(path, snapshot)  # the one moment at which it becomes the snapshot
             if self._fsync:
                 sync_path(self.directory)
             self.snapshot, self.next_seq, self._begun = snapshot, next_seq, None
-            known = self._index.known
-            self._forget([i for i in delivered if i in known and known[i].seq_id < next_seq])
+            self.forget([i for i in delivered if i in self._known and self._known[i].seq_id < next_seq])
             self._trim()
 
-    def _trim(self) -> None:
-        self._sweep(keep=self.snapshot)
-        self._index.trim(self._requests, self._results, self.next_seq)
-
-    def _sweep(self, keep: Path | None) -> None:
+    def _sweep(self) -> None:
         for old in (*self.directory.glob("snapshot-*"), *self.directory.glob("part-*")):
-            if old != keep:
+            if old != self.snapshot:
                 shutil.rmtree(old)
 
-    # -- the end -----------------------------------------------------------------------------------------
+    def _trim(self) -> None:
+        """Delete the files that no restart will need, and forget what was in them alone."""
+        self._sweep()
+        self._accepted = {i: r for i, r in self._accepted.items() if self._known[i].seq_id >= self.next_seq}
+        needed = {record.segment for record in self._accepted.values()}
+        for segment in self._requests.closed_segments():
+            if segment not in needed:
+                self._requests.delete(segment)
+        for segment in self._results.closed_segments():  # oldest first: an outcome goes before its tombstone
+            if not self._needs(segment):
+                self._results.delete(segment)
+                self._resolved = {i: r for i, r in self._resolved.items() if r.segment != segment}
+                self._forgotten = {i: r for i, r in self._forgotten.items() if r.segment != segment}
+        self._known = {i: e for i, e in self._known.items() if i in self._accepted or i in self._resolved}
 
-    def restored(self) -> Restored:
-        """What was there when the journal was opened, as a run needs it to go on."""
-        with self._lock:
-            return _restored(self._index, self.snapshot, self.next_seq)
+    def _needs(self, segment: int) -> bool:
+        """Does it hold an outcome to be delivered, or the tombstone of one that would else reappear?"""
+        outcomes = (i for i, record in self._resolved.items() if record.segment == segment)
+        tombstones = (i for i, record in self._forgotten.items() if record.segment == segment)
+        return any(i not in self._forgotten for i in outcomes) or any(
+            i in self._accepted or (i in self._resolved and self._resolved[i].segment != segment)
+            for i in tombstones
+        )
 
     def close(self) -> None:
         with self._lock:
-            self._requests.close()
-            self._results.close()
+            self._requests.rotate()
+            self._results.rotate()
 
 
 def delete(directory: Path) -> None:
@@ -187,109 +243,5 @@ def delete(directory: Path) -> None:
     shutil.rmtree(gone)
 
 
-def restore(directory: Path) -> Restored:
-    """What the journal in `directory` holds, without opening it. JournalError if it is damaged."""
-    if not directory.is_dir():
-        return Restored()
-    index = _Index()
-    index.read(SegmentedLog(directory, "requests"), SegmentedLog(directory, "results"))
-    return _restored(index, *_latest_snapshot(directory))
-
-
-def _restored(index: _Index, snapshot: Path | None, next_seq: int) -> Restored:
-    entries = [
-        replace(index.known[i], request=record.unpickle())
-        for i, record in index.requests.items()
-        if index.known[i].seq_id >= next_seq
-    ]
-    kept = [i for i in index.results if i not in index.forgotten]
-    return Restored(
-        snapshot,
-        next_seq,
-        sorted(entries, key=lambda entry: entry.seq_id),
-        outcomes={i: index.results[i].unpickle() for i in kept},
-        done=frozenset(entry.request_id for entry in entries if index.done(entry.request_id)),
-        undelivered=[index.known[i] for i in kept if index.known[i].seq_id < next_seq],
-    )
-
-
-def _latest_snapshot(directory: Path) -> tuple[Path | None, int]:
-    latest = max(directory.glob("snapshot-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
-    return latest, 0 if latest is None else int(latest.name.split("-")[2])
-
-
-# -- what the records say --------------------------------------------------------------------------------
-
-
 def _described(entry: JournalEntry) -> list[Any]:
     return [entry.seq_id, entry.request_id, entry.op, entry.accepted_at, entry.digest.hex()]
-
-
-class _Index:
-    """Which requests the two logs speak of, and in which records."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, JournalEntry] = {}  # without their requests
-        self.requests: dict[str, Record] = {}
-        self.results: dict[str, Record] = {}
-        self.forgotten: dict[str, Record] = {}
-
-    def read(self, requests: SegmentedLog, results: SegmentedLog) -> None:
-        for record in requests.read():
-            self.accepted(record)
-        for record in results.read():
-            if record.head[0] == "resolve":
-                self.resolved(record)
-            else:
-                self.forgot(record)
-
-    def accepted(self, record: Record) -> None:
-        self.requests[self._know(record)] = record
-
-    def resolved(self, record: Record) -> None:
-        self.results[self._know(record)] = record
-
-    def forgot(self, record: Record) -> None:
-        self.forgotten.update((request_id, record) for request_id in record.head[1:])
-
-    def _know(self, record: Record) -> str:
-        _, seq_id, request_id, op, accepted_at, digest = record.head
-        self.known[request_id] = JournalEntry(
-            seq_id, request_id, op, None, accepted_at, bytes.fromhex(digest)
-        )
-        return request_id
-
-    def done(self, request_id: str) -> bool:
-        return request_id in self.results or request_id in self.forgotten
-
-    def unresolved(self, start: int, end: int) -> list[JournalEntry]:
-        return [e for i, e in self.known.items() if start <= e.seq_id < end and not self.done(i)]
-
-    # -- trimming ----------------------------------------------------------------------------------------
-
-    def trim(self, requests: SegmentedLog, results: SegmentedLog, next_seq: int) -> None:
-        """Delete the files that no restart will need, and forget what was in them alone."""
-        covered = {i for i, entry in self.known.items() if entry.seq_id < next_seq}
-        self.requests = {i: record for i, record in self.requests.items() if i not in covered}
-        needed = {record.segment for record in self.requests.values()}
-        for segment in requests.closed_segments():
-            if segment not in needed:
-                requests.delete(segment)
-        for segment in results.closed_segments():  # oldest first: an outcome goes before its tombstone
-            if not self._needed(segment):
-                results.delete(segment)
-                self._drop(segment)
-        self.known = {i: e for i, e in self.known.items() if i in self.requests or i in self.results}
-
-    def _needed(self, segment: int) -> bool:
-        """Does it hold an outcome to be delivered, or the tombstone of one that would else reappear?"""
-        outcomes = (i for i, record in self.results.items() if record.segment == segment)
-        tombstones = (i for i, record in self.forgotten.items() if record.segment == segment)
-        return any(i not in self.forgotten for i in outcomes) or any(
-            i in self.requests or (i in self.results and self.results[i].segment != segment)
-            for i in tombstones
-        )
-
-    def _drop(self, segment: int) -> None:
-        self.results = {i: r for i, r in self.results.items() if r.segment != segment}
-        self.forgotten = {i: r for i, r in self.forgotten.items() if r.segment != segment}

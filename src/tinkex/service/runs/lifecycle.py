@@ -23,11 +23,11 @@ from typing import Any
 
 from tinkex.engine.protocol import DropAdapter, Engine, EngineError, LoadAdapter, SaveAdapter
 from tinkex.service.config import ServiceConfig
-from tinkex.service.futures import Future
+from tinkex.service.futures import Future, seq_of
 from tinkex.service.ledger import Ledger
 from tinkex.service.rows import RunRow
 from tinkex.service.runs.journal import Journal, JournalError
-from tinkex.service.scheduler import Scheduler
+from tinkex.service.scheduler import RunQueue, Scheduler
 from tinkex.service.served_models import ServedModel, execute
 from tinkex.store import sync_tree
 
@@ -64,6 +64,7 @@ class Run:
     row: RunRow
     model: ServedModel
     scheduler: Scheduler
+    queue: RunQueue
     journal: Journal
     restore_from: Path | None  # the snapshot to load; None: its first request creates the adapter
     state: RunState = RunState.OPEN
@@ -89,7 +90,7 @@ class Run:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle(self.id)
+        return self.queue.idle
 
     def move(self, state: RunState, problem: str = "") -> None:
         """The only place where a state changes."""
@@ -249,7 +250,7 @@ class Run:
         """With gradients no snapshot is taken: the passes are replayed instead."""
         engine = self.model.engine
         if engine is not None and self.resident and self.steps and not self.has_gradients:
-            await self.snapshot(engine, self.scheduler.next_seq(self.id))
+            await self.snapshot(engine, self.queue.next_seq)
         await self.committed()
 
     # -- eviction ----------------------------------------------------------------------------------------
@@ -276,14 +277,3 @@ class Run:
         self.scheduler.close(self.id)
         self.journal.close()
         self.ledger.update_run(self.id, state="evicted")
-
-
-# Request ids are named after their run, so that a result is found once the run is on disk.
-
-
-def run_of(request_id: str) -> str:
-    return request_id.rpartition("#")[0]
-
-
-def seq_of(request_id: str) -> int:
-    return int(request_id.rpartition("#")[2])

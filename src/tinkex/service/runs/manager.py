@@ -12,18 +12,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tinkex.engine.protocol import EngineLost
 from tinkex.service.config import ServiceConfig
-from tinkex.service.futures import Future, Futures, QueueState, failure
+from tinkex.service.futures import Future, Futures, QueueState, failure, run_of
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import RunRow
 from tinkex.service.runs.execution import Barriers, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
-from tinkex.service.runs.lifecycle import Run, RunState, run_of
+from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
 from tinkex.service.scheduler import QueuedRequest, Scheduler
 from tinkex.service.served_models import ServedModel, ServedModels
@@ -31,27 +32,20 @@ from tinkex.service.served_models import ServedModel, ServedModels
 log = logging.getLogger("tinkex.service")
 
 
+@dataclass(eq=False)
 class RunManager:
     """The runs in memory, and the training loops of their base models."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        ledger: Ledger,
-        home: Home,
-        models: ServedModels,
-        futures: Futures,
-        barriers: Barriers,
-        observers: Sequence[TrainingObserver],
-    ) -> None:
-        self._config = config
-        self._ledger = ledger
-        self._home = home
-        self._models = models
-        self._futures = futures
+    config: ServiceConfig
+    ledger: Ledger
+    home: Home
+    models: ServedModels
+    futures: Futures
+    barriers: Barriers
+    observers: Sequence[TrainingObserver]
+
+    def __post_init__(self) -> None:
         self._runs: dict[str, Run] = {}
-        self._barriers = barriers
-        self._observers = observers
         self._opening: dict[str, asyncio.Task[Run]] = {}
         self._loops: dict[str, TrainingLoop] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -85,22 +79,22 @@ class RunManager:
             raise Refusal(422, row.problem or problem)
         if row.state == "closed":
             raise Refusal(410, f"run {row.run_id} ended with its session; go on from one of its checkpoints")
-        model = self._models.find(row.base_model)
+        model = self.models.find(row.base_model)
         journal, restored = await self._open_journal(row.run_id)
         if row.state != "live":
-            self._ledger.update_run(row.run_id, state="live")
+            self.ledger.update_run(row.run_id, state="live")
         return self._resume(row, model, journal, restored)
 
     async def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
         def read() -> tuple[Journal, Restored]:
-            journal = Journal(self._home.run_dir(run_id) / "journal", fsync=self._config.fsync)
+            journal = Journal(self.home.run_dir(run_id) / "journal", fsync=self.config.fsync)
             return journal, journal.restored()
 
         try:
             return await asyncio.to_thread(read)
         except JournalError as error:
             problem = f"run {run_id} could not be restored ({error}); go on from one of its checkpoints"
-            self._ledger.update_run(run_id, corrupted=True, problem=problem)
+            self.ledger.update_run(run_id, corrupted=True, problem=problem)
             raise Refusal(422, problem) from error
         except OSError as error:  # too many open files, a full disk: the files may be good
             raise Refusal(503, f"run {run_id} cannot be read now: {error}") from error
@@ -112,14 +106,14 @@ class RunManager:
         journal was opened, because no client was told of it.
         """
         try:
-            model = self._models.find(row.base_model)
+            model = self.models.find(row.base_model)
             journal, restored = await self._open_journal(row.run_id)
         except Refusal as error:  # it is damaged, or its base model is not configured any more
             log.error("run %s was not restored: %s", row.run_id, error)
             return
         if all(entry.request_id in restored.done for entry in restored.entries):
             journal.close()
-            self._ledger.update_run(row.run_id, state="evicted")
+            self.ledger.update_run(row.run_id, state="evicted")
         else:
             self._resume(row, model, journal, restored)
 
@@ -128,64 +122,58 @@ class RunManager:
 
         The adapter is loaded from the snapshot when the first request has its turn.
         """
-        loop = self._loop(model)
-        scheduler = loop.scheduler
-        run = Run(
-            self._config, self._ledger, self._runs, row, model, scheduler, journal, restored.snapshot
-        )  # fmt: skip
-        self._runs[run.id] = run
+        scheduler = self._loop(model).scheduler
+        queue = scheduler.open(row.run_id, row.owner, restored.next_seq)
+        run = self._runs[row.run_id] = Run(
+            self.config, self.ledger, self._runs, row, model, scheduler, queue, journal, restored.snapshot
+        )
         if model.engine is not None:
             run.check_weights(model.engine)
-        scheduler.open(run.id, row.owner, restored.next_seq)
         for entry in restored.undelivered:  # the snapshot covers them; their results were not fetched
-            self._future(run, entry).resolve(restored.outcomes[entry.request_id])
-            scheduler.remember(run.id, entry.seq_id, entry.request_id, entry.digest)
-        # Of those without an outcome only the first can have been executed before.
-        first_open = min(
-            (e.seq_id for e in restored.entries if e.request_id not in restored.done), default=-1
-        )
+            self._future(run, entry, restored)
+            queue.remember(entry.seq_id, entry.request_id, entry.digest)
+        done = {entry.seq_id for entry in restored.entries if entry.request_id in restored.done}
+        # Of those without an outcome only the first can have been executed before. One that is done may have
+        # lost its outcome: it is computed again.
+        may_be_done = done | {min((e.seq_id for e in restored.entries if e.seq_id not in done), default=-1)}
         for entry in restored.entries:
-            future = self._future(run, entry)
-            if entry.request_id in restored.outcomes:
-                future.resolve(restored.outcomes[entry.request_id])
-            was_done = entry.request_id in restored.done  # its outcome may be gone: it is computed again
-            self.schedule(run, entry, future, again=was_done or entry.seq_id == first_open)
-        last_done = max((e.seq_id for e in restored.entries if e.request_id in restored.done), default=0)
-        scheduler.give_up(run.id, last_done, time.monotonic())  # gaps below were given up before
+            self.schedule(run, entry, self._future(run, entry, restored), again=entry.seq_id in may_be_done)
+        queue.give_up(max(done, default=0), time.monotonic())  # gaps below were given up before
         return run
 
-    def _future(self, run: Run, entry: JournalEntry) -> Future:
-        """The future of a journaled request: a new one, unless this process has it still."""
-        kept = self._futures.get(entry.request_id)
-        return kept or self._futures.create(run.row.owner, request_id=entry.request_id)
+    def _future(self, run: Run, entry: JournalEntry, restored: Restored) -> Future:
+        """The future of a journaled request, resolved if it has an outcome. This process may have it."""
+        kept = self.futures.get(entry.request_id)
+        future = kept or self.futures.create(run.row.owner, request_id=entry.request_id)
+        if entry.request_id in restored.outcomes:
+            future.resolve(restored.outcomes[entry.request_id])
+        return future
 
     # -- order -------------------------------------------------------------------------------------------
 
     def _loop(self, model: ServedModel) -> TrainingLoop:
         if model.name not in self._loops:
-            scheduler = Scheduler(gap_patience=self._config.gap_patience)
-            loop = TrainingLoop(model, scheduler, self._barriers, self._observers)
-            self._loops[model.name] = loop
+            scheduler = Scheduler(gap_patience=self.config.gap_patience)
+            loop = self._loops[model.name] = TrainingLoop(model, scheduler, self.barriers, self.observers)
             drive = asyncio.get_running_loop().create_task(self._drive(loop), name=f"training {model.name}")
             self._tasks.append(drive)
         return self._loops[model.name]
 
     def schedule(self, run: Run, entry: JournalEntry, future: Future, *, again: bool = False) -> None:
         """Queue a journaled request; `again`: it may have been executed, and not answered."""
-        work = plan(run, entry, future, self._ledger, again=again)
+        work = plan(run, entry, future, self.ledger, again=again)
         if entry.seq_id == 0 and work.replayed and future.failed and not isinstance(work.request, Unreadable):
             run.was_not_made(future.outcome.error)
         item = QueuedRequest(
             run.id, entry.seq_id, entry.request_id, work.one_pass is not None, work.tokens, entry.digest,
             work, shares=work.op == "optim_step",
         )  # fmt: skip
-        scheduler = run.scheduler
-        lost = entry.seq_id and scheduler.next_seq(run.id) == 0 and run.idle
+        lost = entry.seq_id and run.queue.next_seq == 0 and run.idle
         self._loop(run.model).submit(item)
         if lost:
             # Its client knows the run's id, so the creation was answered: it will not be sent again.
             run.cannot_restore("its creation is not in its journal", "user")
-            scheduler.give_up(run.id, entry.seq_id, time.monotonic())
+            run.queue.give_up(entry.seq_id, time.monotonic())
 
     async def _drive(self, loop: TrainingLoop) -> None:
         """Run a training loop; when its engine is lost, go on with a new one."""
@@ -199,7 +187,8 @@ class RunManager:
                 log.exception("the training loop of %s failed; it goes on", loop.model.name)
                 continue
             try:
-                await self._reopen_runs(loop.model)
+                async with loop.executing:
+                    await self._reopen_runs(loop.model)
             except Exception:
                 log.exception("runs of %s could not be reopened", loop.model.name)
 
@@ -217,13 +206,13 @@ class RunManager:
             except Exception:  # the other runs go on
                 log.exception("run %s could not be closed", run.id)
         for run_id in unanswered:
-            row = self._ledger.run(run_id)
+            row = self.ledger.run(run_id)
             try:
                 assert row is not None
                 await self.find(row)
             except Exception as error:
                 log.exception("run %s could not be opened again", run_id)
-                for future in self._futures.pending(run_id):
+                for future in self.futures.pending(run_id):
                     future.resolve(failure(str(error)))
 
     # -- looking -----------------------------------------------------------------------------------------
@@ -231,20 +220,16 @@ class RunManager:
     def queue_state(self, future: Future) -> QueueState:
         """Why a future is not done yet."""
         run = self._runs.get(run_of(future.request_id))
-        if run is None:
-            return future.queue_state
-        if run.model.loading:
+        if run is not None and run.model.loading:
             return "paused_capacity", f"the base model {run.model.name} is being loaded"
-        if (missing := run.scheduler.missing(run.id)) is not None:
-            return (
-                "paused_capacity",
-                f"request {missing} of this run has not arrived, and those after it wait",
-            )
+        if run is not None and (missing := run.queue.missing) is not None:
+            why = f"request {missing} of this run has not arrived, and those after it wait"
+            return "paused_capacity", why
         return future.queue_state
 
     async def find_future(self, request_id: str, caller: Caller) -> Future | None:
         """The future of a request whose run is on disk."""
-        row = self._ledger.run(run_of(request_id))
+        row = self.ledger.run(run_of(request_id))
         if row is None:
             return None
         caller.must_own(row.owner, f"request {request_id}")
@@ -257,18 +242,18 @@ class RunManager:
             future = Future(request_id, row.owner)
             future.resolve(failure(refusal.message) if outcome is None else outcome)
             return future
-        return self._futures.get(request_id)
+        return self.futures.get(request_id)
 
     def _read_outcome(self, request_id: str) -> Any:
         """What the journal of a run that cannot be opened holds of a request; None: nothing."""
         with contextlib.suppress(JournalError, OSError):
-            return restore(self._home.run_dir(run_of(request_id)) / "journal").outcomes.get(request_id)
+            return restore(self.home.run_dir(run_of(request_id)) / "journal").outcomes.get(request_id)
 
     def reread(self, session_id: str) -> None:
         """Rows of a session's runs have changed in the ledger."""
-        for run in list(self._runs.values()):
+        for run in self._runs.values():
             if run.row.session_id == session_id:
-                run.row = self._ledger.run(run.id) or run.row
+                run.row = self.ledger.run(run.id) or run.row
 
     # -- back to disk ------------------------------------------------------------------------------------
 
@@ -288,15 +273,15 @@ class RunManager:
         run = self._runs.get(row.run_id)
         if run is not None and not await self.evict(run):
             return False
-        self._ledger.update_run(row.run_id, state="closed")
-        directory = self._home.run_dir(row.run_id) / "journal"
+        self.ledger.update_run(row.run_id, state="closed")
+        directory = self.home.run_dir(row.run_id) / "journal"
         await asyncio.to_thread(lambda: directory.is_dir() and delete(directory))
         return True
 
     async def discard(self, row: RunRow) -> None:
         """Undo the creation of a run whose first request was not accepted."""
         if await self.close(row):
-            self._ledger.delete_run(row.run_id)
+            self.ledger.delete_run(row.run_id)
 
     def forget_results(self, request_ids: Iterable[str]) -> None:
         """These results need not be kept; those that a replay may need stay until a snapshot covers them."""

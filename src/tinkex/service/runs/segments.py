@@ -1,9 +1,7 @@
 """An append-only log of records in numbered segment files. A journal consists of two.
 
-`append` returns when the kernel has the whole record (the disk, with `fsync`), and otherwise leaves the log
-as it was. Reading finds every record in order. Only the last record of the last segment may be cut off, and
-is then ignored; any other damage raises JournalError with its file and offset. A record is a JSON head and a
-body: a pickle with its arrays out of band, because copying them would hold the interpreter lock for long.
+A record is a JSON head and a body: a pickle with its arrays out of band, because copying them would hold the
+interpreter lock for long. Damage raises JournalError with its file and offset.
 """
 
 from __future__ import annotations
@@ -32,6 +30,8 @@ _CHECK = struct.Struct("<I")
 _HEADER_BYTES = _LENGTHS.size + _CHECK.size
 _COUNT = struct.Struct("<Q")  # of the parts of a body; their sizes follow, then they themselves
 _WRITE_BYTES = 1 << 20  # small parts are joined up to this before they are written
+# Classes as journals of earlier versions name them, and the modules they are in now.
+_MOVED = {("tinkex.service.jobs", "Unreadable"): "tinkex.service.runs.execution"}
 
 Bytes = bytes | memoryview
 
@@ -75,8 +75,7 @@ def pack(value: Any) -> list[Bytes]:
     def keep(array: pickle.PickleBuffer) -> None:
         arrays.append(array.raw())  # being Python, it also lets other threads have a turn at every array
 
-    pickled = pickle.dumps(value, protocol=5, buffer_callback=keep)
-    parts = [pickled, *arrays]
+    parts = [pickle.dumps(value, protocol=5, buffer_callback=keep), *arrays]
     return [_COUNT.pack(len(parts)) + struct.pack(f"<{len(parts)}Q", *map(len, parts)), *parts]
 
 
@@ -92,10 +91,6 @@ def unpack(body: bytes) -> Any:
     return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
 
 
-# Classes as journals of earlier versions name them, and the modules they are in now.
-_MOVED = {("tinkex.service.jobs", "Unreadable"): "tinkex.service.runs.execution"}
-
-
 class _Unpickler(pickle.Unpickler):
     """Finds classes where they are now."""
 
@@ -103,16 +98,42 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(_MOVED.get((module_name, global_name), module_name), global_name)
 
 
-class SegmentedLog:
-    """The files NAME-000001.log, NAME-000002.log, … of a directory."""
+def _parse(file: BinaryIO, left: int) -> tuple[list[Any], int, int] | None:
+    """The record that begins here: its head, its body's bytes, its bytes in all; None if it is cut off."""
+    header = file.read(_HEADER_BYTES)
+    if len(header) < _HEADER_BYTES:
+        return None
+    if header[_LENGTHS.size :] != _CHECK.pack(crc32(header[: _LENGTHS.size])):
+        if not any(header) and not any(file.read()):
+            return None  # zeros up to the end: what a power cut makes of a record not yet on the disk
+        raise ValueError("a record's header is not what was written")
+    head_bytes, body_bytes, check = _LENGTHS.unpack_from(header)
+    total = _HEADER_BYTES + head_bytes + body_bytes
+    if total > left:
+        return None
+    content = file.read(head_bytes + body_bytes)
+    if crc32(content) != check:
+        raise ValueError("a record is not what was written")
+    return json.loads(content[:head_bytes]), body_bytes, total
 
-    def __init__(self, directory: Path, name: str, *, fsync: bool = False, segment_bytes: int = 0) -> None:
+
+class SegmentedLog:
+    """An append-only log of records, in the files NAME-000001.log, NAME-000002.log, … of a directory.
+
+    `append` returns when the kernel has the whole record (the disk, with `fsync`), and otherwise leaves the
+    log as it was. Only the last record of the last segment may be cut off, and is then ignored.
+    """
+
+    def __init__(self, directory: Path, name: str, fsync: bool = False, segment_bytes: int = 0) -> None:
         self.directory = directory
         self.name = name
         self._fsync = fsync
         self._segment_bytes = segment_bytes
-        self._sizes = {_number(path): path.stat().st_size for path in directory.glob(f"{name}-*.log")}
-        self._next = max(self._sizes, default=0) + 1
+        self._sizes = {
+            int(path.stem.rpartition("-")[2]): path.stat().st_size for path in directory.glob(f"{name}-*.log")
+        }
+        self._last = max(self._sizes, default=0)
+        self._end = 0  # of the last segment's last whole record, once that is read
         self._file: int | None = None  # a descriptor of the last segment, while it is being written
         self._broken = False
 
@@ -122,8 +143,7 @@ class SegmentedLog:
 
     def closed_segments(self) -> list[int]:
         """Those that nothing will be appended to any more, oldest first."""
-        numbers = sorted(self._sizes)
-        return numbers if self._file is None else numbers[:-1]
+        return sorted(n for n in self._sizes if n != self._last or self._file is None)
 
     def path(self, segment: int) -> Path:
         return self.directory / f"{self.name}-{segment:06d}.log"
@@ -132,43 +152,41 @@ class SegmentedLog:
 
     def read(self) -> list[Record]:
         """All records, without their bodies."""
-        last = max(self._sizes, default=0)
-        return [record for segment in sorted(self._sizes) for record in self._read(segment, segment == last)]
+        return [record for segment in sorted(self._sizes) for record in self._read(segment)]
 
-    def repair(self) -> None:
-        """Remove a last record that was cut off, so that it does not come to stand in the middle."""
-        if self._sizes:
-            last = max(self._sizes)
-            if self._sizes[last] < len(_MAGIC):
-                self.delete(last)
-                return
-            ends = [len(_MAGIC), *(record.offset + record.length for record in self._read(last, True))]
-            if ends[-1] < self._sizes[last]:
-                os.truncate(self.path(last), ends[-1])
-                self._sizes[last] = ends[-1]
-
-    def _read(self, segment: int, last: bool) -> Iterator[Record]:
-        path, size = self.path(segment), self._sizes[segment]
+    def _read(self, segment: int) -> Iterator[Record]:
+        path, size, is_last = self.path(segment), self._sizes[segment], segment == self._last
         with path.open("rb") as file:
             magic = file.read(len(_MAGIC))
-            if magic != _MAGIC and not (last and size < len(_MAGIC) and _MAGIC.startswith(magic)):
-                if magic == _OLDER:
-                    raise JournalError(
-                        f"{path} is from an older version of Tinkex, which alone can go on with it"
-                    )
+            if magic == _OLDER:
+                raise JournalError(
+                    f"{path} is from an older version of Tinkex, which alone can go on with it"
+                )
+            if magic != _MAGIC and not (is_last and size < len(_MAGIC) and _MAGIC.startswith(magic)):
                 raise JournalError(f"{path} is damaged at byte 0: it does not begin as a journal does")
-            at = len(_MAGIC)
-            while at < size:
+            self._end = len(_MAGIC)
+            while self._end < size:
+                at = f"{path} is damaged at byte {self._end}"
                 try:
-                    head, body_bytes, total = _parse(file, size - at)
-                except _CutOff:
-                    if last:
-                        return
-                    raise JournalError(f"{path} is damaged at byte {at}: a record is cut off") from None
+                    parsed = _parse(file, size - self._end)
                 except ValueError as error:
-                    raise JournalError(f"{path} is damaged at byte {at}: {error}") from None
-                at += total
-                yield Record(head, segment, path, at - body_bytes, body_bytes)
+                    raise JournalError(f"{at}: {error}") from None
+                if parsed is None:
+                    if is_last:
+                        return
+                    raise JournalError(f"{at}: a record is cut off")
+                head, body_bytes, total = parsed
+                self._end += total
+                yield Record(head, segment, path, self._end - body_bytes, body_bytes)
+
+    def repair(self) -> None:
+        """Remove a last record that `read` found cut off, so that it does not come to stand in the middle."""
+        size = self._sizes.get(self._last, self._end)
+        if size < len(_MAGIC) and self._sizes:
+            self.delete(self._last)
+        elif self._end < size:
+            os.truncate(self.path(self._last), self._end)
+            self._sizes[self._last] = self._end
 
     # -- writing -----------------------------------------------------------------------------------------
 
@@ -179,31 +197,30 @@ class SegmentedLog:
         for piece in body:
             check, length = crc32(piece, check), length + len(piece)
         lengths = _LENGTHS.pack(len(front), length, check)
-        if self._file is not None and self._sizes[self._next - 1] >= self._segment_bytes:
+        if self._file is not None and self._sizes[self._last] >= self._segment_bytes:
             self.rotate()
         if self._file is None:
             self._open()
-        segment = self._next - 1
         self._write(lengths + _CHECK.pack(crc32(lengths)), front, *body)
-        return Record(head, segment, self.path(segment), self._sizes[segment] - length, length)
+        return Record(head, self._last, self.path(self._last), self._sizes[self._last] - length, length)
 
     def _open(self) -> None:
-        path = self.path(self._next)
+        path = self.path(self._last + 1)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except OSError as error:
             raise _cannot_write(path, error) from error
-        self._sizes[self._next] = 0
-        self._next += 1
+        self._last += 1
+        self._sizes[self._last] = 0
         self._write(_MAGIC)
         if self._fsync:
             sync_path(self.directory)
 
     def _write(self, *parts: Bytes) -> None:
         """All or nothing, at the end of the open segment."""
-        segment = self._next - 1
+        path = self.path(self._last)
         if self._broken:
-            raise JournalError(f"{self.path(segment)} could not be written before: restart to go on")
+            raise JournalError(f"{path} could not be written before: restart to go on")
         assert self._file is not None
         try:
             for piece in _joined(parts):
@@ -213,20 +230,16 @@ class SegmentedLog:
             if self._fsync:
                 os.fsync(self._file)
         except OSError as error:
-            self._undo(segment)
-            raise _cannot_write(self.path(segment), error) from error
-        self._sizes[segment] += sum(map(len, parts))
+            self._undo(self._file)
+            raise _cannot_write(path, error) from error
+        self._sizes[self._last] += sum(map(len, parts))
 
-    def _undo(self, segment: int) -> None:
-        assert self._file is not None
+    def _undo(self, file: int) -> None:
         try:
-            os.ftruncate(self._file, self._sizes[segment])
-            if not self._sizes[segment]:
-                # Without its first line a segment is none.
-                os.close(self._file)
-                self._file = None
-                os.unlink(self.path(segment))
-                del self._sizes[segment]
+            os.ftruncate(file, self._sizes[self._last])
+            if not self._sizes[self._last]:  # without its first line a segment is none
+                self.rotate()
+                self.delete(self._last)
         except OSError:
             self._broken = True  # half a record is there, and only as the last one is it harmless
 
@@ -235,8 +248,6 @@ class SegmentedLog:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    close = rotate
 
     def delete(self, segment: int) -> None:
         os.unlink(self.path(segment))
@@ -254,33 +265,6 @@ def _joined(parts: Iterable[Bytes]) -> Iterator[bytes]:
             yield b"".join(waiting)
             waiting, size = [], 0
     yield b"".join(waiting)
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
-
-
-class _CutOff(Exception):
-    """The file ends before the record does."""
-
-
-def _parse(file: BinaryIO, left: int) -> tuple[list[Any], int, int]:
-    """The record that begins here: its head, its body's bytes, and its bytes in all."""
-    header = file.read(_HEADER_BYTES)
-    if len(header) < _HEADER_BYTES:
-        raise _CutOff
-    if header[_LENGTHS.size :] != _CHECK.pack(crc32(header[: _LENGTHS.size])):
-        if not any(header) and not any(file.read()):
-            raise _CutOff  # zeros up to the end: what a power cut makes of a record not yet on the disk
-        raise ValueError("a record's header is not what was written")
-    head_bytes, body_bytes, check = _LENGTHS.unpack_from(header)
-    total = _HEADER_BYTES + head_bytes + body_bytes
-    if total > left:
-        raise _CutOff
-    content = file.read(head_bytes + body_bytes)
-    if crc32(content) != check:
-        raise ValueError("a record is not what was written")
-    return json.loads(content[:head_bytes]), body_bytes, total
 
 
 def _cannot_write(path: Path, error: OSError) -> JournalError:

@@ -12,8 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -59,9 +58,9 @@ class TrainingLoop:
     ) -> None:
         self.model = model
         self.scheduler = scheduler
+        self.executing = asyncio.Lock()  # held while something of a run is executed or evicted
         self._barriers = barriers
         self._observers = observers
-        self._between: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
         # The engine that resident runs are on; weak, so that a lost one frees its memory before the next.
         self._engine: weakref.ref[Engine] | None = None
         self._wake = asyncio.Event()
@@ -72,12 +71,16 @@ class TrainingLoop:
         self.scheduler.submit(item, time.monotonic())
         self._wake.set()
 
-    async def between_batches(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def between_batches(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` when nothing of any run is being executed."""
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._between.append((function, done))
-        self._wake.set()
-        return await done
+
+        async def alone() -> T:
+            async with self.executing:
+                if self._stopping:
+                    raise Refusal(503, "the service is stopping")
+                return await function()
+
+        return await asyncio.shield(asyncio.get_running_loop().create_task(alone()))
 
     def stop(self) -> None:
         """Let `run` return once the present batch is done."""
@@ -93,25 +96,19 @@ class TrainingLoop:
             self.model.lose_engine(str(error), None if self._engine is None else self._engine())
             self._engine = None
             raise
-        finally:
-            if self._stopping:
-                for _, done in self._between:
-                    done.cancel()
+        async with self.executing:
+            pass  # an eviction that has begun ends first
 
     async def _turn(self) -> None:
         self._wake.clear()
         now = time.monotonic()
-        again = self.scheduler.give_up_gaps(now)
-        if self._between:
-            await _settle(*self._between.popleft())
-        elif (until := self.scheduler.wait_until(now)) is not None:
-            await self._sleep(until if again is None else min(until, again))
-        elif batch := self.scheduler.next_batch(now):
-            await self._execute(batch)
+        until = self.scheduler.give_up_gaps(now)
+        if (delay := self.scheduler.wait_until(now)) is not None:
+            until = delay if until is None else min(until, delay)
         else:
-            await self._sleep(again)
-
-    async def _sleep(self, until: float | None) -> None:
+            async with self.executing:
+                if batch := self.scheduler.next_batch(time.monotonic()):
+                    return await self._execute(batch)
         timeout = None if until is None else max(0.0, until - time.monotonic())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), timeout)
@@ -247,17 +244,6 @@ async def _compute(engine: Engine, passes: tuple[Pass, ...]) -> list[ForwardBack
     while isinstance(outcome, PassProgress):
         outcome = await execute(engine, ContinuePasses(outcome.ticket))
     return outcome
-
-
-async def _settle(function: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
-    try:
-        result = await function()
-    except Exception as error:
-        if not done.done():
-            done.set_exception(error)
-    else:
-        if not done.done():
-            done.set_result(result)
 
 
 def _traced(works: list[Execution]) -> AbstractContextManager[Any]:
