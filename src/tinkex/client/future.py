@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinkex import tracing
@@ -283,7 +283,7 @@ def start(make: Callable[[], Coroutine[Any, Any, T]], what: str = "request") -> 
 
     def begin() -> None:
         if not future.cancelled():
-            future._task = background.spawn(_drive(make(), future, hop))
+            future._task = background.spawn(drive(make(), future, hop))
         if future.cancelled() and future._task is not None:
             future._task.cancel()  # cancelled by another thread since the check above
 
@@ -301,16 +301,15 @@ def traced(future: APIFuture[Any], what: str) -> tracing.Hop | None:
     return hop
 
 
-async def _drive(coroutine: Coroutine[Any, Any, T], future: APIFuture[T], hop: tracing.Hop | None) -> None:
+async def drive(waiting: Awaitable[T], future: APIFuture[T], hop: tracing.Hop | None) -> None:
+    """Await something, and resolve `future` with what comes of it."""
     try:
         with tracing.current(hop):
-            result = await coroutine
+            result = await waiting
         resolve(future, result)
-    except asyncio.CancelledError as error:
-        fail(future, error)
     except BaseException as error:
         fail(future, error)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | asyncio.CancelledError):
             raise
 
 

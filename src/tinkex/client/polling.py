@@ -1,14 +1,14 @@
 """Polling for results: one long poll per request, or one per sampler where the server offers it.
 
 Promises: the polls of an impatient server are paced; a batch poll that fails repeatedly is replaced by single
-polls; a server that restarted and lost the requests is noticed, even if no connection failed; queue states
-reach the observer. Knows nothing of what a result means.
+polls; a server that restarted and lost the requests is noticed, even if no connection failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 from tinkex.client import loop as background
@@ -38,6 +38,7 @@ log = logging.getLogger("tinkex")
 MAX_FAILURES = 8  # of a batch poll in a row, before single polls replace it for good
 EARLY_KEPT = 120.0  # seconds that a completion is kept for a caller that has not asked yet
 QUICK_POLL = 1.0  # seconds: a "not yet" that came sooner was no long poll, so wait before the next
+_UNLIMITED = nullcontext()
 
 
 async def retrieve(
@@ -45,7 +46,7 @@ async def retrieve(
     op: Op[Any, Any],
     request_id: str,
     *,
-    observe: QueueListener | None = None,
+    observe: QueueListener = lambda state, reason: None,
     size: int | None = None,
     owner: str = "",
 ) -> Any:
@@ -54,25 +55,24 @@ async def retrieve(
     `size` says that the result is known to be there, and its bytes (0: unknown). `owner` is the run or
     sampler that shares the limits.
     """
-    now = asyncio.get_running_loop().time
-    pause = 0.0
+    now, pause = asyncio.get_running_loop().time, 0.0
     with connection.reporting(op.name):
         while True:
-            asked = now()
-            answer = await _ask(connection, op, request_id, size, owner)
-            if isinstance(answer, MetadataOnly) and size is None:
+            asked, ready = now(), size is not None
+            request = FutureRetrieveRequest(request_id, allow_metadata_only=not ready)
+            context = CallContext(awaiting=op, ready=ready, owner=owner)
+            async with _UNLIMITED if size is None else connection.responses.permit(size, owner):
+                answer = await connection.transport.call(ops.RETRIEVE_FUTURE, request, context)
+            if isinstance(answer, MetadataOnly) and not ready:
                 size = answer.size
                 continue
             if isinstance(answer, RequestFailedResponse):
                 message = f"{op.name} failed ({answer.category}): {answer.error}"
-                category = RequestErrorCategory.parse(answer.category)
-                raise RequestFailedError(message, request_id, category)
+                raise RequestFailedError(message, request_id, RequestErrorCategory.parse(answer.category))
             if isinstance(answer, PendingFuture):
-                if observe is not None:
-                    observe(answer.queue_state, answer.queue_state_reason)
+                observe(answer.queue_state, answer.queue_state_reason)
             elif not isinstance(answer, MetadataOnly):
-                if observe is not None:
-                    observe("active", None)
+                observe("active", None)
                 return answer
             size = None
             pause = min(max(0.05, pause * 2), QUICK_POLL) if now() - asked < QUICK_POLL else 0.0
@@ -80,30 +80,16 @@ async def retrieve(
                 await asyncio.sleep(pause)
 
 
-async def _ask(
-    connection: ServerConnection, op: Op[Any, Any], request_id: str, size: int | None, owner: str
-) -> Any:
-    """One long poll; or, if the size is known, one fetch within the limit of bytes being fetched."""
-    request = FutureRetrieveRequest(request_id, allow_metadata_only=size is None)
-    context = CallContext(awaiting=op, ready=size is not None, owner=owner)
-    if size is None:
-        return await connection.transport.call(ops.RETRIEVE_FUTURE, request, context)
-    async with connection.responses.permit(size, owner):
-        return await connection.transport.call(ops.RETRIEVE_FUTURE, request, context)
-
-
 class BatchPoller:
     """One long poll at a time for all samples of a sampling session; none while nobody waits."""
 
     def __init__(self, connection: ServerConnection, sampling_session_id: str, clone_id: int) -> None:
         self._connection = connection
-        self._target = SamplingSessionFuturesTarget(
-            sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
-        )
+        self._id = sampling_session_id
+        self._target = SamplingSessionFuturesTarget(sampling_session_id=self._id, cloned_sampler_id=clone_id)
         # Resolved with the size of the result once it is there; with None: poll for it alone.
         self._waiting: dict[str, asyncio.Future[int | None]] = {}
-        # Completions that nobody waits for (the reply to the submit was slower, or it was cancelled):
-        # when they came, and their sizes.
+        # Completions that nobody waits for yet, or any more: when they came, and their sizes.
         self._early: dict[str, tuple[float, int]] = {}
         self._fetching = 0  # callers whose result is being fetched
         self._changed = asyncio.Event()  # set when a caller came, left or got its result
@@ -113,7 +99,7 @@ class BatchPoller:
         self._failures = 0  # of polls, in a row
         self._broken = False
 
-    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: QueueListener | None = None) -> Any:
+    async def retrieve(self, op: Op[Any, Any], request_id: str, observe: QueueListener) -> Any:
         """`retrieve`, through the shared poll."""
         size = None
         if request_id in self._early:
@@ -130,8 +116,9 @@ class BatchPoller:
                 self._changed.set()
         self._fetching += 1
         try:
-            owner = self._target.sampling_session_id
-            return await retrieve(self._connection, op, request_id, observe=observe, size=size, owner=owner)
+            return await retrieve(
+                self._connection, op, request_id, observe=observe, size=size, owner=self._id
+            )
         except ExpiredError:
             self._release_all()  # the server may have lost the others too
             raise
@@ -177,18 +164,15 @@ class BatchPoller:
         self._retrieved.clear()
         self._cursor = 0  # a restarted server counts anew
         for waiter in self._waiting.values():
-            if not waiter.done():
-                waiter.set_result(None)
+            _resolve(waiter, None)
 
     async def _poll_once(self) -> None:
         retrieved, self._retrieved = self._retrieved, []
         asked = asyncio.get_running_loop().time()
         request = FuturesRetrieveRequest(
-            target=self._target,
-            prev_cursor=self._cursor,
-            retrieved_request_ids=retrieved,
+            target=self._target, prev_cursor=self._cursor, retrieved_request_ids=retrieved,
             timeout=None if self._unanswered() else 0.0,
-        )
+        )  # fmt: skip
         try:
             reply = await self._connection.transport.call(ops.RETRIEVE_FUTURES, request)
         except BaseException:
@@ -198,12 +182,11 @@ class BatchPoller:
             return self._release_all()  # the next poll asks for all completions since
         self._cursor = reply.cursor
         for completion in reply.completions:
-            waiter = self._waiting.get(completion.request_id)
             size = getattr(completion, "response_payload_uncompressed_size", None) or 0
-            if waiter is None:
+            if (waiter := self._waiting.get(completion.request_id)) is not None:
+                _resolve(waiter, size)
+            else:
                 self._early[completion.request_id] = asked, size
-            elif not waiter.done():
-                waiter.set_result(size)
         while self._early and next(iter(self._early.values()))[0] < asked - EARLY_KEPT:
             del self._early[next(iter(self._early))]
         if reply.completions or not self._waiting:
@@ -211,6 +194,9 @@ class BatchPoller:
         if asyncio.get_running_loop().time() - asked < QUICK_POLL:
             await asyncio.sleep(0.1)
         else:  # nothing came: let the oldest caller find out whether the server still knows its request
-            oldest = next(iter(self._waiting.values()))
-            if not oldest.done():
-                oldest.set_result(None)
+            _resolve(next(iter(self._waiting.values())), None)
+
+
+def _resolve(waiter: asyncio.Future[int | None], size: int | None) -> None:
+    if not waiter.done():
+        waiter.set_result(size)

@@ -1,10 +1,9 @@
 """A run's requests wait here, and leave in the order of the calls.
 
-`SendQueue` orders sends; `RunQueue` numbers a run's requests, splits passes into chunks and posts them. A
-send has two stages: posting, one at a time in queue order, and waiting for the result, which overlaps with
+A send has two stages: posting, one at a time in queue order, and waiting for the result, which overlaps with
 later posts (pipelining). Promises: a seq id is assigned when a request is posted, so a cancelled one leaves
 no gap; a failed post never blocks the posts behind it; a step is refused if its forward_backward was only
-partly accepted. Knows nothing of HTTP, and nothing of what a request computes.
+partly accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from tinkex import tracing
 from tinkex.client import loop as background
 from tinkex.client import passes
-from tinkex.client.future import APIFuture, fail, resolve, traced
+from tinkex.client.future import APIFuture, drive, fail, traced
 from tinkex.client.polling import retrieve
 from tinkex.client.queue_state import QueueStats
 from tinkex.client.session import Session
@@ -86,7 +85,7 @@ class SendQueue:
                     except (Exception, asyncio.CancelledError) as error:
                         fail(future, error)
                     else:
-                        background.spawn(_resolve_with(future, waiting))
+                        background.spawn(drive(waiting, future, hop))
                 self._head = None
                 del send, future  # do not keep the batch alive until the next send arrives
         finally:
@@ -104,13 +103,6 @@ class SendQueue:
         task = background.spawn(waiting)
         self._head.when_done(lambda f: f.cancelled() and background.call_soon(task.cancel))
         return await task
-
-
-async def _resolve_with(future: APIFuture[T], waiting: Awaitable[T]) -> None:
-    try:
-        resolve(future, await waiting)
-    except (Exception, asyncio.CancelledError) as error:
-        fail(future, error)
 
 
 async def after(waiting: Awaitable[T], convert: Callable[[T], R]) -> R:
@@ -204,14 +196,9 @@ class RunQueue(SendQueue):
         return self._result(op, promise.request_id)
 
     async def send_pass(
-        self,
-        data: list[Datum],
-        loss_fn: str,
-        config: LossConfig | None,
-        *,
-        forward_only: bool,
-        last: bool = True,
-    ) -> Awaitable[ForwardBackwardOutput]:
+        self, data: list[Datum], loss_fn: str, config: LossConfig | None, *,
+        forward_only: bool, last: bool = True,
+    ) -> Awaitable[ForwardBackwardOutput]:  # fmt: skip
         """Post a pass in chunks within the server's limits; returns an awaitable of the joined output.
 
         `last=False`: the send posts another pass afterwards, and can still be cancelled before that one.
@@ -221,31 +208,32 @@ class RunQueue(SendQueue):
         limits = self._connection.config
         chunks = passes.split(data, limits.fwdbwd_max_chunk_len, limits.fwdbwd_max_chunk_bytes_count)
         first, self._seq = self._seq, self._seq + len(chunks)
+        works = (ForwardBackwardInput(chunk, loss_fn, config) for chunk in chunks)
         requests = [
-            ForwardBackwardRequest(
-                ForwardBackwardInput(chunk, loss_fn, config), self._model_id, first + n, forward_only
-            )
-            for n, chunk in enumerate(chunks)
+            ForwardBackwardRequest(work, self._model_id, first + n, forward_only)
+            for n, work in enumerate(works)
         ]
         promises = await self._post_chunks(requests, parallel=limits.parallel_fwdbwd_chunks)
         self._fill_gaps()
         op = ops.FORWARD if forward_only else ops.FORWARD_BACKWARD
-        return self._joined(op, [promise.request_id for promise in promises])
+        results = (self._result(op, promise.request_id) for promise in promises)
+        return after(asyncio.gather(*results), passes.join)
 
     async def _post_chunks(self, requests: list[ForwardBackwardRequest], *, parallel: bool) -> list[Any]:
         """Post all chunks of a pass; if the server refuses any, record the pass as incomplete and raise."""
 
-        def post(request: ForwardBackwardRequest) -> Awaitable[Any]:
-            return self._connection.call(ops.FORWARD_BACKWARD, request, self._submitting)
+        async def post(request: ForwardBackwardRequest) -> Any:
+            try:
+                return await self._connection.call(ops.FORWARD_BACKWARD, request, self._submitting)
+            except (Exception, asyncio.CancelledError) as error:
+                return error
 
-        answers: list[Any] = []
         if parallel:
             # Post the first chunk last: when it arrives, the server has the whole pass and can batch it.
-            rest = await asyncio.gather(*map(post, requests[1:]), return_exceptions=True)
-            answers = [*await asyncio.gather(post(requests[0]), return_exceptions=True), *rest]
+            rest = await asyncio.gather(*map(post, requests[1:]))
+            answers = [await post(requests[0]), *rest]
         else:
-            for request in requests:
-                answers += await asyncio.gather(post(request), return_exceptions=True)
+            answers = [await post(request) for request in requests]
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if not errors:
             return answers
@@ -256,15 +244,9 @@ class RunQueue(SendQueue):
         self._gaps += [request.seq_id for request, answer in posted if isinstance(answer, BaseException)]
         if not requests[0].forward_only:
             accepted = len(answers) - len(errors)
-            self._incomplete = (
-                f"{accepted} of {len(answers)} requests of a forward_backward were accepted ({errors[0]})"
-            )
+            were = f"{accepted} of {len(answers)} requests of a forward_backward were accepted"
+            self._incomplete = f"{were} ({errors[0]})"
         raise errors[0]
-
-    async def _joined(self, op: Op[Any, Any], request_ids: list[str]) -> ForwardBackwardOutput:
-        return passes.join(
-            await asyncio.gather(*(self._result(op, request_id) for request_id in request_ids))
-        )
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
         return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self._model_id)
@@ -275,7 +257,7 @@ class RunQueue(SendQueue):
         """Use up the seq ids that the server may wait for, with forward passes of one token.
 
         Called after a post that succeeded: the server is reachable, and may not execute that request before
-        these. They are retried like any request, outside the queue; one that fails is tried again later.
+        these. One that fails is tried again later.
         """
         gaps, self._gaps = self._gaps, []
         for seq_id in gaps:
