@@ -22,14 +22,15 @@ from tinkex.client import passes
 from tinkex.client.custom_loss import ArrayLoss, CustomLossFnV1, LossChecks, LossHandle, torch_gradients
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum
-from tinkex.types.losses import filled_inputs, loss_settings
+from tinkex.types.losses import FORMULAS, Terms, filled_inputs, loss_settings
 from tinkex.types.params import LossFnType
 
 Batch = Sequence[Datum]
 Arrays = Sequence[np.ndarray]
 TermFn = Callable[[Batch, Arrays], tuple[float, list[np.ndarray]]]
-# Maps a datum's index, the datum and its logprobs to each position's value and derivative.
-Formula = Callable[[int, Datum, np.ndarray], tuple[np.ndarray, np.ndarray]]
+Computed = tuple[float, list[np.ndarray], dict[str, float]]  # a loss, its gradients and its metrics
+# Maps a datum's logprobs and the reference's to each position's value and derivative.
+Formula = Callable[[np.ndarray, Any], Terms]
 Pairs = Sequence[tuple[int, int]]
 Targets = Literal["sampled", "enumerated"]
 
@@ -61,8 +62,6 @@ class _NamedLoss:
     """A named loss, computed by the client."""
 
     def __init__(self, name: str, config: Mapping[str, float]) -> None:
-        from tinkex.engine.fake.losses import FORMULAS  # the losses in numpy
-
         if name not in FORMULAS:
             raise InvalidInputError(
                 f"the client cannot compute the loss {name!r}; it can compute: {', '.join(FORMULAS)}. For "
@@ -72,13 +71,9 @@ class _NamedLoss:
         self._name, self._formula, self._settings = name, FORMULAS[name], loss_settings(name, config)
 
     def check(self, data: Batch) -> None:
-        """Raise InvalidInputError for datums that do not fit the loss."""
         passes.check_pass(data, self._name, self._settings)
 
-    def value_and_gradients(
-        self, data: Batch, logprobs: Arrays
-    ) -> tuple[float, list[np.ndarray], dict[str, float]]:
-        """The loss, its gradient by each datum's logprobs, and no metrics."""
+    def value_and_gradients(self, data: Batch, logprobs: Arrays) -> Computed:
         self.check(data)
         total = 0.0
         gradients: list[np.ndarray] = []
@@ -93,10 +88,17 @@ class _NamedLoss:
 
 
 class Regularized:
-    """A loss and its terms: made by `regularized`, used by `forward_backward_custom`."""
+    """A loss plus weighted terms, for `forward_backward_custom`.
+
+    `loss` is a loss's name (with its `loss_fn_config`), a torch function, a LossHandle or an ArrayLoss, which
+    the client computes; or None, for the terms alone, added to a pass that the server computes.
+    """
 
     def __init__(
-        self, loss: Any, terms: Sequence[Term], loss_fn_config: Mapping[str, float] | None = None
+        self,
+        loss: LossFnType | CustomLossFnV1 | LossHandle | ArrayLoss | None,
+        terms: Sequence[Term],
+        loss_fn_config: Mapping[str, float] | None = None,
     ) -> None:
         if isinstance(loss, str):
             loss = _NamedLoss(loss, loss_fn_config or {})
@@ -118,9 +120,7 @@ class Regularized:
         if isinstance(self._loss, LossChecks):
             self._loss.check(data)
 
-    def value_and_gradients(
-        self, data: Batch, logprobs: Arrays
-    ) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    def value_and_gradients(self, data: Batch, logprobs: Arrays) -> Computed:
         """The weighted sum, its gradient by the logprobs, and each part's value and gradient norm."""
         total, slopes, metrics = self._base(data, logprobs)
         gradients = [np.array(slope, np.float64) for slope in slopes]
@@ -140,30 +140,17 @@ class Regularized:
         return float(total), gradients, metrics
 
 
-def regularized(
-    loss: LossFnType | CustomLossFnV1 | LossHandle | ArrayLoss | None,
-    terms: Sequence[Term],
-    loss_fn_config: Mapping[str, float] | None = None,
-) -> Regularized:
-    """A loss plus weighted terms, for `forward_backward_custom`.
-
-    `loss` is a loss's name (with its `loss_fn_config`), a torch function, a LossHandle or an ArrayLoss, which
-    the client computes; or None, for the terms alone, added to a pass that the server computes.
-    """
-    return Regularized(loss, terms, loss_fn_config)
+regularized = Regularized
 
 
-def _base(
-    loss: CustomLossFnV1 | LossHandle | ArrayLoss | None,
-) -> Callable[[Batch, Arrays], tuple[float, list[np.ndarray], dict[str, float]]]:
+def _base(loss: CustomLossFnV1 | LossHandle | ArrayLoss | None) -> Callable[[Batch, Arrays], Computed]:
     if loss is None:
         return lambda data, logprobs: (0.0, [np.zeros_like(x) for x in logprobs], {})
     if isinstance(loss, ArrayLoss):
         return loss.value_and_gradients
-    if isinstance(loss, LossHandle):
-        return lambda data, logprobs: torch_gradients(loss.run_here, data, logprobs)
-    if callable(loss):
-        return lambda data, logprobs: torch_gradients(loss, data, logprobs)
+    if isinstance(loss, LossHandle) or callable(loss):
+        function = loss.run_here if isinstance(loss, LossHandle) else loss
+        return lambda data, logprobs: torch_gradients(function, data, logprobs)
     raise InvalidInputError(
         f"regularized takes a loss's name, a function, a LossHandle, an ArrayLoss or None, got {loss!r}"
     )
@@ -178,12 +165,12 @@ def _norm(arrays: Arrays) -> float:
 
 def l1(*, around: str | None = None, mask: str | None = "weights", mean: bool = False) -> Term:
     """Σ |d|, d the logprobs, or their distance from those in `loss_fn_inputs[around]`."""
-    return _per_token("l1", lambda i, datum, x: _l1(x - _reference(i, datum, around, x)), mask, mean)
+    return elastic_net(1.0, around=around, mask=mask, mean=mean).named("l1")
 
 
 def l2(*, around: str | None = None, mask: str | None = "weights", mean: bool = False) -> Term:
     """Σ d², d as for l1."""
-    return _per_token("l2", lambda i, datum, x: _l2(x - _reference(i, datum, around, x)), mask, mean)
+    return elastic_net(0.0, around=around, mask=mask, mean=mean).named("l2")
 
 
 def elastic_net(
@@ -193,12 +180,14 @@ def elastic_net(
     if not 0 <= l1_ratio <= 1:
         raise InvalidInputError(f"l1_ratio must be in [0, 1], got {l1_ratio!r}")
 
-    def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        distance = x - _reference(index, datum, around, x)
-        (first, slope1), (second, slope2) = _l1(distance), _l2(distance)
-        return l1_ratio * first + (1 - l1_ratio) * second, l1_ratio * slope1 + (1 - l1_ratio) * slope2
+    def formula(x: np.ndarray, reference: np.ndarray | float) -> Terms:
+        d = x - reference
+        return (
+            l1_ratio * np.abs(d) + (1 - l1_ratio) * d**2,
+            l1_ratio * np.sign(d) + (1 - l1_ratio) * 2 * d,
+        )
 
-    return _per_token("elastic_net", formula, mask, mean)
+    return _per_token("elastic_net", formula, around, mask, mean)
 
 
 def entropy(targets: Targets = "sampled", *, mask: str | None = "weights", mean: bool = False) -> Term:
@@ -207,15 +196,14 @@ def entropy(targets: Targets = "sampled", *, mask: str | None = "weights", mean:
     sampled: targets were sampled from the model. Value -x, with the score-function gradient -x.
     enumerated: targets list the candidates ([N, K]). Value -eˣx.
     """
-
-    def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if targets == "sampled":
-            return -x, -x
-        p = np.exp(x)
-        return -p * x, -p * (1 + x)
-
     _check_choice("targets", targets, ("sampled", "enumerated"))
-    return _per_token("entropy", formula, mask, mean)
+    divergence = _KL["reverse", targets]  # from a reference of logprob 0
+
+    def formula(x: np.ndarray, reference: np.ndarray | float) -> Terms:
+        value, slope = divergence(x, 0.0)
+        return -value, -slope
+
+    return _per_token("entropy", formula, None, mask, mean)
 
 
 def kl(
@@ -232,35 +220,21 @@ def kl(
     of the two; reverse x - r with the score-function gradient x - r, forward r - x. enumerated: targets list
     the candidates ([N, K]); reverse eˣ(x - r), forward eʳ(r - x).
     """
-
-    def formula(index: int, datum: Datum, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        r = _reference(index, datum, reference, x)
-        match direction, targets:
-            case "reverse", "sampled":
-                return x - r, x - r
-            case "forward", "sampled":
-                return r - x, -np.ones_like(x)
-            case "reverse", _:
-                p = np.exp(x)
-                return p * (x - r), p * (x - r + 1)
-            case _:
-                q = np.exp(r)
-                return q * (r - x), -q
-
     _check_choice("direction", direction, ("reverse", "forward"))
     _check_choice("targets", targets, ("sampled", "enumerated"))
-    return _per_token(f"kl_{direction}", formula, mask, mean)
+    return _per_token(f"kl_{direction}", _KL[direction, targets], reference, mask, mean)
 
 
-def _l1(distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.abs(distance), np.sign(distance)
+# Value and derivative by x, for logprobs x of the model and r of the reference.
+_KL: dict[tuple[str, str], Formula] = {
+    ("reverse", "sampled"): lambda x, r: (x - r, x - r),
+    ("forward", "sampled"): lambda x, r: (r - x, -np.ones_like(x)),
+    ("reverse", "enumerated"): lambda x, r: (np.exp(x) * (x - r), np.exp(x) * (x - r + 1)),
+    ("forward", "enumerated"): lambda x, r: (np.exp(r) * (r - x), -np.exp(r)),
+}
 
 
-def _l2(distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return distance**2, 2 * distance
-
-
-def _per_token(name: str, formula: Formula, mask: str | None, mean: bool) -> Term:
+def _per_token(name: str, formula: Formula, reference: str | None, mask: str | None, mean: bool) -> Term:
     """A term that is a sum or mean over the positions that count."""
 
     def compute(data: Batch, logprobs: Arrays) -> tuple[float, list[np.ndarray]]:
@@ -268,7 +242,7 @@ def _per_token(name: str, formula: Formula, mask: str | None, mean: bool) -> Ter
         gradients: list[np.ndarray] = []
         for index, (datum, given) in enumerate(zip(data, logprobs, strict=True)):
             keep = _counted(datum, mask, given)
-            value, slope = formula(index, datum, given.astype(np.float64))
+            value, slope = formula(given.astype(np.float64), _reference(index, datum, reference, given))
             total += float(np.sum(value, where=keep))
             count += int(keep.sum())
             gradients.append(np.where(keep, slope, 0.0))
@@ -285,9 +259,9 @@ def _counted(datum: Datum, mask: str | None, logprobs: np.ndarray) -> np.ndarray
     return np.broadcast_to(datum.loss_fn_inputs[mask].to_numpy() != 0, logprobs.shape)
 
 
-def _reference(index: int, datum: Datum, key: str | None, x: np.ndarray) -> np.ndarray:
+def _reference(index: int, datum: Datum, key: str | None, x: np.ndarray) -> np.ndarray | float:
     if key is None:
-        return np.zeros_like(x)
+        return 0.0
     if key not in datum.loss_fn_inputs:
         raise InvalidInputError(
             f"data[{index}].loss_fn_inputs has no {key!r}, the reference logprobs that a regularizer reads"
@@ -310,10 +284,7 @@ def _check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
 
 
 def consistency(
-    pairs: Pairs | None = None,
-    *,
-    per: Literal["token", "sequence"] = "token",
-    mask: str | None = "weights",
+    pairs: Pairs | None = None, *, per: Literal["token", "sequence"] = "token", mask: str | None = "weights"
 ) -> Term:
     """Σ over pairs of (x - y)², token by token, or of the two mean logprobs (`per="sequence"`).
 
@@ -338,11 +309,8 @@ def orthogonality(pairs: Pairs | None = None, *, mask: str | None = "weights") -
         if lengths == 0:
             return 0.0, np.zeros_like(x), np.zeros_like(y)
         cosine = float(x @ y) / lengths
-        return (
-            cosine**2,
-            2 * cosine * (y / lengths - cosine * x / (x @ x)),
-            2 * cosine * (x / lengths - cosine * y / (y @ y)),
-        )
+        slope_x, slope_y = y / lengths - cosine * x / (x @ x), x / lengths - cosine * y / (y @ y)
+        return cosine**2, 2 * cosine * slope_x, 2 * cosine * slope_y
 
     return _per_pair("orthogonality", of_pair, pairs, mask, neighbours=False, equal=True)
 
@@ -382,11 +350,9 @@ def _per_pair(
 def _pairs(name: str, pairs: Pairs | None, count: int, neighbours: bool) -> list[tuple[int, int]]:
     if pairs is None and not neighbours:
         return list(itertools.combinations(range(count), 2))
+    if pairs is None and count % 2:
+        raise InvalidInputError(f"{name} pairs each datum with the next, but there are {count}; give pairs")
     if pairs is None:
-        if count % 2:
-            raise InvalidInputError(
-                f"{name} pairs each datum with the next, but there are {count}; give pairs"
-            )
         return [(i, i + 1) for i in range(0, count, 2)]
     for i, j in pairs:
         if not (0 <= i < count and 0 <= j < count and i != j):

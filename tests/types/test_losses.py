@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from tinkex import Datum, InvalidInputError, ModelInput
-from tinkex.engine.fake.losses import FORMULAS
 from tinkex.engine.torch.losses import LOSSES as TORCH_LOSSES
 from tinkex.types import LossFnType
 from tinkex.types.data import LIST_DTYPES
-from tinkex.types.losses import LOSSES, filled_inputs, loss_settings
+from tinkex.types.losses import FORMULAS, LOSSES, filled_inputs, loss_settings
 
 SCORED: dict[str, Any] = {"target_tokens": [1, 2], "logprobs": [-1.0, -1.0], "advantages": [0.0, 2.0]}
 

@@ -1,8 +1,8 @@
 """The table of losses: what each one reads, its settings, and the checks of a datum against it.
 
 The client, the service and every engine use this table: a loss is described once, and a bad datum is refused
-with the same message everywhere. The formulas are in engine/torch/losses.py and, in numpy, in
-engine/fake/losses.py. Needs numpy alone. Knows nothing of models, requests or the wire.
+with the same message everywhere. FORMULAS are the losses in numpy, for the fake engine and for regularizers;
+engine/torch/losses.py writes them out. Needs numpy alone. Knows nothing of models, requests or the wire.
 
 Shapes: N positions of a datum, K candidate targets of a position.
 """
@@ -10,7 +10,7 @@ Shapes: N positions of a datum, K candidate targets of a position.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -223,3 +223,64 @@ def filled_inputs(
                 "loss_fn_inputs['sequence_ratio_mask'] is zero everywhere, but there are advantages"
             )
     return inputs
+
+
+# -- formulas --------------------------------------------------------------------------------------------
+# For one cell: lp the trainer's logprob of the target, x["logprobs"] the sampler's or the teacher's. A cell
+# whose weight or advantage is zero adds nothing, whatever its logprobs are.
+
+Inputs = Mapping[str, np.ndarray]  # each of the targets' shape, [N] or [N, K], of one datum
+Settings = Mapping[str, float]
+Terms = tuple[np.ndarray, np.ndarray]  # each cell's loss, and the datum's loss by each cell's logprob
+
+
+def _kl_divergence(lp: np.ndarray, x: Inputs, settings: Settings) -> Terms:
+    mass = np.where(x["weights"] != 0, x["weights"] * np.exp(x["logprobs"]), 0.0)
+    return mass * np.where(mass != 0, x["logprobs"] - lp, 0.0), -mass
+
+
+def _importance_sampling(lp: np.ndarray, x: Inputs, settings: Settings) -> Terms:
+    gain = np.exp(_lag(lp, x)) * x["advantages"]
+    return -gain, -gain
+
+
+def _cispo(lp: np.ndarray, x: Inputs, settings: Settings) -> Terms:
+    ratio = np.clip(np.exp(_lag(lp, x)), x["clip_low_threshold"], x["clip_high_threshold"])
+    return -ratio * x["advantages"] * lp, -ratio * x["advantages"]
+
+
+def _dro(lp: np.ndarray, x: Inputs, settings: Settings) -> Terms:
+    lag = _lag(lp, x)
+    return 0.5 * settings["beta"] * lag**2 - lp * x["advantages"], settings["beta"] * lag - x["advantages"]
+
+
+def _gspo(lp: np.ndarray, x: Inputs, settings: Settings) -> Terms:
+    mask = x["sequence_ratio_mask"] != 0
+    share = mask / max(1, mask.sum())
+    terms, slopes = _clipped(np.full(lp.shape, np.sum(share * np.where(mask, lp - x["logprobs"], 0.0))), x)
+    return terms, slopes.sum() * share  # every cell moves the one ratio that all of them have
+
+
+def _lag(lp: np.ndarray, x: Inputs) -> np.ndarray:
+    """lp - lq where there is an advantage: prompts have made-up logprobs."""
+    return np.where(x["advantages"] != 0, lp - x["logprobs"], 0.0)
+
+
+def _clipped(log_ratio: np.ndarray, x: Inputs) -> Terms:
+    """-min(r·A, clip(r, lo, hi)·A), and its derivative by log r: none where the bound is what counts."""
+    ratio, advantages = np.exp(log_ratio), x["advantages"]
+    low, high = x["clip_low_threshold"], x["clip_high_threshold"]
+    above, below = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
+    terms = -advantages * np.where(above, high, np.where(below, low, ratio))
+    return terms, np.where(above | below, 0.0, terms)
+
+
+FORMULAS: Mapping[str, Callable[[np.ndarray, Inputs, Settings], Terms]] = {
+    "cross_entropy": lambda lp, x, settings: (-x["weights"] * lp, -x["weights"]),
+    "importance_sampling": _importance_sampling,
+    "ppo": lambda lp, x, settings: _clipped(_lag(lp, x), x),
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
+    "kl_divergence": _kl_divergence,
+}

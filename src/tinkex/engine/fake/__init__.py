@@ -8,11 +8,11 @@ Its text is nonsense, and it has no uploaded losses.
 from __future__ import annotations
 
 from tinkex.engine.fake.bigram import BASE, CONTEXT, EOS, VOCAB
-from tinkex.engine.fake.losses import FORMULAS
 from tinkex.engine.fake.sampler import FakeSampler
 from tinkex.engine.fake.trainer import FakeTrainer
 from tinkex.engine.protocol import EngineConfig, Heartbeat, ModelInfo
 from tinkex.engine.token_bytes import TokenTable
+from tinkex.types.losses import FORMULAS
 
 _PAGE = 16
 

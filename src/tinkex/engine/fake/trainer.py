@@ -11,7 +11,7 @@ import numpy as np
 from tinkex.engine import protocol as p
 from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass, TrainingExample, read_pass
 from tinkex.engine.fake.bigram import UNEMBED, VOCAB, D, FakeAdapter, FakeExport, features, log_softmax
-from tinkex.engine.fake.losses import FORMULAS
+from tinkex.types.losses import FORMULAS
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.tensor import TensorData
