@@ -196,7 +196,7 @@ def _loss(name: str) -> tuple[str, ...]:
 
 def errors() -> list[type[Exception]]:
     """Those that may be caught, each after what it is a kind of."""
-    found = [getattr(tinkex.errors, name) for name in tinkex._ERRORS]
+    found = [getattr(tinkex.errors, name) for name in tinkex._NAMES["errors"].split()]
     found = [kind for kind in found if issubclass(kind, tinkex.TinkerError)]
     ours = {
         kind: [k.__name__ for k in reversed(kind.__mro__) if issubclass(k, tinkex.TinkerError)]

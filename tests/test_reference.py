@@ -72,15 +72,16 @@ def test_no_word_is_missing_and_none_is_left_over() -> None:
 
 def test_every_error_and_every_client_name_is_there() -> None:
     errors = section("Errors")
-    for name in tinkex._ERRORS:
+    for name in tinkex._NAMES["errors"].split():
         kind = getattr(tinkex, name)
         assert not issubclass(kind, tinkex.TinkerError) or f"| `{name}` |" in errors, name
-    assert [name for name in tinkex._CLIENT if not re.search(rf"(`|# ){name}\b", TEXT)] == []
+    clients = [name for name, home in tinkex._HOME.items() if home not in ("errors", "types")]
+    assert [name for name in clients if not re.search(rf"(`|# ){name}\b", TEXT)] == []
 
 
 def test_every_variable_that_is_read_is_there() -> None:
     source = (PAGE.parents[1] / "src" / "tinkex" / "config.py").read_text()
-    assert set(re.findall(r'\bget\("([A-Z_]+)"\)', source)) == set(WORDS["environment"])
+    assert set(re.findall(r'\b(?:get|is_on)\("([A-Z_]+)"\)', source)) == set(WORDS["environment"])
 
 
 def test_every_method_is_described() -> None:
@@ -95,7 +96,7 @@ def test_every_method_is_described() -> None:
 
 def test_every_raised_name_is_an_error() -> None:
     named = {name for text in WORDS["raises"].values() for name in re.findall(r"`(\w+Error)`", text)}
-    assert named <= {*tinkex._ERRORS, "CancelledError"}
+    assert named <= {*tinkex._NAMES["errors"].split(), "CancelledError"}
 
 
 def test_what_has_methods_is_told_of() -> None:

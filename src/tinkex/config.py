@@ -1,29 +1,8 @@
-"""Settings of a process: every environment variable that the project reads.
+"""Settings of a process: every environment variable that a client reads, once, when it is made.
 
-    TINKER_API_KEY          the key; without a key and a URL, the engine runs in this process
-    TINKER_BASE_URL         the server; "local" is this process, even if there is a key
-    TINKER_CREDENTIAL_CMD   a shell command that prints a token
-    TINKER_PROJECT_ID       the project of new sessions
-    TINKER_TAGS             tags of new sessions, separated by commas
-    TINKER_TELEMETRY        1, true, yes or on: send telemetry (default: off)
-    TINKER_LOG              debug or info: log to stderr
-    CLOUDFLARE_ACCESS_CLIENT_ID, CLOUDFLARE_ACCESS_CLIENT_SECRET   sent as headers if set
-    TINKEX_HOME             where the embedded engine keeps its state (default ~/.tinkex)
-    TINKEX_TOKENIZER_DIR    a directory of tokenizers, searched before any hub
-    HF_HUB_OFFLINE          1, true, yes or on: never connect to a hub
-    NO_COLOR                any value: the command line prints without colours
-    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY   as usual; not used for loopback addresses
-
-`tinkex serve` also reads its options from the environment; the command line takes precedence:
-
-    TINKEX_MODELS           --model, several NAME=PLACE with spaces between
-    TINKEX_HOST, TINKEX_PORT, TINKEX_HOME, TINKEX_PUBLIC_URL, TINKEX_DEVICE, TINKEX_DTYPE, TINKEX_PRELOAD,
-    TINKEX_LOG_LEVEL        --host, --port, --home, --public-url, --device, --dtype, --preload, --log-level
-    TINKEX_MAX_CONTEXT, TINKEX_DISK_QUOTA, TINKEX_DRAIN   --max-context, --disk-quota, --drain
-    TINKEX_DETERMINISTIC    --deterministic, if 1
-
-Read once, when a client is made. No other module reads the environment, except for click, which reads the
-options above.
+docs/reference.md lists them; `tinkex serve --help` names those of the server, which click reads. HTTP_PROXY,
+HTTPS_PROXY, ALL_PROXY and NO_PROXY work as usual, except for loopback addresses, which need no proxy.
+No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -103,8 +82,8 @@ class RequestOptions(TypedDict, total=False):
 class Settings:
     """The environment's settings when a client was made."""
 
-    api_key: str | None = None
-    base_url: str | None = None
+    api_key: str | None = None  # without a key and a URL, the engine runs in this process
+    base_url: str | None = None  # "local" is this process, even if there is a key
     credential_cmd: str | None = None
     project_id: str | None = None
     tags: tuple[str, ...] = ()
@@ -126,10 +105,13 @@ class Settings:
         def get(name: str) -> str | None:
             return given.get(name) or None
 
-        headers = {
-            "CF-Access-Client-Id": get("CLOUDFLARE_ACCESS_CLIENT_ID"),
-            "CF-Access-Client-Secret": get("CLOUDFLARE_ACCESS_CLIENT_SECRET"),
-        }
+        def is_on(name: str) -> bool:
+            return given.get(name, "").lower() in ("1", "true", "yes", "on")
+
+        cloudflare = (
+            ("CF-Access-Client-Id", get("CLOUDFLARE_ACCESS_CLIENT_ID")),
+            ("CF-Access-Client-Secret", get("CLOUDFLARE_ACCESS_CLIENT_SECRET")),
+        )
         tokenizer_dir = get("TINKEX_TOKENIZER_DIR")
         return cls(
             api_key=get("TINKER_API_KEY"),
@@ -137,15 +119,15 @@ class Settings:
             credential_cmd=get("TINKER_CREDENTIAL_CMD"),
             project_id=get("TINKER_PROJECT_ID"),
             tags=tuple(t.strip() for t in (get("TINKER_TAGS") or "").split(",") if t.strip()),
-            telemetry=(get("TINKER_TELEMETRY") or "").lower() in ("1", "true", "yes", "on"),
+            telemetry=is_on("TINKER_TELEMETRY"),
             log=get("TINKER_LOG"),
-            extra_headers=tuple((name, value) for name, value in headers.items() if value),
+            extra_headers=tuple((name, value) for name, value in cloudflare if value),
             home=Path(get("TINKEX_HOME") or "~/.tinkex").expanduser(),
             tokenizer_dir=Path(tokenizer_dir).expanduser() if tokenizer_dir else None,
             credentials_file=Path("~/.tinker/credentials.json").expanduser(),
             http_proxy=any(map(get, ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))),
             no_color=get("NO_COLOR") is not None,
-            offline=(get("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on"),
+            offline=is_on("HF_HUB_OFFLINE"),
         )
 
     @property
@@ -195,12 +177,10 @@ def normalize_url(url: str) -> str:
 def is_loopback(url: str) -> bool:
     """Whether this URL is a loopback address."""
     host = urlsplit(url).hostname or ""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def console_url(base_url: str, page: str = "") -> str:

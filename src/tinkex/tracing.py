@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from tinkex._version import __version__
@@ -19,7 +20,6 @@ from tinkex._version import __version__
 Kind = Literal["internal", "client", "server"]
 T = TypeVar("T")
 _NOTHING = nullcontext()
-_providers: dict[str, tuple[Any, Any]] = {}  # "tracer" and "counters": their provider, themselves
 
 
 def is_on() -> bool:
@@ -36,8 +36,7 @@ def span(
     """
     if not is_on() or (within and not _is_within()):
         return _NOTHING
-    hop = begin(name, kind=kind, parent=parent, **attributes)
-    return _NOTHING if hop is None else hop
+    return begin(name, kind=kind, parent=parent, **attributes) or _NOTHING
 
 
 async def traced(name: str, work: Awaitable[T]) -> T:
@@ -70,7 +69,7 @@ def begin(
 
     if isinstance(parent, Hop):
         parent = trace.set_span_in_context(parent.span)
-    started = _tracer(trace).start_span(
+    started = _tracer(trace.get_tracer_provider()).start_span(
         f"tinkex.{name}",
         context=parent,
         kind=trace.SpanKind[kind.upper()],
@@ -91,9 +90,7 @@ class Hop:
         """Make it the current span within a block, without ending it."""
         from opentelemetry import trace
 
-        return trace.use_span(
-            self.span, end_on_exit=False, record_exception=False, set_status_on_exception=False
-        )
+        return trace.use_span(self.span, record_exception=False, set_status_on_exception=False)
 
     def end(self, error: BaseException | None = None) -> None:
         if error is not None:
@@ -136,27 +133,22 @@ def extract(headers: Mapping[str, str]) -> Any:
 
 def count_queue_state(old: str, new: str, lasted: float) -> None:
     """Record the metrics `tinkex.queue.changes` and `tinkex.queue.seconds`, by state."""
-    if "opentelemetry.metrics" not in sys.modules:
-        return
-    from opentelemetry import metrics
+    if "opentelemetry.metrics" in sys.modules:
+        from opentelemetry import metrics
 
-    provider = metrics.get_meter_provider()
-    if _providers.get("counters", (None,))[0] is not provider:
-        meter = metrics.get_meter("tinkex", __version__)
-        made = (
-            meter.create_counter(
-                "tinkex.queue.changes", description="Changes of queue state, by the new one."
-            ),
-            meter.create_counter("tinkex.queue.seconds", "s", "How long queue states lasted."),
-        )
-        _providers["counters"] = (provider, made)
-    changes, seconds = _providers["counters"][1]
-    changes.add(1, {"state": new})
-    seconds.add(lasted, {"state": old})
+        changes, seconds = _counters(metrics.get_meter_provider())
+        changes.add(1, {"state": new})
+        seconds.add(lasted, {"state": old})
 
 
-def _tracer(trace: Any) -> Any:
-    provider = trace.get_tracer_provider()
-    if _providers.get("tracer", (None,))[0] is not provider:
-        _providers["tracer"] = (provider, trace.get_tracer("tinkex", __version__))
-    return _providers["tracer"][1]
+@lru_cache(1)  # a program may replace the provider
+def _counters(provider: Any) -> tuple[Any, Any]:
+    meter = provider.get_meter("tinkex", __version__)
+    changes = "tinkex.queue.changes", "", "Changes of queue state, by the new one."
+    seconds = "tinkex.queue.seconds", "s", "How long queue states lasted."
+    return meter.create_counter(*changes), meter.create_counter(*seconds)
+
+
+@lru_cache(1)
+def _tracer(provider: Any) -> Any:
+    return provider.get_tracer("tinkex", __version__)
