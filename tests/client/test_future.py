@@ -27,7 +27,7 @@ from tinkex import (
     TrainingClient,
 )
 from tinkex.client import unread
-from tinkex.client.future import _Condition, completed, fail, resolve, start
+from tinkex.client.future import completed, fail, resolve, start
 
 
 class Work:
@@ -290,13 +290,14 @@ def test_a_result_that_comes_just_after_the_wait_ran_out_is_given() -> None:
                 self.set_result(7)
             return super().done()
 
-    class Condition(_Condition):
-        def wait(self, timeout: float | None = None) -> None:
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
             waited.append(timeout)
+            return False
 
     waited: list[float | None] = []
     future = Late("late")
-    future._condition = Condition()  # type: ignore[assignment]
+    future._condition = Condition()
     assert future.result(0) == 7
     assert waited == [0]
 
@@ -369,16 +370,15 @@ def test_a_slow_callback_of_the_users_holds_nothing_up(stub: Stub, sampler: Any)
 
 
 def test_threads_that_wait_are_all_woken_and_waits_that_ran_out_leave_nothing_behind() -> None:
-    """Its lock is one of our own: it must do what threading.Condition does for a future."""
     future: APIFuture[int] = APIFuture()
     for _ in range(3):
         with pytest.raises(ResultTimeoutError):
             future.result(0.001)
-    assert future._condition._sleepers == ()  # type: ignore[attr-defined]
+    assert not future._condition._waiters  # type: ignore[attr-defined]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(future.result, 5) for _ in range(4)]
         waiting += [pool.submit(future.exception, 5) for _ in range(4)]  # type: ignore[arg-type]
-        while len(future._condition._sleepers) < 8:  # type: ignore[attr-defined]
+        while len(future._condition._waiters) < 8:  # type: ignore[attr-defined]
             time.sleep(0.001)
         future.set_result(3)
         assert [wait.result(20) for wait in waiting] == [3] * 4 + [None] * 4

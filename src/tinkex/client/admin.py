@@ -33,8 +33,6 @@ class AdminClient(BaseClient):
         """Return audit events, of one type or all, on `day` or the latest ones."""
         return self._submit(ops.GET_AUDIT_LOG, event_type=event_type, day=day)
 
-    get_audit_log_async = awaited(get_audit_log)
-
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> APIFuture[BillingUsageResponse]:
@@ -42,14 +40,16 @@ class AdminClient(BaseClient):
         start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
         return self._submit(ops.GET_BILLING_USAGE, starting_on=start, ending_before=end)
 
-    get_billing_usage_async = awaited(get_billing_usage)
-
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         """Return the storage that checkpoints use now, in one project or in all."""
         return self._submit(ops.GET_CURRENT_CHECKPOINT_STORAGE_USAGE, project_id=project_id)
 
+    # -- the same, to await ------------------------------------------------------------------------------
+
+    get_audit_log_async = awaited(get_audit_log)
+    get_billing_usage_async = awaited(get_billing_usage)
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
 

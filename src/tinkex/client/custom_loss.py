@@ -156,62 +156,43 @@ CustomLoss = CustomLossFnV1 | LossHandle | ArrayLoss
 
 def submit(queue: RunQueue, given: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
     """Check a custom pass and queue it."""
-    if isinstance(loss_fn, LossHandle):
-        passes.check_pass(given, "custom", None)
+    if not callable(loss_fn) and not isinstance(loss_fn, LossHandle | ArrayLoss):
+        raise InvalidInputError(
+            f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"
+        )
+    passes.check_pass(given, "custom" if isinstance(loss_fn, LossHandle) else "cross_entropy", None)
+    if isinstance(loss_fn, LossHandle | ArrayLoss) and isinstance(loss_fn, LossChecks):
         loss_fn.check(given)
-        if loss_fn.session_id != (session_id := queue.session.session_id):
-            raise InvalidInputError(
-                f"the loss {loss_fn.name!r} was created in session {loss_fn.session_id}, but this run is of "
-                f"session {session_id}: create it with this run's ServiceClient"
-            )
-    else:
-        passes.check_pass(given, "cross_entropy", None)
-        if not callable(loss_fn) and not isinstance(loss_fn, ArrayLoss):
-            raise InvalidInputError(
-                f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"
-            )
-        if isinstance(loss_fn, ArrayLoss) and isinstance(loss_fn, LossChecks):
-            loss_fn.check(given)
+    if isinstance(loss_fn, LossHandle) and loss_fn.session_id != (session_id := queue.session.session_id):
+        raise InvalidInputError(
+            f"the loss {loss_fn.name!r} was created in session {loss_fn.session_id}, but this run is of "
+            f"session {session_id}: create it with this run's ServiceClient"
+        )
     data = list(given)  # the caller may change theirs
     return queue.enqueue("forward_backward_custom", lambda: queue.before_step(_send(queue, data, loss_fn)))
 
 
-def _send(
-    queue: RunQueue, data: list[Datum], loss_fn: CustomLoss
-) -> Awaitable[Awaitable[ForwardBackwardOutput]]:
-    if not isinstance(loss_fn, LossHandle):
-        return _send_linearised(queue, data, loss_fn)
-    if loss_fn.loss_id is None:
-        return _send_linearised(queue, data, loss_fn.run_here)
-    return _send_uploaded(queue, data, loss_fn, loss_fn.loss_id)
-
-
-async def _send_uploaded(
-    queue: RunQueue, data: list[Datum], handle: LossHandle, loss_id: str
-) -> Awaitable[ForwardBackwardOutput]:
-    waiting = await queue.send_pass(data, "custom", {"loss_id": loss_id}, forward_only=False)
-
-    async def explained() -> ForwardBackwardOutput:
-        try:
-            return await waiting
-        except RequestFailedError as error:
-            raise handle.explain(error) from None
-
-    return explained()
-
-
-async def _send_linearised(
-    queue: RunQueue, data: list[Datum], loss_fn: CustomLossFnV1 | ArrayLoss
-) -> Awaitable[ForwardBackwardOutput]:
+async def _send(queue: RunQueue, data: list[Datum], loss_fn: CustomLoss) -> Awaitable[ForwardBackwardOutput]:
+    if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is not None:
+        config = {"loss_id": loss_fn.loss_id}
+        return _explained(loss_fn, await queue.send_pass(data, "custom", config, forward_only=False))
+    fn = loss_fn.run_here if isinstance(loss_fn, LossHandle) else loss_fn
     forward = await queue.send_pass(probe(data), "cross_entropy", None, forward_only=True, last=False)
 
     async def compute() -> Gradients:
-        return await queue.run_loss(differentiate, loss_fn, data, await forward)
+        return await queue.run_loss(differentiate, fn, data, await forward)
 
     gradients = await queue.unless_cancelled(compute())
     surrogate = await off_loop(linearised, data, gradients.weights)
     waiting = await queue.send_pass(surrogate, "cross_entropy", None, forward_only=False)
     return after(waiting, lambda output: finished(output, gradients))
+
+
+async def _explained(handle: LossHandle, waiting: Awaitable[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    try:
+        return await waiting
+    except RequestFailedError as error:
+        raise handle.explain(error) from None
 
 
 # -- the mathematics -------------------------------------------------------------------------------------
@@ -267,24 +248,6 @@ def differentiate(
     return Gradients(weights, float(loss), _checked_metrics(metrics))
 
 
-def torch_gradients(
-    loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
-) -> tuple[float, list[np.ndarray], dict[str, float]]:
-    """Run a torch loss; returns it, its derivative by each datum's logprobs, and its metrics."""
-    try:
-        import torch
-    except ImportError:
-        raise TinkerError("this custom loss needs torch: pip install torch") from None
-    leaves = [torch.tensor(array, dtype=torch.float32, requires_grad=True) for array in logprobs]
-    loss, metrics = _checked(torch, loss_fn(list(data), leaves))
-    if loss.requires_grad:
-        loss.backward()
-    gradients = [
-        np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves
-    ]
-    return float(loss.detach()), gradients, metrics
-
-
 def _logprobs(index: int, datum: Datum, output: Mapping[str, TensorData]) -> np.ndarray:
     wanted = datum.loss_fn_inputs["target_tokens"].dense_shape
     if "logprobs" not in output or output["logprobs"].dense_shape != wanted:
@@ -294,7 +257,16 @@ def _logprobs(index: int, datum: Datum, output: Mapping[str, TensorData]) -> np.
     return output["logprobs"].to_numpy()
 
 
-def _checked(torch: Any, returned: tuple[Any, ...]) -> tuple[Any, dict[str, float]]:
+def torch_gradients(
+    loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
+) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    """Run a torch loss; returns it, its derivative by each datum's logprobs, and its metrics."""
+    try:
+        import torch
+    except ImportError:
+        raise TinkerError("this custom loss needs torch: pip install torch") from None
+    leaves = [torch.tensor(array, dtype=torch.float32, requires_grad=True) for array in logprobs]
+    returned = loss_fn(list(data), leaves)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise InvalidInputError(
             f"a custom loss returns (loss, metrics); this one returned {type(returned).__name__}"
@@ -302,7 +274,12 @@ def _checked(torch: Any, returned: tuple[Any, ...]) -> tuple[Any, dict[str, floa
     loss, metrics = returned
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InvalidInputError("a custom loss's first value must be a tensor with one element")
-    return loss.reshape(()), metrics
+    if loss.requires_grad:
+        loss.reshape(()).backward()  # pyright: ignore[reportUnknownMemberType]
+    gradients = [
+        np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves
+    ]
+    return float(loss.detach()), gradients, metrics
 
 
 def _checked_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:

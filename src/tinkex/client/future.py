@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -32,48 +31,6 @@ def check_timeout(timeout: object) -> None:
         raise InvalidInputError(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
 
 
-class _Condition:
-    """The part of threading.Condition that a future uses, in a tenth of the memory.
-
-    Thousands of futures may be in flight.
-    """
-
-    __slots__ = ("_lock", "_sleepers")
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._sleepers: tuple[threading.Lock, ...] = ()
-
-    def acquire(self) -> None:
-        self._lock.acquire()
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Release the lock until `notify_all` or the timeout. The caller holds it exactly once."""
-        sleeper = threading.Lock()
-        sleeper.acquire()
-        self._sleepers = (*self._sleepers, sleeper)
-        self._lock.release()
-        try:
-            sleeper.acquire(timeout=-1 if timeout is None else max(0, min(timeout, threading.TIMEOUT_MAX)))
-        finally:
-            self._lock.acquire()
-            self._sleepers = tuple(other for other in self._sleepers if other is not sleeper)
-
-    def notify_all(self) -> None:
-        sleepers, self._sleepers = self._sleepers, ()
-        for sleeper in sleepers:
-            sleeper.release()
-
-
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
     """A result that will arrive later.
 
@@ -85,7 +42,6 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def __init__(self, what: str = "request") -> None:
         super().__init__()
-        self._condition = _Condition()  # type: ignore[assignment]
         self._task: asyncio.Task[Any] | None = None  # cancelled with the future
         self._what = what
         self._pid = os.getpid()

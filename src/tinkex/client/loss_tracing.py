@@ -14,9 +14,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import EllipsisType, FrameType, TracebackType
+from types import EllipsisType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -59,7 +60,9 @@ def trace(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> tuple[str, 
             tracer = _Tracer()
             graph = tracer.trace(fn)
     except Exception as error:
-        _refuse(name, str(error) or type(error).__name__, _line_of_error(error), error)
+        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        theirs = [_line(*frame) for frame in frames if not frame[0].startswith(_OURS)]
+        _refuse(name, str(error) or type(error).__name__, theirs[-1] if theirs else "", error)
     _check_output(name, graph)
     return name, inputs, fx.GraphModule(tracer.root, graph, class_name=re.sub(r"\W", "_", name))
 
@@ -75,91 +78,83 @@ def _refuse(name: str, reason: str, line: str = "", cause: BaseException | None 
 # -- the function ----------------------------------------------------------------------------------------
 
 
+def _wrong(reason: str) -> NoReturn:
+    raise InvalidInputError(f"create_custom_loss: {reason}")
+
+
 def _inputs(name: str, fn: Callable[..., Any], ranks: Mapping[str, int]) -> list[CustomLossInput]:
     if not inspect.isfunction(fn):
         raise InvalidInputError(
             f"create_custom_loss takes a function (def or lambda), got {type(fn).__name__}; wrap it in one"
         )
-    parameters = list(inspect.signature(fn).parameters.values())
-    for parameter in parameters:
-        _check_parameter(name, parameter)
-    names = [parameter.name for parameter in parameters]
+    parameters = inspect.signature(fn).parameters
+    for key, parameter in parameters.items():
+        which = f"parameter {key!r} of {name}"
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            _wrong(
+                f"{which} must be a plain parameter: no *args, **kwargs, keyword-only or positional-only ones"
+            )
+        if parameter.default is not inspect.Parameter.empty:
+            _wrong(f"{which} has a default; every parameter is read from the datum's loss_fn_inputs")
+        if not _INPUT.fullmatch(key):
+            _wrong(f"{which} must be small letters, digits and '_', at most 64")
+    names = list(parameters)
     if names[:1] != ["logprobs"]:
-        raise InvalidInputError(
-            f"create_custom_loss: {name} must take logprobs first, then the loss_fn_inputs it reads, as in "
+        _wrong(
+            f"{name} must take logprobs first, then the loss_fn_inputs it reads, as in "
             f"def loss(logprobs, advantages); it takes ({', '.join(names)})"
         )
     if len(names) > MAX_INPUTS:
-        raise InvalidInputError(f"create_custom_loss: {name} takes {len(names)} inputs, at most {MAX_INPUTS}")
+        _wrong(f"{name} takes {len(names)} inputs, at most {MAX_INPUTS}")
     if not isinstance(ranks, Mapping) or set(ranks) != set(names):
         given = list(ranks) if isinstance(ranks, Mapping) else ranks
-        raise InvalidInputError(
-            f"create_custom_loss: input_ranks must give a rank for each of {', '.join(names)}, got {given!r}"
-        )
+        _wrong(f"input_ranks must give a rank for each of {', '.join(names)}, got {given!r}")
     for key, rank in ranks.items():
         allowed = (1, 2) if key == "logprobs" else (0, 1, 2)
         if isinstance(rank, bool) or rank not in allowed:
-            raise InvalidInputError(
-                f"create_custom_loss: input_ranks[{key!r}] is {rank!r}; allowed: {allowed} "
+            _wrong(
+                f"input_ranks[{key!r}] is {rank!r}; allowed: {allowed} "
                 "(0: a number, 1: one value a token, 2: several)"
             )
     return [CustomLossInput(name=key, rank=ranks[key]) for key in names]  # type: ignore[arg-type]
-
-
-def _check_parameter(name: str, parameter: inspect.Parameter) -> None:
-    if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        why = "must be a plain parameter: no *args, **kwargs, keyword-only or positional-only ones"
-    elif parameter.default is not inspect.Parameter.empty:
-        why = "has a default; every parameter is read from the datum's loss_fn_inputs"
-    elif not _INPUT.fullmatch(parameter.name):
-        why = "must be small letters, digits and '_', at most 64"
-    else:
-        return
-    raise InvalidInputError(f"create_custom_loss: parameter {parameter.name!r} of {name} {why}")
 
 
 def _check_output(name: str, graph: fx.Graph) -> None:
     output: Any = next(node for node in graph.nodes if node.op == "output")
     returned: tuple[Any, ...] | list[Any] | fx.Node = output.args[0]
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
-        raise InvalidInputError(
-            f"create_custom_loss: {name} must return (loss, metrics), a tensor and a dict; got {returned!r}"
-        )
+        _wrong(f"{name} must return (loss, metrics), a tensor and a dict; got {returned!r}")
     loss, metrics = returned
     if not isinstance(loss, fx.Node):
-        raise InvalidInputError(f"create_custom_loss: {name} must return its loss as a tensor, got {loss!r}")
+        _wrong(f"{name} must return its loss as a tensor, got {loss!r}")
     for key, value in metrics.items():
         if not isinstance(key, str) or not _METRIC.fullmatch(key):
-            raise InvalidInputError(
-                f"create_custom_loss: the metric {key!r} of {name} must be called custom/NAME:sum or "
+            _wrong(
+                f"the metric {key!r} of {name} must be called custom/NAME:sum or "
                 "custom/NAME:mean, NAME in small letters; the suffix says how datums are put together"
             )
         if not isinstance(value, fx.Node):
-            raise InvalidInputError(
-                f"create_custom_loss: the metric {key!r} of {name} must be a tensor, got {value!r}"
-            )
+            _wrong(f"the metric {key!r} of {name} must be a tensor, got {value!r}")
 
 
 # -- tracing ---------------------------------------------------------------------------------------------
 
 
+def _refusing(reason: str) -> Any:
+    def refuse(*_: Any) -> NoReturn:
+        raise Untraceable(reason)
+
+    return refuse
+
+
 class _Value(fx.Proxy):
     """A proxy for a tensor; operations that need its value raise Untraceable."""
 
-    def __len__(self) -> int:
-        raise Untraceable("len() of a tensor is not known yet; use its .shape[0]")
-
-    def __float__(self) -> float:
-        raise Untraceable("float() of a tensor needs its value; keep it a tensor")
-
-    def __int__(self) -> int:
-        raise Untraceable("int() of a tensor needs its value; keep it a tensor (.long())")
-
-    def __index__(self) -> int:
-        raise Untraceable("a tensor cannot count a Python loop or index a list; use whole-tensor operations")
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise Untraceable("item assignment changes a tensor in place; use torch.where or masked_fill")
+    __len__ = _refusing("len() of a tensor is not known yet; use its .shape[0]")
+    __float__ = _refusing("float() of a tensor needs its value; keep it a tensor")
+    __int__ = _refusing("int() of a tensor needs its value; keep it a tensor (.long())")
+    __index__ = _refusing("a tensor cannot count a Python loop or index a list; use whole-tensor operations")
+    __setitem__ = _refusing("item assignment changes a tensor in place; use torch.where or masked_fill")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array") or name == "__cuda_array_interface__":
@@ -177,13 +172,8 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
 
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        raise Untraceable("it branches on a tensor's value; use torch.where to choose between two results")
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        raise Untraceable(
-            "it loops over a tensor, whose length is not known yet; use whole-tensor operations"
-        )
+    to_bool = _refusing("it branches on a tensor's value; use torch.where to choose between two results")
+    iter = _refusing("it loops over a tensor, whose length is not known yet; use whole-tensor operations")
 
     def call_module(self, m: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         raise Untraceable(f"it calls the module {type(m).__name__}; use a function of torch.nn.functional")
@@ -226,21 +216,10 @@ def _function_name(function: Callable[..., Any]) -> str:
     return name
 
 
-def _line_of_frame(frame: FrameType | None) -> str:
+def _line_of_frame(frame: FrameType) -> str:
     """The innermost line of user code, at or above a frame."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def _line_of_error(error: BaseException) -> str:
-    line, trace = "", error.__traceback__
-    while isinstance(trace, TracebackType):
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_OURS):
-            line = _line(file, trace.tb_lineno)
-        trace = trace.tb_next
-    return line
+    stack = ((each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame))
+    return next((_line(file, line) for file, line in stack if not file.startswith(_OURS)), "")
 
 
 def _line(file: str, number: int) -> str:

@@ -88,8 +88,6 @@ class RestClient(BaseClient):
         """
         return self._submit(ops.GET_TRAINING_RUN, training_run_id=training_run_id, access_scope=access_scope)
 
-    get_training_run_async = awaited(get_training_run)
-
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[TrainingRun]:
@@ -97,8 +95,6 @@ class RestClient(BaseClient):
         run_id = _parse(tinker_path).training_run_id
         method = "get_training_run_by_tinker_path"
         return self._submit(ops.GET_TRAINING_RUN, method, training_run_id=run_id, access_scope=access_scope)
-
-    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     def list_training_runs(
         self,
@@ -112,8 +108,6 @@ class RestClient(BaseClient):
             ops.LIST_TRAINING_RUNS,
             limit=limit, offset=offset, access_scope=access_scope, project_id=project_id,
         )  # fmt: skip
-
-    list_training_runs_async = awaited(list_training_runs)
 
     def iter_training_runs(
         self,
@@ -145,21 +139,15 @@ class RestClient(BaseClient):
         parse = StepMetrics.from_json_lines
         return self._convert(ops.GET_RUN_METRICS, parse, training_run_id=training_run_id)
 
-    get_run_metrics_async = awaited(get_run_metrics)
-
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
         """Return the checkpoints of one run."""
         return self._submit(ops.LIST_CHECKPOINTS, training_run_id=training_run_id)
 
-    list_checkpoints_async = awaited(list_checkpoints)
-
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
         """Return one page of your checkpoints, newest first; `iter_checkpoints` iterates over all."""
         return self._submit(ops.LIST_USER_CHECKPOINTS, limit=limit, offset=offset)
-
-    list_user_checkpoints_async = awaited(list_user_checkpoints)
 
     def iter_checkpoints(
         self, training_run_id: str | None = None, *, page_size: int = 1000, timeout: float | None = None
@@ -205,8 +193,6 @@ class RestClient(BaseClient):
             )
         return self._of_checkpoint(ops.GET_EXTERNAL_WEIGHTS_URLS, tinker_path, by_path=False)
 
-    get_external_weights_urls_async = awaited(get_external_weights_urls)
-
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
@@ -218,48 +204,34 @@ class RestClient(BaseClient):
         path = _path(training_run_id, checkpoint_id)
         return self._of_checkpoint(ops.GET_CHECKPOINT_ARCHIVE_URL, path, by_path=False)
 
-    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
-
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """Return the download URL of a checkpoint as one tar file, by its path."""
         return self._of_checkpoint(ops.GET_CHECKPOINT_ARCHIVE_URL, tinker_path)
 
-    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
-
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
         """Delete a checkpoint permanently."""
         path = _path(training_run_id, checkpoint_id)
         return self._of_checkpoint(ops.DELETE_CHECKPOINT, path, by_path=False)
 
-    delete_checkpoint_async = awaited(delete_checkpoint)
-
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint permanently, by its path."""
         return self._of_checkpoint(ops.DELETE_CHECKPOINT, tinker_path)
-
-    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Make a checkpoint readable for everyone."""
         return self._of_checkpoint(ops.PUBLISH_CHECKPOINT, tinker_path)
 
-    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
-
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Make a published checkpoint private again."""
         return self._of_checkpoint(ops.UNPUBLISH_CHECKPOINT, tinker_path)
-
-    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[None]:
         """Let a checkpoint expire `ttl_seconds` from now; None: never."""
         return self._of_checkpoint(ops.SET_CHECKPOINT_TTL, tinker_path, ttl_seconds=check_ttl(ttl_seconds))
-
-    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -281,8 +253,6 @@ class RestClient(BaseClient):
             weights_access_token=weights_access_token,
         )  # fmt: skip
 
-    copy_weights_async = awaited(copy_weights)
-
     # -- sessions and samplers ---------------------------------------------------------------------------
 
     def get_session(
@@ -291,15 +261,11 @@ class RestClient(BaseClient):
         """Return the runs and samplers of a session."""
         return self._submit(ops.GET_SESSION, session_id=session_id, access_scope=access_scope)
 
-    get_session_async = awaited(get_session)
-
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[ListSessionsResponse]:
         """Return one page of session ids, newest first; `iter_sessions` iterates over all."""
         return self._submit(ops.LIST_SESSIONS, limit=limit, offset=offset, access_scope=access_scope)
-
-    list_sessions_async = awaited(list_sessions)
 
     def iter_sessions(
         self, access_scope: AccessScope = "owned", *, page_size: int = 100, timeout: float | None = None
@@ -323,14 +289,10 @@ class RestClient(BaseClient):
             raise InvalidInputError(f"request must be a SessionSearchRequest, got {type(request).__name__}")
         return self._connection.submit(ops.SEARCH_SESSIONS, request, CallContext("search_sessions"))
 
-    search_sessions_async = awaited(search_sessions)
-
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Move a session into a project."""
         project = check_id("project_id", project_id)
         return self._submit(ops.ASSIGN_SESSION_PROJECT, session_id=session_id, project_id=project)
-
-    assign_session_project_async = awaited(assign_session_project)
 
     def export_session_trace(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
@@ -378,8 +340,6 @@ class RestClient(BaseClient):
         """Return the base model and the adapter of a sampler."""
         return self._submit(ops.GET_SAMPLER, sampler_id=sampler_id)
 
-    get_sampler_async = awaited(get_sampler)
-
     # -- the account -------------------------------------------------------------------------------------
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
@@ -406,15 +366,11 @@ class RestClient(BaseClient):
         """Deprecated: use `AdminClient.get_audit_log`."""
         return self._admin("get_audit_log").get_audit_log(event_type, day)
 
-    get_audit_log_async = awaited(get_audit_log)
-
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> APIFuture[BillingUsageResponse]:
         """Deprecated: use `AdminClient.get_billing_usage`."""
         return self._admin("get_billing_usage").get_billing_usage(starting_on, ending_before)
-
-    get_billing_usage_async = awaited(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
@@ -423,6 +379,30 @@ class RestClient(BaseClient):
         admin = self._admin("get_current_checkpoint_storage_usage")
         return admin.get_current_checkpoint_storage_usage(project_id)
 
+    # -- the same, to await ------------------------------------------------------------------------------
+
+    get_training_run_async = awaited(get_training_run)
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
+    list_training_runs_async = awaited(list_training_runs)
+    get_run_metrics_async = awaited(get_run_metrics)
+    list_checkpoints_async = awaited(list_checkpoints)
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+    get_external_weights_urls_async = awaited(get_external_weights_urls)
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
+    delete_checkpoint_async = awaited(delete_checkpoint)
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
+    copy_weights_async = awaited(copy_weights)
+    get_session_async = awaited(get_session)
+    list_sessions_async = awaited(list_sessions)
+    search_sessions_async = awaited(search_sessions)
+    assign_session_project_async = awaited(assign_session_project)
+    get_sampler_async = awaited(get_sampler)
+    get_audit_log_async = awaited(get_audit_log)
+    get_billing_usage_async = awaited(get_billing_usage)
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
     def _admin(self, name: str) -> AdminClient:

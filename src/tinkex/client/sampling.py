@@ -95,8 +95,6 @@ class SamplingClient(ModelClient):
         )  # fmt: skip
         return start(lambda: self._sender.send(request), "sample")
 
-    sample_async = awaited(sample, cancels=True)
-
     def sample_stream(
         self,
         prompt: ModelInput,
@@ -150,8 +148,6 @@ class SamplingClient(ModelClient):
 
         return start(score, "compute_logprobs")
 
-    compute_logprobs_async = awaited(compute_logprobs, cancels=True)
-
     def _request(
         self, prompt: ModelInput, params: SamplingParams, num_samples: int, seq_id: int | None, **more: Any
     ) -> SampleRequest:
@@ -181,14 +177,18 @@ class SamplingClient(ModelClient):
         """
         return start(self._base_model, "get_base_model")
 
-    get_base_model_async = awaited(get_base_model)
-
     async def _base_model(self) -> str:
         request = GetSamplerRequest(sampler_id=self._sampling_session_id)
         return (await self._connection.call(ops.GET_SAMPLER, request)).base_model
 
     async def _model(self) -> tuple[str, None]:
         return await self._base_model(), None
+
+    # -- the same, to await ------------------------------------------------------------------------------
+
+    sample_async = awaited(sample, cancels=True)
+    compute_logprobs_async = awaited(compute_logprobs, cancels=True)
+    get_base_model_async = awaited(get_base_model)
 
     def __repr__(self) -> str:
         return f"SamplingClient({self._sampling_session_id!r})"

@@ -106,8 +106,6 @@ class RemoteServiceClient(BaseClient):
         """
         return self._connection.submit(ops.GET_SERVER_CAPABILITIES, EmptyRequest())
 
-    get_server_capabilities_async = awaited(get_server_capabilities)
-
     def create_rest_client(self) -> RestClient:
         """Create a client for runs, checkpoints and sessions, on the same connection.
 
@@ -148,8 +146,6 @@ class RemoteServiceClient(BaseClient):
         seq = next(self._session.run_seq)
         return self._start(lambda: self._create(request, seq), "create_model")
 
-    create_lora_training_client_async = awaited(create_lora_training_client)
-
     @blocking
     def create_training_client_from_state(
         self,
@@ -171,8 +167,6 @@ class RemoteServiceClient(BaseClient):
             )
         )  # fmt: skip
 
-    create_training_client_from_state_async = awaited(create_training_client_from_state)
-
     @blocking
     def create_training_client_from_state_with_optimizer(
         self,
@@ -192,10 +186,6 @@ class RemoteServiceClient(BaseClient):
                 weights_access_token=weights_access_token,
             )
         )  # fmt: skip
-
-    create_training_client_from_state_with_optimizer_async = awaited(
-        create_training_client_from_state_with_optimizer
-    )
 
     def _resume(self, request: LoadWeightsRequest) -> APIFuture[TrainingClient]:
         ParsedCheckpointTinkerPath.from_tinker_path(request.path)
@@ -309,8 +299,6 @@ class RemoteServiceClient(BaseClient):
             record_stability_info=record_stability_info,
         )  # fmt: skip
 
-    create_sampling_client_async = awaited(create_sampling_client)
-
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> APIFuture[str]:
@@ -332,6 +320,16 @@ class RemoteServiceClient(BaseClient):
             return (await self._connection.call(ops.COPY_WEIGHTS, numbered)).tinker_path
 
         return self._start(copy, "copy_weights")
+
+    # -- the same, to await ------------------------------------------------------------------------------
+
+    get_server_capabilities_async = awaited(get_server_capabilities)
+    create_lora_training_client_async = awaited(create_lora_training_client)
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = awaited(
+        create_training_client_from_state_with_optimizer
+    )
+    create_sampling_client_async = awaited(create_sampling_client)
 
     # -- closing ----------------------------------------------------------------------------------------
 

@@ -66,8 +66,6 @@ class TrainingClient(ModelClient):
         self._check_pass(data, loss_fn, loss_fn_config)
         return self._queue.submit_pass("forward", list(data), loss_fn, loss_fn_config, forward_only=True)
 
-    forward_async = queued(forward)
-
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
@@ -87,8 +85,6 @@ class TrainingClient(ModelClient):
             "forward_backward", list(data), loss_fn, loss_fn_config, forward_only=False
         )
 
-    forward_backward_async = queued(forward_backward)
-
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
@@ -103,8 +99,6 @@ class TrainingClient(ModelClient):
         >>> run.forward_backward_custom(data, loss).result().metrics["loss:sum"]
         """
         return custom_loss.submit(self._queue, data, loss_fn)
-
-    forward_backward_custom_async = queued(forward_backward_custom)
 
     def _check_pass(self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None) -> None:
         passes.check_pass(data, loss_fn, config)
@@ -133,8 +127,6 @@ class TrainingClient(ModelClient):
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
         return self._queue.submit_step(request)
 
-    optim_step_async = queued(optim_step)
-
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save_state(
@@ -153,8 +145,6 @@ class TrainingClient(ModelClient):
         fields = {"overwrite": overwrite, "user_metadata": user_metadata}
         return self._save("save_state", ops.SAVE_WEIGHTS, name, ttl_seconds, fields)
 
-    save_state_async = queued(save_state)
-
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
@@ -164,8 +154,6 @@ class TrainingClient(ModelClient):
         """
         _deprecated("load_state", "ServiceClient.create_training_client_from_state")
         return self._load(path, optimizer=False, token=weights_access_token)
-
-    load_state_async = queued(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -178,8 +166,6 @@ class TrainingClient(ModelClient):
             "load_state_with_optimizer", "ServiceClient.create_training_client_from_state_with_optimizer"
         )
         return self._load(path, optimizer=True, token=weights_access_token)
-
-    load_state_with_optimizer_async = queued(load_state_with_optimizer)
 
     def _load(self, path: str, *, optimizer: bool, token: str | None) -> APIFuture[LoadWeightsResponse]:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -200,8 +186,6 @@ class TrainingClient(ModelClient):
         kind = SaveWeightsForSamplerResponse
         return self._save("save_weights_for_sampler", op, name, ttl_seconds, fields, kind)
 
-    save_weights_for_sampler_async = queued(save_weights_for_sampler)
-
     def save_weights_external(
         self,
         name: str,
@@ -216,8 +200,6 @@ class TrainingClient(ModelClient):
         op, fields = ops.SAVE_WEIGHTS_EXTERNAL, {"age_encryption_recipients": age_encryption_recipients}
         kind = SaveWeightsExternalResponse
         return self._save("save_weights_external", op, name, ttl_seconds, fields, kind)
-
-    save_weights_external_async = queued(save_weights_external)
 
     def _save(
         self,
@@ -256,8 +238,6 @@ class TrainingClient(ModelClient):
             record_stability_info=record_stability_info,
         )  # fmt: skip
 
-    create_sampling_client_async = awaited(create_sampling_client)
-
     @blocking
     def save_weights_and_get_sampling_client(
         self,
@@ -290,8 +270,6 @@ class TrainingClient(ModelClient):
 
         return self._queue.enqueue("save_weights_and_get_sampling_client", send)
 
-    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
-
     # -- about the run -----------------------------------------------------------------------------------
 
     @blocking
@@ -301,8 +279,6 @@ class TrainingClient(ModelClient):
         >>> run.get_info().model_data.model_name                        # doctest: +SKIP
         """
         return self._connection.submit(ops.GET_INFO, GetInfoRequest(model_id=self.model_id))
-
-    get_info_async = awaited(get_info)
 
     async def _model(self) -> tuple[str, str | None]:
         info = await self.get_info_async()
@@ -316,6 +292,21 @@ class TrainingClient(ModelClient):
     def get_console_url(self) -> str:
         """Return the URL of this run's console page; embedded, of the directory that holds all runs."""
         return self._connection.console_url(f"training_runs/{self.model_id}")
+
+    # -- the same, to await ------------------------------------------------------------------------------
+
+    forward_async = queued(forward)
+    forward_backward_async = queued(forward_backward)
+    forward_backward_custom_async = queued(forward_backward_custom)
+    optim_step_async = queued(optim_step)
+    save_state_async = queued(save_state)
+    load_state_async = queued(load_state)
+    load_state_with_optimizer_async = queued(load_state_with_optimizer)
+    save_weights_for_sampler_async = queued(save_weights_for_sampler)
+    save_weights_external_async = queued(save_weights_external)
+    create_sampling_client_async = awaited(create_sampling_client)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
+    get_info_async = awaited(get_info)
 
     def _lose(self, error: RunLostError) -> None:
         """Refuse later calls: the server has lost this run (see recovery.py)."""
