@@ -263,6 +263,18 @@ async def test_adapters_beyond_the_plan_go_to_disk_least_used_first(home: Path):
         assert live(service) <= 2
 
 
+async def test_the_adapter_of_a_failed_run_counts_until_it_is_evicted(home: Path):
+    async with serving(home, Small) as service:
+        user = User(service)
+        failed, other = await user.run(), await user.run()
+        service.runs.get(failed).cannot_restore("a replayed pass failed", "server")  # type: ignore[union-attr]
+        await user.train(other, 1, 1)
+        await user.run()
+        assert live(service) <= 2
+        assert service.runs.get(failed) is None
+        assert service.runs.get(other) is not None
+
+
 async def test_many_runs_at_once_on_a_small_device(home: Path):
     async with serving(home, Small) as service:
         users = [User(service, f"user {n}") for n in range(5)]

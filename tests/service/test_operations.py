@@ -387,6 +387,17 @@ async def test_half_a_line_that_a_full_disk_took_spoils_no_other(
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 4]
 
 
+async def test_nothing_is_kept_of_the_passes_of_a_run_that_has_ended(service: Service):
+    user = User(service)
+    session = await user.session()
+    run = await user.run(session)
+    await user.result(await user.forward_backward(run, 1))
+    assert service.metrics._windows
+    await user.finish(session)
+    await service.tick()
+    assert not service.metrics._windows
+
+
 async def test_an_uploaded_loss_is_looked_at(service: Service):
     user = User(service)
     session = await user.session()

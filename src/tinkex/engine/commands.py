@@ -53,6 +53,7 @@ class RunningPass:
     settings: Mapping[str, float]
     examples: list[TrainingExample]
     failure: p.Failure | None = field(default=None, kw_only=True)
+    abandoned: bool = field(default=False, kw_only=True)  # its gradients are gone, and later ones are not its
 
     @property
     def run(self) -> str:
@@ -296,17 +297,19 @@ class CommandTrainer(ABC, Generic[A, P]):
     def _outcome(self, training: P) -> p.PassOutcome:
         if training.failure is None:
             return self._finish(training)
-        if training.work.backward and training.run in self.adapters:
+        if training.work.backward and not training.abandoned and training.run in self.adapters:
             self.adapters[training.run].take_grad()  # part of a pass's gradient must never be applied
         return training.failure
 
     def _abandon(self, run: str) -> None:
-        """Fail the passes of `run` that are under way; a ticket without others is dropped."""
+        """Fail the passes of `run` that are under way; a ticket whose passes are all abandoned is dropped."""
         for name, ticket in list(self._tickets.items()):
-            for one in ticket.going:
+            running = [one for one in ticket.passes if not isinstance(one, p.Failure)]
+            for one in running:
                 if one.run == run:
                     one.fail("server", f"the pass of run {run!r} was abandoned")
-            if not ticket.going:
+                    one.abandoned = True
+            if sum(one.abandoned for one in running) == len(ticket.passes):
                 del self._tickets[name]
 
     # -- what a subclass computes ----------------------------------------------------------------------
