@@ -4,8 +4,7 @@
     eyJ…      a JWT issued here for a key; it is refused once the key is revoked
     no keys   no key was ever made: every well-formed key is its own tenant (loopback only)
 
-A key is never stored or logged. A revoked key is refused within REFRESH seconds. This module knows headers
-and the ledger's table of keys, and no operation.
+A key is never stored or logged. A revoked key is refused within REFRESH seconds.
 """
 
 from __future__ import annotations
@@ -17,20 +16,14 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import jwt
 
 from tinkex.server.signing import derive
+from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import KeyRow
-from tinkex.types.config import (
-    ApiKeyDetails,
-    ApiKeyResponse,
-    AuthTokenResponse,
-    NamedDetails,
-    UserDetails,
-)
+from tinkex.types import config
 
 REFRESH = 2.0  # seconds for which a look-up is cached; another process may revoke a key
 TOKEN_LIFE = 3600.0
@@ -42,14 +35,6 @@ _CACHE_SIZE = 4096
 NO_KEY = "no API key: send one that begins with 'tml-' in X-API-Key (for /v1: Authorization: Bearer …)"
 BAD_KEY = "this API key is unknown, revoked or expired"
 MALFORMED = "an API key must begin with 'tml-' and have no spaces"
-
-
-class KeyTable(Protocol):
-    """The part of the ledger that is about keys."""
-
-    def find_key(self, hash: str) -> KeyRow | None: ...
-    def keys(self) -> list[KeyRow]: ...
-    def revoke_key(self, key_id: int, at: float) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -87,15 +72,15 @@ def credential(headers: Mapping[str, str]) -> str:
 class Authenticator:
     """Identifies callers by the ledger's keys."""
 
-    def __init__(self, table: KeyTable, secret: bytes) -> None:
-        self._table = table
+    def __init__(self, ledger: Ledger, secret: bytes) -> None:
+        self._ledger = ledger
         self._jwt_key = derive(secret, "tokens")
         self._cache: dict[bytes, tuple[Identity, float]] = {}  # by the credential's hash; with its expiry
 
     @property
     def is_open(self) -> bool:
         """True if no key was ever made. Revoking the last key does not make the server open."""
-        return not self._table.keys()
+        return not self._ledger.keys()
 
     def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
         """The caller of a request with these headers; Refusal 401 if its credential is not accepted."""
@@ -125,7 +110,7 @@ class Authenticator:
         return self._from_hash(hash_key(key))
 
     def _from_hash(self, key_hash: str) -> Identity:
-        row = self._table.find_key(key_hash)
+        row = self._ledger.find_key(key_hash)
         if row is not None and hmac.compare_digest(row.hash, key_hash):
             return Identity(row.owner, row.project_id, key_hash, row)
         if self.is_open:
@@ -134,17 +119,13 @@ class Authenticator:
 
     # -- tokens ------------------------------------------------------------------------------------------
 
-    def issue_token(self, identity: Identity) -> AuthTokenResponse:
+    def issue_token(self, identity: Identity) -> config.AuthTokenResponse:
         now = int(time.time())
         claims = {
-            "sub": identity.user,
-            "org_id": ORGANIZATION,
-            "email": identity.email,
-            "iat": now,
-            "exp": now + int(TOKEN_LIFE),
-            "key": identity.key_hash,
-        }
-        return AuthTokenResponse(jwt=jwt.encode(claims, self._jwt_key, algorithm="HS256"))
+            "sub": identity.user, "org_id": ORGANIZATION, "email": identity.email, "iat": now,
+            "exp": now + int(TOKEN_LIFE), "key": identity.key_hash,
+        }  # fmt: skip
+        return config.AuthTokenResponse(jwt=jwt.encode(claims, self._jwt_key, algorithm="HS256"))
 
     def _from_token(self, token: str) -> Identity:
         try:
@@ -155,20 +136,18 @@ class Authenticator:
             raise Refusal(401, BAD_KEY) from None
         return self._from_hash(claims["key"])
 
-    def describe(self, identity: Identity) -> ApiKeyResponse:
-        key = identity.key
-        return ApiKeyResponse(
-            key_id=key.key_id if key else 0,
-            name=key.name if key else identity.user,
-            note=key.note if key else "no keys are configured on this server",
-            details=ApiKeyDetails(
-                org_details=NamedDetails(name=identity.project or ORGANIZATION),
-                user_details=UserDetails(email=identity.email),
-            ),
+    def describe(self, identity: Identity) -> config.ApiKeyResponse:
+        details = config.ApiKeyDetails(
+            org_details=config.NamedDetails(name=identity.project or ORGANIZATION),
+            user_details=config.UserDetails(email=identity.email),
         )
+        if (key := identity.key) is not None:
+            return config.ApiKeyResponse(key_id=key.key_id, name=key.name, note=key.note, details=details)
+        note = "no keys are configured on this server"
+        return config.ApiKeyResponse(key_id=0, name=identity.user, note=note, details=details)
 
     def revoke(self, identity: Identity) -> None:
         """Revoke the key that the caller itself used."""
         if identity.key is not None:
-            self._table.revoke_key(identity.key.key_id, time.time())
+            self._ledger.revoke_key(identity.key.key_id, time.time())
         self._cache.clear()

@@ -1,18 +1,18 @@
 """The ASGI application: one route and one handler for every row of the operation table.
 
 A handler decodes the body by its content type, calls the service, and encodes the result by the Accept
-header, so that old and new clients share it. It knows no training and no sampling.
+header, so that old and new clients share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC
 from email.utils import format_datetime
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,7 +35,7 @@ from tinkex.server.gateway import (
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
 from tinkex.types.config import EmptyRequest
-from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
+from tinkex.types.futures import PendingFuture, RequestFailedResponse
 from tinkex.wire import codec, ops
 from tinkex.wire.ops import Op
 
@@ -45,7 +45,10 @@ LONG_POLLS = (ops.RETRIEVE_FUTURE, ops.RETRIEVE_FUTURES)
 def build_app(gateway: Gateway, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     """The application with the routes of all operations, and `more`."""
     endpoints = {op: Endpoint(gateway, op.name, _handler(op, gateway)) for op in ops.OPS.values()}
-    routes = [Route(_route(op), endpoint, methods=[op.method]) for op, endpoint in endpoints.items()]
+    routes: list[BaseRoute] = []
+    for op, endpoint in endpoints.items():
+        path = op.path.replace("{checkpoint_id:path}", "{checkpoint_id:checkpoint}")
+        routes.append(Route(path, endpoint, methods=[op.method]))
     app = Starlette(routes=[*routes, *more], exception_handlers={HTTPException: _no_such_route})
     app.router.redirect_slashes = False
     # Starlette tries routes one after another. Most operations have a fixed path and are found in this table.
@@ -58,23 +61,13 @@ def build_app(gateway: Gateway, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     return dispatch
 
 
-class _CheckpointId(Convertor[str]):
+class _CheckpointId(StringConvertor):
     """KIND/NAME. A general path would route the deletion of a checkpoint called "publish" to unpublishing."""
 
     regex = "[^/]+/[^/]+"
 
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
-
 
 register_url_convertor("checkpoint", _CheckpointId())
-
-
-def _route(op: Op[Any, Any]) -> str:
-    return op.path.replace("{checkpoint_id:path}", "{checkpoint_id:checkpoint}")
 
 
 async def _no_such_route(http: Request, error: Exception) -> Response:
@@ -99,25 +92,20 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
         try:
             request = await bodies.decode(op, http.path_params, http.query, headers, body)
         except InvalidInputError as error:
-            promise = await _failed_promise(op, gateway, headers, body, caller, str(error))
-            if promise is None:
+            # A 4xx on one chunk of a pass makes official clients wait for ever: a run's request is accepted,
+            # and its future fails.
+            turn = (
+                codec.peek_turn(op, headers=headers, body=body, max_body=bodies.limit)
+                if op.has_future
+                else None
+            )
+            if turn is None:
                 raise  # raised here, not in a helper: a traceback keeps the body of every frame alive
+            promise = await gateway.service.fail(op, *turn, str(error), caller)
             return await _response(op, gateway, http, None, promise)
         return await _response(op, gateway, http, request, await call(op, request, caller))
 
     return handle
-
-
-async def _failed_promise(
-    op: Op[Any, Any], gateway: Gateway, headers: Mapping[str, str], body: bytes, caller: Caller, message: str
-) -> UntypedAPIFuture | None:
-    """Accept a run's undecodable request and fail its future; None if it is no request of a run.
-
-    A 4xx on one chunk of a pass makes official clients wait for ever.
-    """
-    limit = gateway.bodies.limit
-    turn = codec.peek_turn(op, headers=headers, body=body, max_body=limit) if op.has_future else None
-    return None if turn is None else await gateway.service.fail(op, *turn, message, caller)
 
 
 async def _response(
@@ -131,7 +119,10 @@ async def _response(
         accept = http.headers.get("accept", "")
         content_type, body = await gateway.bodies.encode_result(request.request_id, value, accept)
     elif isinstance(value, CheckpointArchiveUrlResponse):
-        return _redirect(value)
+        headers = {"location": value.url}
+        if value.expires is not None:
+            headers["expires"] = format_datetime(value.expires.astimezone(UTC), usegmt=True)
+        return Response(status_code=302, headers=headers)
     elif value is None:
         return Response(status_code=204)
     else:
@@ -140,16 +131,6 @@ async def _response(
     if len(body) >= BIG:
         encoding, body = await gateway.bodies.compressed(body, http.headers.get("accept-encoding", ""))
     return BufferedResponse(body, content_type, encoding=encoding)
-
-
-def _redirect(value: CheckpointArchiveUrlResponse) -> Response:
-    headers = {"location": value.url}
-    if value.expires is not None:
-        headers["expires"] = format_datetime(value.expires.astimezone(UTC), usegmt=True)
-    return Response(status_code=302, headers=headers)
-
-
-# -- operations that the service does not see ------------------------------------------------------------
 
 
 def _health_handler(gateway: Gateway) -> Handler:
@@ -174,8 +155,8 @@ def _key_handler(gateway: Gateway, operation: Callable[[Authenticator, Identity]
         gateway.admit(http)
         authenticator = gateway.authenticator
         value = operation(authenticator, authenticator.identify(credential(http.headers)))
-        if value is None:
-            return Response(status_code=204)
-        return Response(codec.encode_reply(value)[1], 200, JSON)
+        return (
+            Response(status_code=204) if value is None else Response(codec.encode_reply(value)[1], 200, JSON)
+        )
 
     return handle

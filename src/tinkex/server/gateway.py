@@ -1,8 +1,7 @@
 """What every endpoint shares: authentication, request ids, error responses, long polls and draining.
 
-An error response is JSON with a length. It is never compressed and never a 409, which official clients retry
-for five minutes. An internal error is a 500 that names the request id and nothing else. This module knows
-HTTP and the service's calls; app.py knows which operation has which route.
+An error response is JSON with a length, never compressed, and never a 409, which official clients retry for
+five minutes. An internal error is a 500 that names the request id and nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -93,23 +93,18 @@ def tinker_error(status: int, message: str, headers: dict[str, str] | None = Non
     return Response(orjson.dumps({"detail": message}), status, {**JSON, **(headers or {})})
 
 
+@dataclass(eq=False)
 class Gateway:
     """The service, and what stands between it and HTTP."""
 
-    def __init__(
-        self,
-        service: Service,
-        authenticator: Authenticator,
-        bodies: BodyCodec,
-        metrics: Metrics,
-        public_url: str = "",
-    ) -> None:
-        self.service = service
-        self.authenticator = authenticator
-        self.bodies = bodies
-        self.metrics = metrics
+    service: Service
+    authenticator: Authenticator
+    bodies: BodyCodec
+    metrics: Metrics
+    public_url: str = ""
+
+    def __post_init__(self) -> None:
         self.draining = False
-        self._public_url = public_url
         self._polls: set[asyncio.Task[Any]] = set()
         self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
 
@@ -117,21 +112,16 @@ class Gateway:
         """The caller; Refusal if the key is not accepted, or the service is not ready."""
         if not self.service.ready:
             raise Refusal(503, NOT_READY)
-        headers = http.headers
-        url = self._public_url or f"{http.scope['scheme']}://{headers.get('host', '')}"
-        return self.authenticator.caller(headers, url, self._is_same_machine(http))
-
-    def _is_same_machine(self, http: IncomingRequest) -> bool:
+        headers, peer = http.headers, http.scope.get("client")
+        url = self.public_url or f"{http.scope['scheme']}://{headers.get('host', '')}"
         # A proxy on this machine connects from loopback too, on behalf of a client elsewhere.
-        proxied = "x-forwarded-for" in http.headers or "forwarded" in http.headers
-        peer = http.scope.get("client")
-        return not proxied and not self._public_url and peer is not None and _is_loopback_host(peer[0])
+        proxied = self.public_url or "x-forwarded-for" in headers or "forwarded" in headers
+        same_machine = not proxied and peer is not None and is_loopback_host(peer[0])
+        return self.authenticator.caller(headers, url, same_machine)
 
     def request_id(self, http: IncomingRequest) -> str:
         given = http.headers.get("x-request-id")
-        if given and _REQUEST_ID.fullmatch(given):
-            return given
-        return f"{self._process}-{next(self._count)}"
+        return given if given and _REQUEST_ID.fullmatch(given) else f"{self._process}-{next(self._count)}"
 
     async def long_poll(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Wait for a result. A server that drains answers "pending", and clients poll its successor."""
@@ -163,33 +153,24 @@ class Gateway:
 
 
 @lru_cache(maxsize=1024)
-def _is_loopback_host(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     return is_loopback(f"//[{host}]" if ":" in host else f"//{host}")
 
 
+@dataclass(eq=False)
 class Endpoint:
     """A handler as an ASGI application, with tracing, metrics and error responses around it."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        name: str,
-        handler: Handler,
-        error_response: Callable[[int, str, dict[str, str] | None], Response] = tinker_error,
-    ) -> None:
-        self._gateway, self._name, self._handler, self._error_response = (
-            gateway,
-            name,
-            handler,
-            error_response,
-        )
-        self._span = f"server {name}"
+    _gateway: Gateway
+    _name: str
+    _handler: Handler
+    _error_response: Callable[[int, str, dict[str, str] | None], Response] = tinker_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, http = time.perf_counter(), IncomingRequest(scope, receive)
         request_id = self._gateway.request_id(http)
         if tracing.is_on():
-            with tracing.span(self._span, kind="server", parent=tracing.extract(http.headers)):
+            with tracing.span(f"server {self._name}", kind="server", parent=tracing.extract(http.headers)):
                 response = await self._handle(http, request_id)
         else:
             response = await self._handle(http, request_id)

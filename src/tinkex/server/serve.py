@@ -2,7 +2,7 @@
 
 The port answers from the beginning, with 503 until the models are loaded. Whatever prevents a start is a
 StartError of one line. The first signal drains open requests; the second stops at once. Without any API key
-only loopback connections are allowed. This module knows uvicorn and no operation.
+only loopback connections are allowed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import signal
 import socket
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 from starlette.responses import Response
@@ -31,7 +29,7 @@ from tinkex.server.app import build_app
 from tinkex.server.bodies import MAX_BODY, BodyCodec
 from tinkex.server.console.pages import console_routes
 from tinkex.server.downloads import download_routes, link_maker
-from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
+from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest, is_loopback_host
 from tinkex.server.metrics import Metrics
 from tinkex.server.openai.routes import openai_routes
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
@@ -64,7 +62,11 @@ class ServerConfig:
 def serve(config: ServerConfig, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. `say` prints a line for the person at the terminal."""
     _tune_process()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # not on Windows
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(Server(config, say).run(signals=(signal.SIGINT, signal.SIGTERM)))
 
 
@@ -82,14 +84,6 @@ def _tune_process() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # not on Windows
-        return None
-    return uvloop.new_event_loop
-
-
 class Server:
     """One service behind one port."""
 
@@ -97,7 +91,11 @@ class Server:
         self.config = config
         self._say = say
         home = config.service.home
-        self._secret = _prepare_home(home)
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            self._secret = home_secret(home)
+        except (OSError, ValueError) as error:
+            raise StartError(f"the home {home} cannot be used: {error}") from None
         self._metrics = Metrics()
         hooks = ServerHooks(
             link_maker(DownloadSigner(self._secret), home), WeightsTokens(self._secret).run_of, self._metrics
@@ -107,7 +105,7 @@ class Server:
         except TinkerError as error:
             raise StartError(_first_line(error)) from error
         authenticator = Authenticator(self.service.ledger, self._secret)
-        if not _is_loopback(config.host) and authenticator.is_open:
+        if not is_loopback_host(config.host) and authenticator.is_open:
             self.service.ledger.close()
             raise StartError(
                 f"no API key is configured, so only this machine may connect, not --host {config.host}. "
@@ -116,15 +114,10 @@ class Server:
         self._socket = _listen(config.host, config.port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.url = config.public_url or _url(config.host, self.address[1])
-        on_this_machine = _is_loopback(config.host) and not config.public_url
-        self.gateway = Gateway(
-            self.service,
-            authenticator,
-            # Between processes of one machine, sending bytes is cheaper than compressing them.
-            BodyCodec(limit=config.max_body, compress=not on_this_machine),
-            self._metrics,
-            config.public_url,
-        )
+        on_this_machine = is_loopback_host(config.host) and not config.public_url
+        # Between processes of one machine, sending bytes is cheaper than compressing them.
+        bodies = BodyCodec(limit=config.max_body, compress=not on_this_machine)
+        self.gateway = Gateway(self.service, authenticator, bodies, self._metrics, config.public_url)
         self._uvicorn = _UvicornServer(self._uvicorn_config(), self.gateway, config.drain_seconds)
 
     def _uvicorn_config(self) -> uvicorn.Config:
@@ -137,19 +130,11 @@ class Server:
             *openai_routes(gateway),
         ]
         return uvicorn.Config(
-            build_app(gateway, routes),
-            interface="asgi3",
-            http=SingleWriteProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(self.config.drain_seconds) + 10,
+            build_app(gateway, routes), interface="asgi3", http=SingleWriteProtocol, ws="none",
+            lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
             backlog=4096,
-        )
+            timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(self.config.drain_seconds) + 10,
+        )  # fmt: skip
 
     async def _metrics_page(self, http: IncomingRequest) -> Response:
         if self.service.ready and not self.gateway.authenticator.is_open:
@@ -202,17 +187,16 @@ class Server:
         for model in self.service.models:
             yield f"  {model.name}: {model.place}{_about_engine(model.engine)}"
         yield ""
-        if self.gateway.authenticator.is_open:
-            key = "tml-local"
+        is_open = self.gateway.authenticator.is_open
+        if is_open:
             yield "No API key is configured: only this machine can connect. Any key that begins with tml- is"
             yield "accepted, and each is its own tenant. `tinkex server keys add NAME` makes a real key."
         else:
-            key = "tml-…"
             yield "Clients need a key: `tinkex server keys add NAME` makes one."
         yield ""
         yield "In a client's shell:"
         yield f"  export TINKER_BASE_URL={self.url}"
-        yield f"  export TINKER_API_KEY={key}"
+        yield f"  export TINKER_API_KEY={'tml-local' if is_open else 'tml-…'}"
 
 
 class _UvicornServer(uvicorn.Server):
@@ -236,14 +220,6 @@ class _UvicornServer(uvicorn.Server):
 # -- helpers ---------------------------------------------------------------------------------------------
 
 
-def _prepare_home(home: Path) -> bytes:
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        return home_secret(home)
-    except (OSError, ValueError) as error:
-        raise StartError(f"the home {home} cannot be used: {error}") from None
-
-
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -258,21 +234,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        why = f"cannot listen at {host}:{port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            raise StartError(
-                f"port {port} of {host} is in use: stop what uses it, or give another --port"
-            ) from None
-        raise StartError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+            why = f"port {port} of {host} is in use: stop what uses it, or give another --port"
+        raise StartError(why) from None
     return listener
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _url(host: str, port: int) -> str:
