@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator, Identity, credential
-from tinkex.server.bodies import BIG, read_body
+from tinkex.server.bodies import BIG, IncomingRequest
 from tinkex.server.gateway import (
     JSON,
     NOT_READY,
@@ -29,7 +29,6 @@ from tinkex.server.gateway import (
     Endpoint,
     Gateway,
     Handler,
-    IncomingRequest,
     tinker_error,
 )
 from tinkex.service.refusal import Caller, Refusal
@@ -88,18 +87,15 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
 
     async def handle(http: IncomingRequest) -> Response:
         caller, headers = gateway.admit(http), http.headers
-        body = await read_body(http.receive, headers, bodies.limit) if has_body else b""
+        body = await bodies.read(http) if has_body else b""
         try:
-            request = await bodies.decode(op, http.path_params, http.query, headers, body)
+            request = await bodies.decode(op, http, body)
         except InvalidInputError as error:
             # A 4xx on one chunk of a pass makes official clients wait for ever: a run's request is accepted,
             # and its future fails.
-            turn = (
-                codec.peek_turn(op, headers=headers, body=body, max_body=bodies.limit)
-                if op.has_future
-                else None
-            )
-            if turn is None:
+            max_body = bodies.limit
+            turn = op.has_future and codec.peek_turn(op, headers=headers, body=body, max_body=max_body)
+            if not turn:
                 raise  # raised here, not in a helper: a traceback keeps the body of every frame alive
             promise = await gateway.service.fail(op, *turn, str(error), caller)
             return await _response(op, gateway, http, None, promise)

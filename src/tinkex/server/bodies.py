@@ -11,11 +11,12 @@ import asyncio
 import gzip
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope
 
 from tinkex.service.refusal import Refusal
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
@@ -40,26 +41,24 @@ class ClientDisconnected(Exception):
     """The client closed its connection before the response."""
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body; 413 if its content-length, or what has arrived of it, is over the limit."""
-    length = headers.get("content-length", "0")
-    if not (length.isascii() and length.isdigit()):
-        raise Refusal(400, f"content-length must be a number, got {length!r}")
-    if int(length) > limit:
-        raise Refusal(413, f"the body has {length} bytes; at most {limit} are accepted")
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body"):
-        return message.get("body", b"")
-    body = bytearray()  # joining 50 MB at the end would block the event loop for 30 ms
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise Refusal(413, f"the body has more than {limit} bytes, which is the most that is accepted")
-        if not message.get("more_body"):
-            return body  # type: ignore[return-value]  # decoders take any buffer
-        message = await receive()
+class IncomingRequest:
+    """An HTTP request as handlers read it. Starlette's own class costs more per request."""
+
+    __slots__ = ("headers", "receive", "scope")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.scope, self.receive = scope, receive
+        # uvicorn gives header names in lower case.
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+    @property
+    def path_params(self) -> dict[str, Any]:
+        return self.scope.get("path_params", {})
+
+    @property
+    def query(self) -> dict[str, str]:
+        text = self.scope["query_string"]
+        return dict(QueryParams(text)) if text else {}
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
@@ -83,14 +82,10 @@ async def _disconnect(receive: Receive) -> None:
 
 def result_size(value: Any) -> int:
     """About how many bytes a result takes when encoded."""
-    if isinstance(value, SampleResponse):
-        return _sample_size(value)
     if isinstance(value, ForwardBackwardOutput):
         return sum(tensor.nbytes for output in value.loss_fn_outputs for tensor in output.values())
-    return 0
-
-
-def _sample_size(value: SampleResponse) -> int:
+    if not isinstance(value, SampleResponse):
+        return 0
     size = 0
     if value.prompt_logprobs_np is not None:
         size += 2 * value.prompt_logprobs_np.nbytes
@@ -102,12 +97,6 @@ def _sample_size(value: SampleResponse) -> int:
         if sequence.topk_logprobs_np is not None:
             size += 2 * sequence.topk_logprobs_np.logprobs.nbytes
     return size
-
-
-def _encodings(accept: str) -> set[str]:
-    """The content encodings that an Accept-Encoding header allows: those with q=0 are not."""
-    parts = [part.replace(" ", "").partition(";q=") for part in accept.lower().split(",")]
-    return {name for name, _, weight in parts if not weight or weight.strip("0.")}
 
 
 class BodyCodec:
@@ -126,16 +115,32 @@ class BodyCodec:
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def decode(
-        self,
-        op: Op[Any, Any],
-        path_params: dict[str, Any],
-        query: dict[str, str],
-        headers: Mapping[str, str],
-        body: bytes,
-    ) -> Any:
-        parts = op, path_params, query, headers, body
-        if len(body) < BIG and "content-encoding" not in headers:  # a small compressed body may be large
+    async def read(self, http: IncomingRequest) -> bytes:
+        """The whole body; 413 if its content-length, or what has arrived of it, is over the limit."""
+        length, receive, limit = http.headers.get("content-length", "0"), http.receive, self.limit
+        if not (length.isascii() and length.isdigit()):
+            raise Refusal(400, f"content-length must be a number, got {length!r}")
+        if int(length) > limit:
+            raise Refusal(413, f"the body has {length} bytes; at most {limit} are accepted")
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            return message.get("body", b"")
+        body = bytearray()  # joining 50 MB at the end would block the event loop for 30 ms
+        while True:
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise Refusal(
+                    413, f"the body has more than {limit} bytes, which is the most that is accepted"
+                )
+            if not message.get("more_body"):
+                return body  # type: ignore[return-value]  # decoders take any buffer
+            message = await receive()
+
+    async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes) -> Any:
+        parts = op, http.path_params, http.query, http.headers, body
+        if len(body) < BIG and "content-encoding" not in http.headers:  # a small compressed body may be large
             return codec.decode_request(*parts)
         return await self._off_loop(lambda: codec.decode_request(*parts, self.limit))
 
@@ -162,7 +167,8 @@ class BodyCodec:
 
     async def compressed(self, body: bytes, accept_encoding: str) -> tuple[str, bytes]:
         """The content encoding chosen for a large body, and the encoded body; ("", body) if there is none."""
-        offered: set[str] = _encodings(accept_encoding) if self.compress else set()
+        parts = [part.replace(" ", "").partition(";q=") for part in accept_encoding.lower().split(",")]
+        offered = {name for name, _, weight in parts if self.compress and (not weight or weight.strip("0."))}
         if "zstd" in offered:
             return "zstd", await self._off_loop(lambda: zstd.compress(body, level=1))
         if "gzip" in offered:

@@ -14,7 +14,8 @@ from urllib.parse import quote
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
+from tinkex.server.bodies import IncomingRequest
+from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.server.signing import DOWNLOADS, DownloadSigner
 from tinkex.service.archive import Archive
 from tinkex.service.refusal import Caller, Refusal

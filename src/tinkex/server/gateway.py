@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any
 
 import orjson
-from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +26,7 @@ from tinkex.config import is_loopback
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator
-from tinkex.server.bodies import BodyCodec, ClientDisconnected
+from tinkex.server.bodies import BodyCodec, ClientDisconnected, IncomingRequest
 from tinkex.server.metrics import Metrics
 from tinkex.server.uvicorn_protocol import SEND_WHOLE, SendWhole
 from tinkex.service.refusal import Caller, Refusal
@@ -42,26 +41,6 @@ JSON = {"content-type": codec.JSON}
 NOT_READY = "the server is starting, or stopping: ask again in a moment"
 _CLIENT_GONE = 499  # for the log and the metrics; no response is sent
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class IncomingRequest:
-    """An HTTP request as handlers read it. Starlette's own class costs more per request."""
-
-    __slots__ = ("headers", "receive", "scope")
-
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.scope, self.receive = scope, receive
-        # uvicorn gives header names in lower case.
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-    @property
-    def path_params(self) -> dict[str, Any]:
-        return self.scope.get("path_params", {})
-
-    @property
-    def query(self) -> dict[str, str]:
-        text = self.scope["query_string"]
-        return dict(QueryParams(text)) if text else {}
 
 
 Handler = Callable[[IncomingRequest], Awaitable[Response]]

@@ -16,8 +16,8 @@ from anyio import CancelScope
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinkex.server.bodies import read_body
-from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
+from tinkex.server.bodies import IncomingRequest
+from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.service.samplers import SampleEvents
 from tinkex.wire import ops
 from tinkex.wire.codec import write_event
@@ -71,8 +71,7 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
 
     async def handle(http: IncomingRequest) -> Response:
         caller = gateway.admit(http)
-        body = await read_body(http.receive, http.headers, gateway.bodies.limit)
-        request = await gateway.bodies.decode(ops.SAMPLE, {}, {}, http.headers, body)
+        request = await gateway.bodies.decode(ops.SAMPLE, http, await gateway.bodies.read(http))
         events = gateway.service.stream(request, caller)
         return EventStream(_encoded(events), aclosing(events))
 

@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from tinkex._version import __version__
 from tinkex.errors import InvalidInputError, RequestErrorCategory, TokenizerError
-from tinkex.server.bodies import read_body, unless_disconnected
-from tinkex.server.gateway import JSON, Endpoint, Gateway, IncomingRequest
+from tinkex.server.bodies import IncomingRequest, unless_disconnected
+from tinkex.server.gateway import JSON, Endpoint, Gateway
 from tinkex.server.openai.replies import CompletionReply, ReplyWriter
 from tinkex.server.openai.requests import AnyRequest, ChatRequest, CompletionRequest, read_request
 from tinkex.server.stream_sample import EventStream, server_sent
@@ -193,9 +193,8 @@ async def _complete(
 
 
 async def _fields(gateway: Gateway, http: IncomingRequest) -> dict[str, Any]:
-    body = await read_body(http.receive, http.headers, gateway.bodies.limit)
     try:
-        fields: AnyJson = orjson.loads(body)
+        fields: AnyJson = orjson.loads(await gateway.bodies.read(http))
     except orjson.JSONDecodeError as error:
         raise InvalidInputError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):

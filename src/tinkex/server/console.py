@@ -20,7 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.charts import number
-from tinkex.server.gateway import Endpoint, Gateway, IncomingRequest
+from tinkex.server.bodies import IncomingRequest
+from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.service.refusal import Caller
 from tinkex.svg import html_page, html_table, svg_chart
 from tinkex.types.checkpoints import Checkpoint, ListCheckpointsRequest

@@ -1,1 +1,0 @@
-"""Web pages that show runs to a person."""
