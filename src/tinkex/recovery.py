@@ -14,17 +14,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import random
 import re
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from tinkex.client.future import APIFuture, owned, resolve, start
 from tinkex.client.loop import in_own_thread
 from tinkex.client.rest import RestClient
+from tinkex.client.retry import RetryPolicy
 from tinkex.client.run_watch import RunWatch
 from tinkex.client.service import RemoteServiceClient
 from tinkex.client.training import TrainingClient
@@ -42,6 +42,7 @@ from tinkex.errors import (
     RecoveryFailedError,
     RequestErrorCategory,
     RequestFailedError,
+    RunLostError,
     TinkerError,
     is_user_error,
 )
@@ -49,13 +50,11 @@ from tinkex.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
 
 log = logging.getLogger("tinkex")
 T = TypeVar("T")
-PAGE = 1000
 # Another attempt would fail in the same way.
 _PERMANENT = (RecoveryFailedError, InvalidInputError, ClientClosedError, CredentialError, AuthenticationError)
-_random = random.Random()
 
 
-# -- events ------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class RecoveryPolicy:
     watch: float | None = None
     on_event: Callable[[RecoveryEvent], object] | None = None
     step_of: Callable[[Checkpoint], int | None] = step_of
-    _permits: _Semaphore = field(init=False, repr=False, compare=False)
+    _permits: asyncio.Semaphore = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def check(name: str, fits: Callable[[Any], bool], wanted: str) -> None:
@@ -152,7 +151,7 @@ class RecoveryPolicy:
         for name in ("backoff", "max_backoff"):
             check(name, lambda value: _is_number(value) and value >= 0, "seconds from 0 on")
         check("watch", lambda v: v is None or (_is_number(v) and v > 0), "seconds above 0, or None")
-        object.__setattr__(self, "_permits", _Semaphore(self.concurrent))
+        object.__setattr__(self, "_permits", asyncio.Semaphore(self.concurrent))
 
     def run(
         self,
@@ -186,10 +185,14 @@ class RecoveryPolicy:
 
     def _delay(self, attempt: int) -> float:
         """Seconds before an attempt: 0 before the first, then exponential backoff with jitter."""
-        if attempt == 1:
-            return 0.0
-        limit = min(self.backoff * 2.0 ** min(attempt - 2, 30), self.max_backoff)
-        return limit * (1 - 0.25 * _random.random())
+        policy = RetryPolicy(base=self.backoff, cap=self.max_backoff, jitter=0.25)
+        return 0.0 if attempt == 1 else policy.backoff(attempt - 1)
+
+    async def _permit(self, granted: APIFuture[None], done: APIFuture[None]) -> None:
+        """Hold one of the `concurrent` permits, from `granted` until `done`. On the background loop."""
+        async with self._permits:
+            resolve(granted, None)
+            await done
 
     def _tell(self, event: RecoveryEvent) -> None:
         log.log(logging.INFO if isinstance(event, RecoveryAttempt) else logging.WARNING, "%s", event)
@@ -224,35 +227,6 @@ async def _await(value: Any) -> Any:
     if isinstance(value, APIFuture):
         return await owned(value, None)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return await value if inspect.isawaitable(value) else value
-
-
-class _Semaphore:
-    """A FIFO semaphore whose permits are futures: threads and event loops can both wait for one."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: deque[APIFuture[None]] = deque()
-        self._lock = threading.Lock()
-
-    def request(self) -> APIFuture[None]:
-        permit: APIFuture[None] = APIFuture("permit")
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                permit.set_result(None)
-            else:
-                self._waiting.append(permit)
-        return permit
-
-    def release(self, permit: APIFuture[None]) -> None:
-        """Pass a permit on; one that was never granted is withdrawn."""
-        with self._lock:
-            if permit in self._waiting:
-                self._waiting.remove(permit)
-            elif self._waiting:
-                resolve(self._waiting.popleft(), None)
-            else:
-                self._free += 1
 
 
 class _RecoveredLoop:
@@ -301,9 +275,10 @@ class _RecoveredLoop:
             delay = policy._delay(attempt)
             policy._tell(RecoveryAttempt(run_id, attempt, policy.attempts, delay))
             await self._call(asyncio.sleep, delay)
-            permit = policy._permits.request()
+            granted, done = APIFuture[None]("permit"), APIFuture[None]("permit")
+            start(partial(policy._permit, granted, done))
             try:
-                await self._wait(permit)
+                await self._wait(granted)
                 resumed = await self._call(self._resume, run_id)
                 client, path, step = resumed or (await self._wait(create()), None, 0)
             except (TinkerError, TimeoutError) as failure:
@@ -317,7 +292,7 @@ class _RecoveredLoop:
                 policy._tell(RunResumed(run_id, client.model_id, path, step))
                 return client, step
             finally:
-                policy._permits.release(permit)
+                resolve(done, None)
         policy._tell(RecoveryGaveUp(run_id, error))
         raise RecoveryFailedError(f"run {run_id} is lost and was given up: {error}") from error
 
@@ -326,10 +301,10 @@ class _RecoveredLoop:
         return await self._wait(start(lambda: function(*args), "recovery"))
 
     def _watch(self, client: TrainingClient) -> RunWatch | None:
-        every, tell = self._policy.watch, self._policy._tell
-        if every is None:
-            return None
-        return RunWatch(client, every, lambda error: tell(RunLost(error.run_id, error.reason, error)))
+        def tell(error: RunLostError) -> None:
+            self._policy._tell(RunLost(error.run_id, error.reason, error))
+
+        return RunWatch(client, self._policy.watch, tell) if self._policy.watch else None
 
     # -- on the background loop --------------------------------------------------------------------------
 
@@ -388,13 +363,13 @@ class _RecoveredLoop:
     async def _latest(self, lost: str) -> tuple[str, int] | None:
         """The checkpoint to resume from, and its step; None if nothing was ever saved."""
         wanted = self._checkpoint
-        given = wanted and ParsedCheckpointTinkerPath.from_tinker_path(wanted).training_run_id
-        # The lost run may have saved nothing since it was resumed: look at the run before it too.
-        saved = await self._saved([given] if given else [i for i in (self._owner, lost) if i is not None])
         if wanted:
+            saved = await self._saved(ParsedCheckpointTinkerPath.from_tinker_path(wanted).training_run_id)
             saved = [checkpoint for checkpoint in saved if checkpoint.tinker_path == wanted]
             if not saved:
                 raise RecoveryFailedError(f"there is no checkpoint {wanted}")
+        else:  # the lost run may have saved nothing since it was resumed: look at the run before it too
+            saved = (await self._saved(self._owner) if self._owner else []) + await self._saved(lost)
         steps = await in_own_thread(lambda: {c.tinker_path: self._policy.step_of(c) for c in saved})
         usable = [(p, step) for p, step in steps.items() if step is not None and p not in self._unusable]
         if usable:
@@ -408,13 +383,11 @@ class _RecoveredLoop:
             )
         return None
 
-    async def _saved(self, run_ids: list[str]) -> list[Checkpoint]:
-        """The training checkpoints of these runs. A server may list those of a run that it has forgotten."""
-        saved: list[Checkpoint] = []
-        for run_id in run_ids:
-            try:
-                saved += (await self._rest.list_checkpoints(run_id)).checkpoints
-            except NotFoundError:
-                listing = self._rest.iter_checkpoints(page_size=PAGE)
-                saved += [c async for c in listing if c.tinker_path.startswith(f"tinker://{run_id}/")]
+    async def _saved(self, run_id: str) -> list[Checkpoint]:
+        """The training checkpoints of a run. A server may list those of one that it has forgotten."""
+        try:
+            saved = (await self._rest.list_checkpoints(run_id)).checkpoints
+        except NotFoundError:
+            listing = self._rest.iter_checkpoints()
+            saved = [c async for c in listing if c.tinker_path.startswith(f"tinker://{run_id}/")]
         return [c for c in saved if c.checkpoint_type == "training"]
