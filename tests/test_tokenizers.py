@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ import tinkex
 import tinkex.tokenizers
 from tests.engine.tiny import tiny_model
 from tinkex.errors import InvalidInputError, TokenizerError
-from tinkex.tokenizers import load_tokenizer, load_tokenizer_async, render_chat, tokenizer_name
+from tinkex.tokenizers import load_tokenizer, render_chat, tokenizer_name
 
 pytestmark = pytest.mark.slow
 
@@ -318,22 +317,6 @@ def test_the_ones_used_last_are_kept():
     for key in ("a", "b", "a", "c", "a", "b"):
         get(key)
     assert made == ["a", "b", "c", "b"]
-
-
-def test_loading_leaves_the_event_loop_free(tmp_path: Path):
-    place, free = make(tmp_path), threading.Event()
-
-    def fetch(name: str) -> Path:
-        assert free.wait(10), "the event loop waited for the tokenizer"
-        return place
-
-    async def use() -> Any:
-        loading = asyncio.create_task(load_tokenizer_async("org/slow", fetch=fetch))
-        await asyncio.sleep(0)
-        free.set()
-        return await loading
-
-    assert asyncio.run(use()).encode("hello") == [5]
 
 
 FORK = """

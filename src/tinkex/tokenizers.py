@@ -7,13 +7,11 @@ applies a chat template, and always the tokenizer's own.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,8 +38,6 @@ PINNED: dict[str, str] = {
     "moonshotai/Kimi-K3": "f831ab66814297da540d832a5235f8e904f29d06",
 }
 
-MISSING_EXTRA = "tokenizers need the transformers package: pip install 'tinkex[tokenizers]'"
-
 
 def tokenizer_name(model_name: str, tokenizer_id: str | None = None) -> str:
     """The name of a model's tokenizer: the server's id, else an override, else the model's own name.
@@ -51,24 +47,14 @@ def tokenizer_name(model_name: str, tokenizer_id: str | None = None) -> str:
     >>> tokenizer_name("Qwen/Qwen3-8B/long:beta")
     'Qwen/Qwen3-8B'
     """
-    if tokenizer_id:
-        name = _without_suffix(tokenizer_id)
-    else:
-        name = _without_suffix(model_name)
-        override = next((target for prefix, target in OVERRIDES.items() if name.startswith(prefix)), None)
-        if override is not None:
-            name = override
-        elif name.count("/") == 2 and not _is_path(name):
+    name = tokenizer_id or model_name
+    if not name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
+        name = name.partition(":")[0]
+        if not tokenizer_id and name.count("/") == 2:
             name = name.rpartition("/")[0]  # org/model/variant
+    if not tokenizer_id:
+        name = next((target for prefix, target in OVERRIDES.items() if name.startswith(prefix)), name)
     return ALIASES.get(name, name)
-
-
-def _without_suffix(name: str) -> str:
-    return name if _is_path(name) else name.partition(":")[0]
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or Path(name).exists()
 
 
 # -- loading ---------------------------------------------------------------------------------------------
@@ -99,17 +85,6 @@ def load_tokenizer(
         return _read(name, place) if place is not None else _from_hub(name, offline, settings.tokenizer_dir)
 
     return _loaded.get(key, load)
-
-
-async def load_tokenizer_async(
-    name: str,
-    *,
-    directory: str | Path | None = None,
-    offline: bool | None = None,
-    fetch: Callable[[str], Path | None] | None = None,
-) -> Any:
-    """Like `load_tokenizer`, in a worker thread."""
-    return await asyncio.to_thread(load_tokenizer, name, directory=directory, offline=offline, fetch=fetch)
 
 
 def _find(name: str, directory: str | Path | None, root: Path | None) -> Path | None:
@@ -201,7 +176,9 @@ def _auto_tokenizer() -> Any:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise TokenizerError(MISSING_EXTRA) from error
+            raise TokenizerError(
+                "tokenizers need the transformers package: pip install 'tinkex[tokenizers]'"
+            ) from error
         return AutoTokenizer
 
 
@@ -210,31 +187,21 @@ def _first_line(error: BaseException) -> str:
 
 
 class _LoadCache:
-    """An LRU cache that makes each value once: concurrent callers wait for it, and failures are not kept."""
+    """An LRU cache that makes each value once, however many threads ask for it; failures are not kept."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Hashable, Future[Any]] = OrderedDict()
+        self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        with self._lock:
-            value = self._values.get(key)
-            mine = value is None
-            if value is None:
-                value = self._values[key] = Future()
+        with self._locks[key]:
+            value = self._values[key] if key in self._values else make()
+            self._values[key] = value
             self._values.move_to_end(key)
             while len(self._values) > self._size:
                 self._values.popitem(last=False)
-        if mine:
-            try:
-                value.set_result(make())
-            except BaseException as error:
-                with self._lock:
-                    if self._values.get(key) is value:
-                        del self._values[key]
-                value.set_exception(error)
-        return value.result()
+            return value
 
 
 _loaded = _LoadCache(32)

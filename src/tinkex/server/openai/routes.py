@@ -30,7 +30,7 @@ from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.samplers import SampleEvents
 from tinkex.service.served_models import ServedModel
 from tinkex.service.service import Service
-from tinkex.tokenizers import load_tokenizer_async
+from tinkex.tokenizers import load_tokenizer
 from tinkex.types.base import AnyJson
 from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput
@@ -207,7 +207,7 @@ async def _tokenizer(base: ServedModel) -> Any:
     if directory is None:
         raise Refusal(422, f"{base.name} has no tokenizer on this server: it samples tokens, not text")
     try:
-        return await load_tokenizer_async(base.name, directory=directory)
+        return await asyncio.to_thread(load_tokenizer, base.name, directory=directory)
     except TokenizerError as error:
         raise Refusal(503, str(error)) from None
 
