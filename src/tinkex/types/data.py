@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.strict import Dumpable, strict, strict_init
+from tinkex.strict import Dumpable, at, strict, strict_init
 from tinkex.types.params import LossFnType
 from tinkex.types.tensor import MAX_TOKEN, TensorData, TensorDtype, as_array
 
@@ -35,24 +35,14 @@ def shown(tokens: np.ndarray, most: int = 16) -> str:
     return f"[{', '.join(map(str, tokens[:most].tolist()))}, … {len(tokens)} in all]"
 
 
-def _slow_array(tokens: Any) -> np.ndarray:
-    try:
-        return np.array(tokens)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInputError(f"tokens must be a flat list of token ids: {error}") from None
-
-
-def _from_torch(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
-
-
-def _listed(tokens: Mapping[Any, Any] | Sequence[Any] | torch.Tensor) -> list[Any]:
+def _listed(tokens: Any) -> list[Any] | np.ndarray:
+    if hasattr(tokens, "detach"):  # a torch tensor
+        return tokens.detach().cpu().numpy()
+    kind: str = type(tokens).__name__
     if isinstance(tokens, str | bytes | Mapping) or not hasattr(tokens, "__iter__"):
         hint = "; encode it with the model's tokenizer" if isinstance(tokens, str) else ""
         hint = "; take its ['input_ids']" if isinstance(tokens, Mapping) and "input_ids" in tokens else hint
-        raise InvalidInputError(
-            f"tokens must be a list or array of token ids, got {type(tokens).__name__}{hint}"
-        )
+        raise InvalidInputError(f"tokens must be a list or array of token ids, got {kind}{hint}")
     return list(tokens)
 
 
@@ -63,29 +53,25 @@ def as_tokens(tokens: list[int] | Sequence[int] | np.ndarray | torch.Tensor) -> 
     Traceback (most recent call last):
     tinkex.errors.InvalidInputError: token ids must be whole numbers; position 1 is 2.5
     """
-    if isinstance(tokens, np.ndarray):
-        array = tokens
-    elif not isinstance(tokens, list) and hasattr(tokens, "detach"):  # a torch tensor
-        array = _from_torch(tokens)
+    given = tokens if isinstance(tokens, (list, np.ndarray)) else _listed(tokens)
+    array: np.ndarray
+    if isinstance(given, np.ndarray):
+        array = given
     else:
-        if not isinstance(tokens, list) and (
-            not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes)
-        ):
-            tokens = _listed(tokens)
         try:
             # struct is twice as fast as numpy, as strict, and the result is immutable.
-            array = np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)
+            array = np.frombuffer(struct.pack(f"{len(given)}i", *given), np.int32)
             if not array.size or array.item(array.argmin()) >= 0:
                 return array
         except (struct.error, TypeError, ValueError):
-            array = _slow_array(tokens)
+            array = at("tokens must be a flat list of token ids", np.array, given)
     if array.ndim != 1:
         raise InvalidInputError(f"tokens must be one-dimensional, got shape {list(array.shape)}")
     if array.size == 0:
         array = array.astype(np.int32)
     if array.dtype.kind not in "iu":
         position, value = next(
-            ((i, v) for i, v in enumerate(tokens) if isinstance(v, bool) or not hasattr(v, "__index__")),
+            ((i, v) for i, v in enumerate(given) if isinstance(v, bool) or not hasattr(v, "__index__")),
             (0, array[0]),
         )
         raise InvalidInputError(f"token ids must be whole numbers; position {position} is {value!r}")
@@ -136,24 +122,33 @@ class EncodedTextChunk:
         return f"EncodedTextChunk(tokens={shown(self.tokens_np)})"
 
 
-def _image_length(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
-    if chunk.expected_tokens is None:
-        raise InvalidInputError(
-            f"{type(chunk).__name__} has no known length: set expected_tokens to how many positions it takes"
-        )
-    return chunk.expected_tokens
+class _Image(Dumpable):
+    """The checks and the length of both kinds of image."""
 
+    format: Any
+    expected_tokens: int | None
+    type: Any
 
-def _check_image(chunk: ImageChunk | ImageAssetPointerChunk) -> None:
-    who, count = type(chunk).__name__, chunk.expected_tokens
-    _check(chunk.format in ("png", "jpeg"), f"{who}.format must be 'png' or 'jpeg'", chunk.format)
-    _check(chunk.type == type(chunk).type, f"{who}.type must be {type(chunk).type!r}", chunk.type)
-    fine = count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 2**31)
-    _check(fine, f"{who}.expected_tokens must be a whole number from 1 on", count)
+    def __post_init__(self) -> None:
+        cls, count = type(self), self.expected_tokens
+        who = cls.__name__
+        _check(self.format in ("png", "jpeg"), f"{who}.format must be 'png' or 'jpeg'", self.format)
+        _check(self.type == cls.type, f"{who}.type must be {cls.type!r}", self.type)
+        fine = count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 2**31)
+        _check(fine, f"{who}.expected_tokens must be a whole number from 1 on", count)
+
+    @property
+    def length(self) -> int:
+        if self.expected_tokens is None:
+            who = type(self).__name__
+            raise InvalidInputError(
+                f"{who} has no known length: set expected_tokens to how many positions it takes"
+            )
+        return self.expected_tokens
 
 
 @strict
-class ImageChunk(Dumpable):
+class ImageChunk(_Image):
     """An encoded image; `expected_tokens` is the number of positions that it takes."""
 
     data: bytes
@@ -162,17 +157,13 @@ class ImageChunk(Dumpable):
     type: Literal["image"] = "image"
 
     def __post_init__(self) -> None:
-        _check_image(self)
+        super().__post_init__()
         fine = isinstance(self.data, bytes) and bool(self.data)
         _check(fine, "ImageChunk.data must be the bytes of an image", self.data)
 
-    @property
-    def length(self) -> int:
-        return _image_length(self)
-
 
 @strict
-class ImageAssetPointerChunk(Dumpable):
+class ImageAssetPointerChunk(_Image):
     """An image by its location on the server. For sampling only."""
 
     format: Literal["png", "jpeg"]
@@ -181,13 +172,9 @@ class ImageAssetPointerChunk(Dumpable):
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
 
     def __post_init__(self) -> None:
-        _check_image(self)
+        super().__post_init__()
         fine = isinstance(self.location, str) and bool(self.location)
         _check(fine, "ImageAssetPointerChunk.location must be a non-empty string", self.location)
-
-    @property
-    def length(self) -> int:
-        return _image_length(self)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -293,12 +280,11 @@ class ModelInput:
         return f"ModelInput(chunks={self.chunks!r})"
 
 
+@strict
 class _ProvenanceSpan:
-    """Checks of both kinds of provenance span."""
-
     sequence_id: str
-    offset: int
-    length: int
+    offset: int = 0
+    length: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.sequence_id, str):
@@ -313,18 +299,10 @@ class _ProvenanceSpan:
 class PromptProvenanceSpan(_ProvenanceSpan):
     """These positions were the prompt of the sampled sequence `sequence_id`, from `offset` on."""
 
-    sequence_id: str
-    offset: int = 0
-    length: int = field(kw_only=True)
-
 
 @strict
 class SampledProvenanceSpan(_ProvenanceSpan):
     """These positions were sampled as part of the sequence `sequence_id`, from `offset` on."""
-
-    sequence_id: str
-    offset: int = 0
-    length: int = field(kw_only=True)
 
 
 ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
@@ -336,20 +314,10 @@ _NO_INPUTS: LossFnInputs = {}
 
 # Inputs of the losses and their dtypes. Only these may be plain lists, which have no dtype.
 LIST_DTYPES: Mapping[str, TensorDtype] = {
-    "target_tokens": "int64",
-    "weights": "float32",
-    "advantages": "float32",
-    "logprobs": "float32",
-    "clip_low_threshold": "float32",
-    "clip_high_threshold": "float32",
-    "sequence_ratio_mask": "float32",
-}
+    "target_tokens": "int64", "weights": "float32", "advantages": "float32", "logprobs": "float32",
+    "clip_low_threshold": "float32", "clip_high_threshold": "float32", "sequence_ratio_mask": "float32",
+}  # fmt: skip
 _SPARSE_KEYS = ("target_tokens", "weights")
-
-
-def _tensor_of_torch(key: str, value: Any, *, as_float: bool) -> TensorData:
-    value = value.float() if as_float and not value.is_floating_point() else value
-    return TensorData.from_torch_sparse(value) if key in _SPARSE_KEYS else TensorData.from_torch(value)
 
 
 def as_tensor(key: str, value: ArrayLike | Mapping[str, Any]) -> TensorData:
@@ -358,7 +326,9 @@ def as_tensor(key: str, value: ArrayLike | Mapping[str, Any]) -> TensorData:
         return value
     as_float = LIST_DTYPES.get(key) == "float32"  # integers given as weights become floats
     if hasattr(value, "detach"):
-        return _tensor_of_torch(key, value, as_float=as_float)
+        tensor: Any = value
+        tensor = tensor.float() if as_float and not tensor.is_floating_point() else tensor
+        return TensorData.from_torch_sparse(tensor) if key in _SPARSE_KEYS else TensorData.from_torch(tensor)
     if isinstance(value, np.ndarray):
         return TensorData.from_numpy(
             value.astype(np.float32) if as_float and value.dtype.kind in "iub" else value
@@ -382,9 +352,8 @@ def _check_spans(name: str, spans: Sequence[object]) -> None:
     fine = isinstance(spans, Sequence) and not isinstance(spans, str | bytes)
     _check(fine, f"Datum.{name} must be a list of spans", spans)
     for i, span in enumerate(spans):
-        fine = isinstance(span, PromptProvenanceSpan | SampledProvenanceSpan)
         must = f"Datum.{name}[{i}] must be a PromptProvenanceSpan or a SampledProvenanceSpan"
-        _check(fine, must, span)
+        _check(isinstance(span, PromptProvenanceSpan | SampledProvenanceSpan), must, span)
 
 
 @dataclass(frozen=True, init=False)
@@ -440,9 +409,7 @@ class Datum:
     @cached_property
     def nbytes(self) -> int:
         """Its approximate size in a request's body."""
-        total = 0
-        for tensor in self.loss_fn_inputs.values():
-            total += tensor.nbytes
+        total = sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
         for chunk in self.model_input.chunks:
             if isinstance(chunk, EncodedTextChunk):
                 total += chunk.tokens_np.nbytes

@@ -37,25 +37,18 @@ def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
     if kind not in "fiub":
         raise InvalidInputError(f"an array of dtype {array.dtype} cannot be sent; use floats or integers")
     target = dtype or ("float32" if kind == "f" else "int64")
-    if target == "int64":
-        if kind == "f" and array.size:
-            first = array.reshape(-1)[0]
-            raise InvalidInputError(
-                f"floats given where int64 is needed (the first is {first}); convert them if you mean it"
-            )
-        if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
-            raise InvalidInputError(f"{int(array.max())} is too large for int64")
-    if kind == "f" and array.dtype.itemsize > 4:
-        return _narrowed(array)
-    return np.ascontiguousarray(array, dtype=_NUMPY[target]).reshape(array.shape)
-
-
-def _narrowed(array: np.ndarray) -> np.ndarray:
-    """float64 as float32; refuses a value that would become infinite."""
+    if target == "int64" and kind == "f" and array.size:
+        first = array.reshape(-1)[0]
+        raise InvalidInputError(
+            f"floats given where int64 is needed (the first is {first}); convert them if you mean it"
+        )
+    if target == "int64" and kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise InvalidInputError(f"{int(array.max())} is too large for int64")
+    if kind != "f" or array.dtype.itemsize <= 4:
+        return np.ascontiguousarray(array, dtype=_NUMPY[target]).reshape(array.shape)
     with np.errstate(over="ignore"):
         out = np.ascontiguousarray(array, dtype=np.float32).reshape(array.shape)
-    lost = np.isinf(out) & ~np.isinf(array)
-    if lost.any():
+    if (lost := np.isinf(out) & ~np.isinf(array)).any():
         raise InvalidInputError(f"{float(array[lost][0])!r} is too large for float32")
     return out
 
@@ -168,18 +161,14 @@ class TensorData:
         self._sound = None if self.values_np is flat else _is_sound(self.values_np)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidInputError("sparse_crow_indices and sparse_col_indices must be given together")
-        if sparse_crow_indices is not None:
-            assert sparse_col_indices is not None
+        if sparse_crow_indices is not None and sparse_col_indices is not None:
             self.sparse_crow_np = _as_index(sparse_crow_indices, "sparse_crow_indices")
             self.sparse_col_np = _as_index(sparse_col_indices, "sparse_col_indices")
-            self._check_sparse()
+            self._check_sparse(self.sparse_crow_np, self.sparse_col_np)
         elif self.shape is not None and math.prod(self.shape) != values.size:
             raise InvalidInputError(f"shape {self.shape} does not hold {values.size} values")
 
-    def _check_sparse(self) -> None:
-        assert self.sparse_crow_np is not None
-        assert self.sparse_col_np is not None
-        crow, col = self.sparse_crow_np, self.sparse_col_np
+    def _check_sparse(self, crow: np.ndarray, col: np.ndarray) -> None:
         if self.shape is None or len(self.shape) != 2:
             raise InvalidInputError("a sparse tensor needs a shape of [rows, columns]")
         rows, cols = self.shape
@@ -193,8 +182,6 @@ class TensorData:
             raise InvalidInputError(f"{col.size} column indices for {self.values_np.size} values")
         if col.size and (col.min() < 0 or col.max() >= cols):
             raise InvalidInputError(f"a column index is outside 0..{cols - 1}")
-
-    # -- constructors ------------------------------------------------------------------------------------
 
     @classmethod
     def split(cls, values: np.ndarray, bounds: list[int], trailing: list[int]) -> list[TensorData]:
@@ -227,17 +214,14 @@ class TensorData:
         if not hasattr(tensor, "detach"):
             raise InvalidInputError(f"from_torch takes a torch tensor, got {type(tensor).__name__}")
         tensor = tensor.detach().cpu()
-        if tensor.is_floating_point():
-            tensor = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+        if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+            tensor = tensor.float()
         return cls.from_numpy(tensor.contiguous().numpy())
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
         """From a 2-D tensor, as CSR without the cells equal to `pad_value` if that is smaller, else dense."""
-        dense = cls.from_torch(tensor)
-        if dense.shape is None or len(dense.shape) != 2:
-            return dense
-        return dense.compressed(pad_value)
+        return cls.from_torch(tensor).compressed(pad_value)
 
     def compressed(self, pad_value: int = 0) -> TensorData:
         """This 2-D tensor as CSR if that is smaller, itself otherwise."""
@@ -250,8 +234,6 @@ class TensorData:
             return self
         crow = np.concatenate([[0], np.cumsum(keep.sum(axis=1))])
         return TensorData(grid[keep], self.dtype, self.shape, crow, np.nonzero(keep)[1])
-
-    # -- conversions -------------------------------------------------------------------------------------
 
     @property
     def is_sparse(self) -> bool:
@@ -301,13 +283,8 @@ class TensorData:
         return self.to_numpy(pad_value).tolist()
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        return {
-            "data": self.data,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "sparse_crow_indices": self.sparse_crow_indices,
-            "sparse_col_indices": self.sparse_col_indices,
-        }
+        names = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
+        return {name: getattr(self, name) for name in names}
 
     def __len__(self) -> int:
         return self.dense_shape[0] if self.dense_shape else 1
