@@ -22,7 +22,7 @@ from tests.server.conftest import Running
 from tests.service.harness import MODEL, config, datum
 from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient, tracing
 from tinkex.client import loop as background
-from tinkex.client.queue_state import QueueWatch
+from tinkex.client.polling import QueueWatch
 from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport

@@ -26,7 +26,7 @@ from tinkex import (
     ServiceClient,
     TrainingClient,
 )
-from tinkex.client import unread
+from tinkex.client import future as module
 from tinkex.client.future import completed, fail, resolve, start
 
 
@@ -400,9 +400,9 @@ def test_cancelling_from_another_thread_at_any_moment_stops_the_work() -> None:
 def test_a_failure_that_nobody_looks_at_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unread, "PATIENCE", 0.05)
-    monkeypatch.setattr(unread, "_watching", False)
-    unread.say()  # what other tests have left
+    monkeypatch.setattr(module, "UNREAD_PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_watching", False)
+    module.warn_of_unread()  # what other tests have left
     caplog.clear()
 
     async def fails() -> None:
@@ -417,7 +417,7 @@ def test_a_failure_that_nobody_looks_at_is_said(
 
 @pytest.mark.parametrize("how", ["result", "exception", "await", "cancel"])
 def test_a_failure_that_was_read_is_not_logged_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    unread.say()
+    module.warn_of_unread()
     caplog.clear()
     future = failing(ValueError("no"))
     if how == "exception":
@@ -430,7 +430,7 @@ def test_a_failure_that_was_read_is_not_logged_again(how: str, caplog: pytest.Lo
     else:
         with pytest.raises(ValueError, match="no"):
             future.result(20) if how == "result" else asyncio.run(_awaiting(future))
-    unread.say()
+    module.warn_of_unread()
     assert "nobody" not in caplog.text
 
 
@@ -438,16 +438,16 @@ def test_what_ctrl_c_makes_fail_is_no_news(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At exit an engine is closed under the steps that were under way."""
-    unread.say()
+    module.warn_of_unread()
     caplog.clear()
     monkeypatch.setattr(sys, "last_type", KeyboardInterrupt, raising=False)  # as a traceback leaves it
     future = failing(ValueError("the engine was closed"))
     eventually(future.done)
-    unread.say()
+    module.warn_of_unread()
     assert "nobody" not in caplog.text
     monkeypatch.setattr(sys, "last_type", ValueError)
     failing(ValueError("another"))
-    eventually(lambda: unread.say() or "nobody" in caplog.text)
+    eventually(lambda: module.warn_of_unread() or "nobody" in caplog.text)
 
 
 def test_what_fails_after_a_prompts_ctrl_c_is_news(
@@ -457,7 +457,7 @@ def test_what_fails_after_a_prompts_ctrl_c_is_news(
     monkeypatch.setattr(sys, "last_type", KeyboardInterrupt, raising=False)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     failing(ValueError("the disk is full"))
-    eventually(lambda: unread.say() or "the disk is full" in caplog.text)
+    eventually(lambda: module.warn_of_unread() or "the disk is full" in caplog.text)
 
 
 UNREAD = """

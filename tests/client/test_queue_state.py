@@ -12,8 +12,8 @@ import pytest
 from tests.client.conftest import PARAMS, PROMPT, close, eventually, fast_retries
 from tests.stub import Stub, status
 from tinkex import InvalidInputError, ServiceClient
-from tinkex.client import queue_state
-from tinkex.client.queue_state import QueueWatch
+from tinkex.client import polling
+from tinkex.client.polling import QueueWatch
 
 CAPACITY = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": "the engine is full"}
 
@@ -87,7 +87,7 @@ def test_the_same_state_is_logged_once_a_minute(
         for _ in range(5):
             watch("paused_capacity", "full")
             watch("active", None)
-        monkeypatch.setattr(queue_state, "LOG_EVERY", 0.0)
+        monkeypatch.setattr(polling, "LOG_EVERY", 0.0)
         watch("paused_capacity", "full")
     assert [record.getMessage() for record in caplog.records] == [
         "sampler x is paused (paused_capacity): full",

@@ -3,14 +3,20 @@
 Promises: it is a `concurrent.futures.Future` that any event loop can also await. A wait that times out
 cancels nothing: the request goes on and can be waited for again. Waiting where the result could never arrive
 (on the background thread, in a forked child) raises instead of hanging. A failure that nobody reads is logged
-(unread.py). Knows nothing of requests.
+after a while. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import itertools
+import logging
+import math
 import os
+import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -18,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinkex import tracing
 from tinkex.client import loop as background
-from tinkex.client import unread
 from tinkex.errors import ClientClosedError, ForkedClientError, InvalidInputError, ResultTimeoutError
 
+log = logging.getLogger("tinkex")
 T = TypeVar("T")
+UNREAD_PATIENCE = 30.0  # seconds to read a failure before the warning
+UNREAD_CAPACITY = 1000  # unread failures remembered at a time
 
 
 def check_timeout(timeout: object) -> None:
@@ -49,7 +57,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def set_exception(self, exception: BaseException | None) -> None:
         if exception is not None and not isinstance(exception, ClientClosedError):  # the user closed it
-            self._failure = unread.failed(self._what, exception)
+            self._failure = _remember(self._what, exception)
         try:
             super().set_exception(exception)
         except concurrent.futures.InvalidStateError:
@@ -58,7 +66,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def _mark_read(self) -> None:
         if self._failure is not None:
-            unread.seen(self._failure)
+            _unread.pop(self._failure, None)
 
     def result(self, timeout: float | None = None) -> T:
         """Wait up to `timeout` seconds for the result and return it; None: no limit."""
@@ -283,3 +291,48 @@ def completed(value: T, what: str = "request") -> APIFuture[T]:
     future: APIFuture[T] = APIFuture(what)
     future.set_result(value)
     return future
+
+
+# -- failures that nobody reads --------------------------------------------------------------------------
+# A training loop that never reads its futures would not notice that all of its steps fail. So one warning
+# counts all unread failures and quotes the first; it comes after a while, or at exit.
+
+_unread: dict[int, tuple[float, str]] = {}  # when it failed, and its message
+_numbers = itertools.count()
+_watching = False
+
+
+def _remember(what: str, error: BaseException) -> int:
+    """Record a failure; returns its number."""
+    global _watching
+    number = next(_numbers)
+    # Has Ctrl-C ended the script? Then its failures are expected. (At a prompt it only ends one line.)
+    interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1")
+    if len(_unread) < UNREAD_CAPACITY and not interrupted:
+        _unread[number] = time.monotonic(), f"{what} failed ({type(error).__name__}: {error})"
+        if not _watching and background.on_loop():
+            _watching = True
+            asyncio.get_running_loop().call_later(UNREAD_PATIENCE, _watch)
+    return number
+
+
+@atexit.register
+def warn_of_unread(before: float = math.inf) -> None:
+    """Warn of the failures before this moment that were not read since."""
+    due = [number for number, (since, _) in list(_unread.items()) if since <= before]
+    texts = [entry[1] for number in due if (entry := _unread.pop(number, None))]
+    if texts:
+        more = f", and {len(texts) - 1} more did" if len(texts) > 1 else ""
+        log.warning("%s%s; nobody has asked for the result, which would have raised this", texts[0], more)
+
+
+def _watch() -> None:
+    global _watching
+    warn_of_unread(time.monotonic() - UNREAD_PATIENCE / 2)  # failures of the same moment go into one warning
+    _watching = bool(_unread)
+    if _watching:
+        asyncio.get_running_loop().call_later(UNREAD_PATIENCE / 3, _watch)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unread.clear)  # the parent warns of them

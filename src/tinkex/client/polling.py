@@ -1,4 +1,4 @@
-"""Polling for results: one long poll per request, or one per sampler where the server offers it.
+"""Polling for results, one by one or for a whole sampler, and the queue states that polls report.
 
 Promises: the polls of an impatient server are paced; a batch poll that fails repeatedly is replaced by single
 polls; a server that restarted and lost the requests is noticed, even if no connection failed.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tinkex.client import loop as background
-from tinkex.client.queue_state import QueueListener
 from tinkex.client.retry import retryable
 from tinkex.client.server_connection import ServerConnection
-from tinkex.client.transport import CallContext
+from tinkex.client.transport import CallContext, QueueListener
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
@@ -38,6 +41,8 @@ log = logging.getLogger("tinkex")
 MAX_FAILURES = 8  # of a batch poll in a row, before single polls replace it for good
 EARLY_KEPT = 120.0  # seconds that a completion is kept for a caller that has not asked yet
 QUICK_POLL = 1.0  # seconds: a "not yet" that came sooner was no long poll, so wait before the next
+LOG_EVERY = 60.0  # seconds before the same queue state is logged again
+ACTIVE = "active"
 _UNLIMITED = nullcontext()
 
 
@@ -200,3 +205,91 @@ class BatchPoller:
 def _resolve(waiter: asyncio.Future[int | None], size: int | None) -> None:
     if not waiter.done():
         waiter.set_result(size)
+
+
+# -- queue states ----------------------------------------------------------------------------------------
+
+
+class QueueStateObserver(Protocol):
+    """Receives changes of queue states.
+
+    States are active, paused_capacity, paused_rate_limit, paused_billing, or one of a newer server.
+    """
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """How often each state was entered, and how many seconds the past ones lasted in all."""
+
+    state: str
+    changes: dict[str, int]
+    seconds: dict[str, float]
+
+
+class QueueWatch:
+    """Why a run's or sampler's work is paused: merges what polls and submissions say, and reports changes.
+
+    Each change is counted, logged, and reported once and in order to the listeners, off the loop.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *listeners: QueueListener,
+        changed: Callable[[str, str, float], None] = lambda old, new, seconds: None,
+    ) -> None:
+        self._what = what
+        self._listeners = listeners
+        self._changed = changed  # called with the old state, the new one, and how long the old one lasted
+        self._paused: dict[str, tuple[str, str | None]] = {}  # by source: a state other than active
+        self._state = ACTIVE
+        self._since = time.monotonic()
+        self._logged: dict[str, float] = {}  # when each state was last logged
+        self._pause_was_logged = False
+        self._changes: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def __call__(self, state: str, reason: str | None) -> None:
+        """Report what a poll says."""
+        self._report("poll", state, reason)
+
+    def submitting(self, state: str, reason: str | None) -> None:
+        """Report how a submission went."""
+        self._report("submission", state, reason)
+
+    def stats(self) -> QueueStats:
+        return QueueStats(self._state, dict(self._changes), dict(self._seconds))
+
+    def _report(self, source: str, state: str, reason: str | None) -> None:
+        if state == ACTIVE:
+            if not self._paused:  # the usual case
+                return
+            self._paused.pop(source, None)
+        else:
+            self._paused[source] = (state, reason)
+        state, reason = next(iter(self._paused.values()), (ACTIVE, None))
+        if state != self._state:
+            self._change(state, reason)
+
+    def _change(self, state: str, reason: str | None) -> None:
+        now = time.monotonic()
+        old, lasted = self._state, now - self._since
+        self._state, self._since = state, now
+        self._changes[state] += 1
+        self._seconds[old] += lasted
+        self._log(state, reason, now)
+        self._changed(old, state, lasted)
+        for listener in self._listeners:
+            background.in_order(f"{self._what}: its queue state observer failed", listener, state, reason)
+
+    def _log(self, state: str, reason: str | None, now: float) -> None:
+        if state == ACTIVE:
+            if self._pause_was_logged:
+                log.info("%s is running again", self._what)
+            return
+        self._pause_was_logged = now - self._logged.get(state, -LOG_EVERY) >= LOG_EVERY
+        if self._pause_was_logged:
+            self._logged[state] = now
+            log.warning("%s is paused (%s)%s", self._what, state, f": {reason}" if reason else "")

@@ -20,8 +20,7 @@ from tinkex import tracing
 from tinkex.client import loop as background
 from tinkex.client import passes
 from tinkex.client.future import APIFuture, drive, fail, traced
-from tinkex.client.polling import retrieve
-from tinkex.client.queue_state import QueueStats
+from tinkex.client.polling import QueueStats, retrieve
 from tinkex.client.session import Session
 from tinkex.client.transport import CallContext
 from tinkex.errors import (

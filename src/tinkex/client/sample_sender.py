@@ -19,8 +19,7 @@ from typing import Any
 
 from tinkex.client import loop as background
 from tinkex.client.limits import FairLimiter
-from tinkex.client.polling import BatchPoller, retrieve
-from tinkex.client.queue_state import QueueWatch
+from tinkex.client.polling import BatchPoller, QueueWatch, retrieve
 from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy
 from tinkex.client.session import Session
 from tinkex.client.streaming import TokenBuffer

@@ -17,7 +17,7 @@ from typing import Any
 
 from tinkex.client.future import APIFuture, check_timeout, start
 from tinkex.client.model_client import ModelClient
-from tinkex.client.queue_state import QueueStats
+from tinkex.client.polling import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sample_sender import SampleSender, check_request
 from tinkex.client.server_connection import check_headers, connect, is_public

@@ -16,8 +16,7 @@ from tinkex.client.base_client import BaseClient, check_text, check_ttl, warn_ca
 from tinkex.client.credentials import looks_like_key
 from tinkex.client.custom_loss import LossHandle, PerDatumLossFn, traced
 from tinkex.client.future import APIFuture, start
-from tinkex.client.polling import retrieve
-from tinkex.client.queue_state import QueueStateObserver
+from tinkex.client.polling import QueueStateObserver, retrieve
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler

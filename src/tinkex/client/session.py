@@ -19,8 +19,9 @@ from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.client.future import start
-from tinkex.client.queue_state import QueueListener, QueueStateObserver, QueueWatch
+from tinkex.client.polling import QueueStateObserver, QueueWatch
 from tinkex.client.server_connection import ServerConnection
+from tinkex.client.transport import QueueListener
 from tinkex.errors import APITimeoutError, ExpiredError, NotFoundError, TinkerError
 from tinkex.types.sessions import (
     ClientSessionFinishErrored,

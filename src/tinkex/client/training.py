@@ -15,8 +15,8 @@ from tinkex.client.base_client import check_ttl, warn_caller
 from tinkex.client.custom_loss import CustomLoss
 from tinkex.client.future import APIFuture
 from tinkex.client.model_client import ModelClient
+from tinkex.client.polling import QueueStats
 from tinkex.client.queue import LossConfig, RunQueue, after
-from tinkex.client.queue_state import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session

@@ -7,18 +7,18 @@ module knows neither HTTP nor the service.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tinkex.client.credentials import Credential
-from tinkex.client.queue_state import QueueListener
 from tinkex.client.retry import RetryConfig, RetryPolicy
 from tinkex.types.config import ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.wire.ops import Op
 
 AnyOp = Op[Any, Any]
+QueueListener = Callable[[str, str | None], None]  # called with a queue state and its reason
 CLOSED = "this client was closed; make a new ServiceClient"
 
 
