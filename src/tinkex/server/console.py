@@ -47,12 +47,10 @@ def console_routes(gateway: Gateway) -> list[Route]:
 
     async def run(http: IncomingRequest) -> Response:
         caller, run_id = _admit(gateway, http), http.path_params["run_id"]
-        one = GetTrainingRunRequest(training_run_id=run_id)
-        found = await gateway.service.call(ops.GET_TRAINING_RUN, one, caller)
-        lines = await gateway.service.call(ops.GET_RUN_METRICS, one, caller)
-        saved = await gateway.service.call(
-            ops.LIST_CHECKPOINTS, ListCheckpointsRequest(training_run_id=run_id), caller
-        )
+        one, call = GetTrainingRunRequest(training_run_id=run_id), gateway.service.call
+        found = await call(ops.GET_TRAINING_RUN, one, caller)
+        lines = await call(ops.GET_RUN_METRICS, one, caller)
+        saved = await call(ops.LIST_CHECKPOINTS, ListCheckpointsRequest(training_run_id=run_id), caller)
         # A long history is megabytes: format it off the event loop.
         body = await asyncio.to_thread(lambda: _describe(found, _steps(lines), saved.checkpoints))
         return _page(f"Run {run_id}", body)

@@ -16,9 +16,9 @@ from typing import Any
 
 from tinkex.service.rows import SamplerRow
 from tinkex.service.runs.execution import Execution
+from tinkex.service.samplers import Outcome
 from tinkex.service.service import Service
 from tinkex.types.futures import RequestFailedResponse
-from tinkex.types.outputs import SampleResponse
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -56,9 +56,7 @@ class Metrics:
         if isinstance(future.outcome, RequestFailedResponse):
             self.failures[str(future.outcome.category)] += 1
 
-    def sampled(
-        self, row: SamplerRow, seconds: float, outcome: SampleResponse | RequestFailedResponse
-    ) -> None:
+    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome) -> None:
         """A sample request ended, `seconds` after it was accepted."""
         self.samples.add(seconds)
         if isinstance(outcome, RequestFailedResponse):
@@ -79,9 +77,7 @@ class Metrics:
     def _families(self, service: Service) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        def family(
-            kind: Any, name: str, about: str, labels: list[str], values: Iterable[tuple[Any, ...]]
-        ) -> Any:
+        def family(kind: Any, name: str, about: str, labels: list[str], values: Iterable[Any]) -> Any:
             made = kind(f"tinkex_{name}", about, labels=labels)
             for label, *value in values:
                 made.add_metric([label] if isinstance(label, str) else [*map(str, label)], *value)

@@ -25,11 +25,10 @@ from tinkex._version import __version__
 from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.api_keys import Authenticator
-from tinkex.server.app import build_app
 from tinkex.server.bodies import MAX_BODY, BodyCodec, IncomingRequest
 from tinkex.server.console import console_routes
 from tinkex.server.downloads import download_routes, link_maker
-from tinkex.server.gateway import Endpoint, Gateway, is_loopback_host
+from tinkex.server.gateway import Endpoint, Gateway, build_app, is_loopback_host
 from tinkex.server.metrics import Metrics
 from tinkex.server.openai.routes import openai_routes
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tinkex.errors import InvalidInputError
 from tinkex.service.activity import Activity
@@ -27,20 +28,17 @@ def project_for(asked: str | None, caller: Caller) -> str | None:
     return asked or caller.project
 
 
+@dataclass(eq=False)
 class Access:
     """Reads the ledger's rows on behalf of callers."""
 
-    def __init__(self, ledger: Ledger, activity: Activity, opened_by: OpenedBy) -> None:
-        self._ledger = ledger
-        self._activity = activity
-        self._opened_by = opened_by
-        self._samplers: dict[str, SamplerRow] = {}
+    _ledger: Ledger
+    _activity: Activity
+    _opened_by: OpenedBy
+    _samplers: dict[str, SamplerRow] = field(default_factory=dict[str, SamplerRow], init=False)
 
     def session(self, session_id: str, caller: Caller, *, to_use: bool = False) -> SessionRow:
-        row = self._ledger.session(session_id)
-        if row is None or not (row.owner == caller.user or (not to_use and _readable(row, caller))):
-            raise not_found(f"session {session_id}")
-        return row
+        return _seen(self._ledger.session(session_id), f"session {session_id}", caller, to_use)
 
     def active_session(self, session_id: str, caller: Caller) -> SessionRow:
         """A session of the caller's own that has not ended."""
@@ -51,10 +49,7 @@ class Access:
         return row
 
     def run(self, run_id: str, caller: Caller, *, to_use: bool = False) -> RunRow:
-        row = self._ledger.run(run_id)
-        if row is None or not (row.owner == caller.user or (not to_use and _readable(row, caller))):
-            raise not_found(f"run {run_id}")
-        return row
+        return _seen(self._ledger.run(run_id), f"run {run_id}", caller, to_use)
 
     def sampler(self, sampler_id: str, caller: Caller) -> SamplerRow:
         row = self._samplers.get(sampler_id) or self._ledger.sampler(sampler_id)
@@ -73,12 +68,10 @@ class Access:
         """The checkpoint at a tinker:// path: the caller's own; to read, a public or opened one too."""
         row = self.any_checkpoint(path)
         token = token or caller.weights_token
-        shared = not to_change and row is not None and (row.public or self._opens(token, row.run_id))
-        if row is None or not (_readable(row, caller) or shared):
-            raise not_found(f"checkpoint {path}")
-        if to_change:
-            caller.must_own(row.owner, f"checkpoint {path}")
-        return row
+        opened = None if token is None or to_change else self._opened_by(token)
+        if row is not None and not to_change and (row.public or opened == row.run_id):
+            return row
+        return _seen(row, f"checkpoint {path}", caller, to_change)
 
     def any_checkpoint(self, path: str) -> CheckpointRow | None:
         """The checkpoint at a path, for any caller; None if there is none or it has expired."""
@@ -89,9 +82,14 @@ class Access:
         row = self._ledger.checkpoint(parsed.training_run_id, *parsed.checkpoint_id.split("/"))
         return None if row is None or row.expired else row
 
-    def _opens(self, token: str | None, run_id: str) -> bool:
-        return token is not None and self._opened_by(token) == run_id
+
+Row = TypeVar("Row", SessionRow, RunRow, CheckpointRow)
 
 
-def _readable(row: Any, caller: Caller) -> bool:
-    return row.owner == caller.user or (caller.project is not None and row.project_id == caller.project)
+def _seen(row: Row | None, what: str, caller: Caller, to_use: bool) -> Row:
+    """The row, if the caller owns it; to be read, if it is of the caller's project."""
+    if row is not None:
+        of_project = caller.project is not None and row.project_id == caller.project
+        if row.owner == caller.user or (of_project and not to_use):
+            return row
+    raise not_found(what)

@@ -1,8 +1,7 @@
 """A directory as one tar file: streamed, or kept below the home while its link works.
 
-Plain tar with the directory's regular files at its root. Its length is known before the first byte. Deleting
-the directory does not disturb an archive that is being sent. A kept archive is written atomically, and is
-deleted with its link, its directory or its process. Knows no HTTP and no checkpoints.
+Plain tar with the directory's regular files at its root. Its length is known before the first byte. A kept
+archive is written atomically, and is deleted with its link, its directory or its process.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class Archives:
     """
 
     def __init__(self, home: Home) -> None:
-        self._home = home
-        self._place = home.root / "archives"
+        self._home, self._place = home, home.root / "archives"
         self._process = os.getpid()
         self._mine = f"{self._process}-{uuid.uuid4().hex}"
         atexit.register(self.clear)

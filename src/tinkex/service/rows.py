@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from tinkex.types.params import LoraConfig
 
@@ -170,29 +170,24 @@ class KeyRow:
     revoked_at: float | None = None
 
 
-# -- answers ---------------------------------------------------------------------------------------------
-
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True)
-class RowPage(Generic[Row]):
+class RowPage(NamedTuple, Generic[Row]):
     """Some rows, newest first, and how many there are in all."""
 
     rows: list[Row]
     total: int
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """Whose rows are asked for: `owner`'s (None: everybody's), and with `project` all of that project too."""
 
     owner: str | None
     project: str | None = None
 
 
-@dataclass(frozen=True)
-class FoundSession:
+class FoundSession(NamedTuple):
     """A session with what its runs have saved."""
 
     session: SessionRow
@@ -200,8 +195,7 @@ class FoundSession:
     checkpoint_bytes: int
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """What the checkpoints of one owner in one project take up."""
 
     owner: str

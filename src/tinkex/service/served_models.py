@@ -1,8 +1,7 @@
 """The base models of a service: from a name to a running engine, loaded once, on first use or at start.
 
 The event loop never waits for a load. A model that fails to load says why each time it is asked for. An
-engine that is lost is replaced by a new one, a few times. `NAME:suffix` means NAME. Knows engines by their
-protocol.
+engine that is lost is replaced by a new one, a few times. `NAME:suffix` means NAME.
 """
 
 from __future__ import annotations
@@ -56,28 +55,20 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(done)
 
 
+@dataclass(eq=False)
 class ServedModel:
     """One base model: its name, where it is, and its engine once that is loaded."""
 
-    def __init__(
-        self,
-        name: str,
-        source: str,
-        config: ServiceConfig,
-        build: Callable[[EngineConfig], Engine],
-        fetched: bool = False,
-    ) -> None:
-        self.name = name
-        self.source = source
-        self.fetched = fetched  # by its name at a hub or in the catalogue
+    name: str
+    source: str
+    _service: ServiceConfig
+    _build: Callable[[EngineConfig], Engine]
+    fetched: bool = False  # by its name at a hub or in the catalogue
+
+    def __post_init__(self) -> None:
         # Adapters name their base model by its hub id; PEFT can load that, or the model's path.
-        self._config = replace(config.engine, model=source, name=models.hub_name(name))
-        self._build = build
-        self._offline = config.offline
-        # Downloads go there.
-        self._models_directory = config.models_directory or config.home / "models"
-        self._tokenizers = config.home / "tokenizers"  # unpacked from GGUF files
-        self.place = Path(source)  # of the files, once they are here
+        self._config = replace(self._service.engine, model=self.source, name=models.hub_name(self.name))
+        self.place = Path(self.source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
         self._lost: Engine | None = None  # to be closed before a new one is built
@@ -160,7 +151,8 @@ class ServedModel:
     def _files(self) -> Path:
         """Where its files are; they are downloaded first if need be, which may take minutes."""
         if self._config.kind == "torch" and not self.place.exists():
-            self.place = models.obtain(self.source, self._models_directory, offline=self._offline)
+            downloads = self._service.models_directory or self._service.home / "models"
+            self.place = models.obtain(self.source, downloads, offline=self._service.offline)
         return self.place
 
     def max_context(self) -> int | None:
@@ -189,7 +181,7 @@ class ServedModel:
         return path if (path / "tokenizer.json").is_file() or (path / "tokenizer.model").is_file() else None
 
     def _unpacked(self, file: Path) -> Path:
-        place = self._tokenizers / f"{file.stem}-{int(file.stat().st_mtime)}"
+        place = self._service.home / "tokenizers" / f"{file.stem}-{int(file.stat().st_mtime)}"
         with _unpacking:
             if not place.exists():
                 from tinkex.engine.torch.gguf import GgufModel

@@ -25,10 +25,10 @@ from tinkex.service.refusal import Caller
 from tinkex.service.rows import SamplerRow, Scope, SessionRow, texts
 from tinkex.service.runs.execution import Execution
 from tinkex.service.runs.manager import RunManager
+from tinkex.service.samplers import Outcome
 from tinkex.service.served_models import ServedModels
 from tinkex.types import sessions as types
 from tinkex.types.futures import RequestFailedResponse
-from tinkex.types.outputs import SampleResponse
 
 TRACE_LENGTH = 20_000  # events kept of one session
 
@@ -180,9 +180,7 @@ class SessionTraces:
             self._activity.count(row, {"training": work.tokens})
         self._add(row.session_id, (work.op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
 
-    def sampled(
-        self, row: SamplerRow, seconds: float, outcome: SampleResponse | RequestFailedResponse
-    ) -> None:
+    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome) -> None:
         """A sample ended."""
         failed = isinstance(outcome, RequestFailedResponse)
         self._add(row.session_id, ("sample", row.sampler_id, time.time() - seconds, seconds, None, failed))

@@ -45,24 +45,19 @@ class _Choice:
         return self.deltas[-1]
 
 
+@dataclass
 class CompletionReply:
     """The choices of one request, as their samples come in. Choice `prompt * n + k` is a prompt's k-th."""
 
-    def __init__(
-        self,
-        request: AnyRequest,
-        prompts: list[list[int]],
-        tokenizer: Any,
-        token_bytes: Sequence[bytes],
-        eos_ids: Collection[int] = (),
-    ) -> None:
-        self.request = request
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._token_bytes = token_bytes
-        self._eos_ids = eos_ids
-        count = request.n * len(prompts)
-        self.choices = [_Choice(i, Detokenizer(tokenizer, request.stop)) for i in range(count)]
+    request: AnyRequest
+    _prompts: list[list[int]]
+    _tokenizer: Any
+    _token_bytes: Sequence[bytes]
+    _eos_ids: Collection[int]
+
+    def __post_init__(self) -> None:
+        count = self.request.n * len(self._prompts)
+        self.choices = [_Choice(i, Detokenizer(self._tokenizer, self.request.stop)) for i in range(count)]
         self._completion_tokens = self._cached_tokens = 0
 
     def bytes_of(self, token: int) -> bytes:
@@ -101,10 +96,7 @@ class CompletionReply:
         return choice.add(text, logprobs[: self._visible(sequence)], sequence.stop_reason)
 
     def _logprobs(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float | None] | None,
-        alternatives: Sequence[list[tuple[int, float]] | None] | None,
+        self, tokens: list[int], logprobs: Sequence[Any] | None, alternatives: Sequence[Any] | None
     ) -> list[TokenLogprob]:
         if self.request.alternatives is None:
             return []
