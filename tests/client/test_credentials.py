@@ -17,9 +17,9 @@ import tinkex.auth
 from tests.stub import Stub, status
 from tinkex.client.credentials import (
     CommandCredential,
+    Credential,
     CredentialStore,
     JwtCredential,
-    KeyCredential,
     StoredKey,
     check_key,
     decode_claims,
@@ -156,7 +156,7 @@ def test_identities_tell_keys_apart_and_give_nothing_away(settings: Settings):
 
 
 def test_no_credential_shows_or_pickles_its_secret():
-    key = KeyCredential(KEY, "argument")
+    key = Credential(KEY, "argument")
     command = CommandCredential(f"echo {KEY}")
     for credential in (key, command, JwtCredential(key, never_called)):
         assert KEY not in repr(credential)
@@ -322,7 +322,7 @@ class Exchange:
         return AuthTokenResponse(jwt=jwt(n=self.count, **expiry))
 
     def credential(self) -> JwtCredential:
-        return JwtCredential(KeyCredential(KEY, "environment"), self, self.clock)
+        return JwtCredential(Credential(KEY, "environment"), self, self.clock)
 
 
 async def settle() -> None:
@@ -339,7 +339,7 @@ def test_one_exchange_serves_everyone_until_five_minutes_before_the_end():
     credential = exchange.credential()
     assert (credential.source, credential.identity) == (
         "environment",
-        KeyCredential(KEY, "argument").identity,
+        Credential(KEY, "argument").identity,
     )
 
     async def use() -> None:

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -38,6 +37,7 @@ log = logging.getLogger("tinkex")
 
 Source = Literal["argument", "environment", "command", "store", "loopback"]
 
+STORE_VERSION = 1  # of the file of stored keys
 LOOPBACK_KEY = "tml-local"  # well-formed, and nobody's
 COMMAND_TIMEOUT = 60.0
 COMMAND_TOKEN_LIFE = 60.0  # seconds for which a printed token is used, if it does not say itself
@@ -73,20 +73,21 @@ def _identity(kind: str, secret: str) -> str:
 # -- kinds of credentials --------------------------------------------------------------------------------
 
 
-class Credential(ABC):
-    """Something that produces the `x-api-key` header of a request."""
+class Credential:
+    """What becomes the `x-api-key` header of a request: a constant key, unless a subclass fetches it."""
 
-    def __init__(self, source: Source, identity: str) -> None:
+    def __init__(self, key: str, source: Source) -> None:
         self.source: Source = source
-        self.identity = identity  # a hash that tells credentials apart
+        self.identity = _identity("key", key)  # a hash that tells credentials apart
+        self._token = key
 
-    @abstractmethod
     def current(self) -> str | None:
         """The value, if it is known without waiting."""
+        return self._token
 
-    @abstractmethod
     async def token(self) -> str:
         """The value, fetched if need be. Call on the background loop."""
+        return self._token
 
     def refused(self, token: str) -> bool:
         """The server refused `token`: can `token()` produce another?"""
@@ -101,27 +102,12 @@ class Credential(ABC):
         )
 
 
-class KeyCredential(Credential):
-    """A constant key."""
-
-    def __init__(self, key: str, source: Source) -> None:
-        super().__init__(source, _identity("key", key))
-        self._key = key
-
-    def current(self) -> str | None:
-        return self._key
-
-    async def token(self) -> str:
-        return self._key
-
-
 class _FetchedCredential(Credential):
     """A token that is fetched by one task at a time, and used until shortly before it expires."""
 
     def __init__(self, source: Source, identity: str, now: Callable[[], float]) -> None:
-        super().__init__(source, identity)
-        self._now = now
-        self._token = ""
+        super().__init__("", source)
+        self.identity, self._now = identity, now
         self._use_until = 0.0
         self._fetching: asyncio.Task[str] | None = None
 
@@ -134,8 +120,8 @@ class _FetchedCredential(Credential):
             self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._fetching
 
-    @abstractmethod
-    async def _renew(self) -> str: ...
+    async def _renew(self) -> str:
+        raise NotImplementedError
 
     def _use(self, token: str, life: float) -> float:
         """Use a new token; returns its expiry, in `life` seconds unless it says when."""
@@ -266,19 +252,18 @@ def decode_claims(token: str) -> dict[str, Any]:
 def resolve(settings: Settings, api_key: str | None = None, base_url: str = "") -> Credential:
     """The credential to use: the argument, the environment, the command, the store, or none on loopback."""
     if api_key and api_key != settings.api_key:  # if equal, another process can find it in the environment
-        return KeyCredential(check_key(api_key, "api_key"), "argument")
-    try:
-        found = _find("environment", settings)
-    except InvalidInputError:
-        if not settings.credential_cmd:
-            raise
-        found = None
-    found = found or _find("command", settings) or _find("store", settings)
-    if found is None and base_url and is_loopback(base_url):
-        found = _find("loopback", settings)
-    if found is None:
-        raise CredentialError(NO_CREDENTIAL.format(path=settings.credentials_file))
-    return found
+        return Credential(check_key(api_key, "api_key"), "argument")
+    sources = ["environment", "command", "store"]
+    if base_url and is_loopback(base_url):
+        sources.append("loopback")
+    for source in sources:
+        try:
+            if (found := _find(source, settings)) is not None:
+                return found
+        except InvalidInputError:  # a command stands in for a malformed key in the environment
+            if source != "environment" or not settings.credential_cmd:
+                raise
+    raise CredentialError(NO_CREDENTIAL.format(path=settings.credentials_file))
 
 
 def resolve_from_source(source: str, settings: Settings) -> Credential:
@@ -304,14 +289,14 @@ _NOT_FOUND = {
 def _find(source: str, settings: Settings) -> Credential | None:
     """The credential from one source, if it has one."""
     if source == "environment" and settings.api_key:
-        return KeyCredential(check_key(settings.api_key, "TINKER_API_KEY"), source)
+        return Credential(check_key(settings.api_key, "TINKER_API_KEY"), source)
     if source == "command" and settings.credential_cmd:
         return CommandCredential(settings.credential_cmd)
     if source == "store" and (stored := CredentialStore(settings.credentials_file).default_key()):
         origin = f"the default key in {settings.credentials_file}"
-        return KeyCredential(check_key(stored.key, origin), source)
+        return Credential(check_key(stored.key, origin), source)
     if source == "loopback":
-        return KeyCredential(LOOPBACK_KEY, source)
+        return Credential(LOOPBACK_KEY, source)
     return None
 
 
@@ -331,8 +316,6 @@ class StoredKey:
 
 class CredentialStore:
     """The stored keys by their ids, one of which may be the default."""
-
-    VERSION = 1
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -370,17 +353,18 @@ class CredentialStore:
         try:
             content: AnyJson = json.loads(self.path.read_bytes())
         except FileNotFoundError:
-            return {"version": self.VERSION, "default": None, "keys": {}}
+            content = {}
         except OSError as error:
             raise CredentialError(f"cannot read the stored keys in {self.path}: {error.strerror}") from None
         except ValueError:
             raise self._broken("it is not JSON") from None
         if not isinstance(content, dict) or not isinstance(content.get("keys", {}), dict):
             raise self._broken("it is not an object with 'keys'")
-        if content.get("version", self.VERSION) != self.VERSION:
-            understood = f"and only {self.VERSION} is understood"
+        content = {"version": STORE_VERSION, "default": None, "keys": {}, **content}
+        if content["version"] != STORE_VERSION:
+            understood = f"and only {STORE_VERSION} is understood"
             raise self._broken(f"its version is {content['version']!r}, {understood}")
-        return {"version": self.VERSION, "default": None, "keys": {}, **content}
+        return content
 
     def _broken(self, reason: str) -> CredentialError:
         return CredentialError(

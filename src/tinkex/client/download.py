@@ -1,8 +1,7 @@
 """Downloads of files by URL, with progress.
 
 Promises: no credential is sent, since a signed URL is one; `file://` URLs (of an embedded service) are read
-directly; an interrupted download leaves nothing behind; a tar cannot write outside its directory. Blocking:
-for commands, not for the event loop. Knows nothing of checkpoints.
+directly; an interrupted download leaves nothing behind; a tar cannot write outside its directory. Blocking.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import urllib.request
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 from urllib.parse import unquote, urlsplit
 
 from tinkex._version import __version__
@@ -31,8 +29,6 @@ from tinkex.errors import (
 )
 
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
-
-
 _CHUNK = 1024 * 1024
 _TIMEOUT = 60.0
 
@@ -55,11 +51,11 @@ def download(url: str, target: Path, progress: Progress = lambda done, total: No
 
 
 def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> int:
-    request = urllib.request.Request(url, headers={"User-Agent": f"tinkex/{__version__}"})
-    shown = url.partition("?")[0]  # without the signature
+    headers = {"User-Agent": f"tinkex/{__version__}"}
+    request = FailedRequest("GET", url.partition("?")[0])  # without the signature
     done = 0
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT) as answer:
             length = answer.headers.get("content-length")
             total = int(length) if length else None
             while chunk := answer.read(_CHUNK):
@@ -67,15 +63,13 @@ def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> 
                 done += len(chunk)
                 progress(done, total)
     except urllib.error.HTTPError as error:
-        response = FailedResponse(error.code, dict(error.headers), "", FailedRequest("GET", shown))
-        raise status_error(f"GET {shown}: HTTP {error.code} {error.reason}", response) from None
+        response = FailedResponse(error.code, dict(error.headers), "", request)
+        raise status_error(f"GET {request.url}: HTTP {error.code} {error.reason}", response) from None
     except (OSError, http.client.HTTPException) as error:
-        raise APIConnectionError(
-            FailedRequest("GET", shown), f"the download of {shown} failed: {error}"
-        ) from None
+        raise APIConnectionError(request, f"the download of {request.url} failed: {error}") from None
     if total is not None and done < total:
-        message = f"the download of {shown} ended after {done} of {total} bytes"
-        raise APIConnectionError(FailedRequest("GET", shown), message)
+        message = f"the download of {request.url} ended after {done} of {total} bytes"
+        raise APIConnectionError(request, message)
     return done
 
 
@@ -112,38 +106,24 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
     for name, url in urls.items():
         place = (directory / name).resolve()
         if not place.is_relative_to(directory.resolve()):
-            raise TinkerError(
-                f"the server named a file {name!r}, which is outside of the checkpoint; refused"
-            )
+            outside = "which is outside of the checkpoint; refused"
+            raise TinkerError(f"the server named a file {name!r}, {outside}")
         place.parent.mkdir(parents=True, exist_ok=True)
         # The total is not known before the last file has begun, so it is not shown.
         before += download(url, place, lambda done, total, before=before: progress(before + done, None))
 
 
 def download_archive(url: str, directory: Path, progress: Progress = lambda done, total: None) -> None:
-    """Download a tar and unpack it into `directory`."""
-    with _to_read(url, directory.parent, progress) as file:
+    """Download a tar and unpack it into `directory`; a local one is unpacked where it is."""
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".archive.") as scratch:
+        if (file := _local(url)) is None:
+            file = Path(scratch) / "tar"
+            download(url, file, progress)
+        elif not file.exists():
+            message = f"the download of {url} failed: No such file or directory"
+            raise APIConnectionError(FailedRequest("GET", url), message)
         try:
-            with tarfile.open(fileobj=file) as archive:
+            with tarfile.open(file) as archive:
                 archive.extractall(directory, filter="data")
         except tarfile.TarError as error:
             raise TinkerError(f"what the server sent cannot be unpacked: {error}") from None
-
-
-@contextmanager
-def _to_read(url: str, scratch: Path, progress: Progress) -> Generator[IO[bytes]]:
-    """`url` as an open file: a local one itself, any other downloaded into `scratch`."""
-    if (local := _local(url)) is None:
-        with tempfile.NamedTemporaryFile(dir=scratch, prefix=".archive.") as file:
-            _receive(url, file.write, progress)
-            file.seek(0)
-            yield file
-        return
-    try:
-        file = local.open("rb")
-    except OSError as error:
-        raise APIConnectionError(
-            FailedRequest("GET", url), f"the download of {url} failed: {error}"
-        ) from None
-    with file:
-        yield file

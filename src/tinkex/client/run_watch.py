@@ -1,8 +1,8 @@
 """`RunWatch`: notices that the server has lost a run, even if nobody makes a call.
 
-A task on the background loop polls the run's record and sends its session's heartbeat. Promises: a run is
-lost only if the server says so after it has known the run; an unreachable or restarting server is asked
-again. The callback is called once, before the run's next call raises RunLostError. Knows nothing of recovery.
+It polls the run's record and sends its session's heartbeat. Promises: a run is lost only if the server says
+so after it has known the run; an unreachable or restarting server is asked again. The callback is called
+once, before the run's next call raises RunLostError.
 """
 
 from __future__ import annotations
@@ -51,11 +51,9 @@ class RunWatch:
         self._run._lose(self._lost)
 
     async def _why_lost(self) -> str | None:
-        connection, run_id = self._run._session.connection, self._run.model_id
+        call, run_id = self._run._session.connection.call, self._run.model_id
         try:
-            record = await connection.call(
-                ops.GET_TRAINING_RUN, GetTrainingRunRequest(training_run_id=run_id)
-            )
+            record = await call(ops.GET_TRAINING_RUN, GetTrainingRunRequest(training_run_id=run_id))
             self._known = True
             if record.corrupted:
                 return "the server could not restore it"
@@ -63,12 +61,8 @@ class RunWatch:
             return "the server does not know it any more" if self._known else None
         except TinkerError:
             return None
-        return await self._why_ended()
-
-    async def _why_ended(self) -> str | None:
-        request = SessionHeartbeatRequest(session_id=self._session_id)
         try:
-            await self._run._session.connection.call(ops.SESSION_HEARTBEAT, request)
+            await call(ops.SESSION_HEARTBEAT, SessionHeartbeatRequest(session_id=self._session_id))
         except (ExpiredError, NotFoundError):
             return "its session has ended"
         except TinkerError:

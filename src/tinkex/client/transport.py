@@ -1,8 +1,7 @@
 """`Transport`: the interface through which every call of a client leaves it.
 
 Implemented by `HttpTransport` (http_transport.py) and by `LocalTransport` (tinkex/local.py), which calls a
-service in the same process. An implementation promises one reply or one typed error for each call. This
-module knows neither HTTP nor the service.
+service in the same process. An implementation promises one reply or one typed error for each call.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ CLOSED = "this client was closed; make a new ServiceClient"
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What the caller knows about a call besides its request.
-
-    It changes how a call travels, never its reply; a transport reads the fields that matter to it.
-    """
+    """What the caller knows about a call besides its request; it never changes the reply."""
 
     method: str = ""  # the public SDK method behind the call, for servers that count them
     owner: str = ""  # the run or sampler that shares permits with the others; "": read from the request
