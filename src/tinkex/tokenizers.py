@@ -20,9 +20,7 @@ from tinkex.errors import InvalidInputError, TokenizerError
 
 # By prefix of a model's name: the tokenizer of models whose own repository is closed or has none. Used when
 # the server names no tokenizer. Add what your server's models need.
-OVERRIDES: dict[str, str] = {
-    "meta-llama/Llama-3": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
-}
+OVERRIDES: dict[str, str] = {"meta-llama/Llama-3": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"}
 
 # Names that stand for another tokenizer, in any request.
 ALIASES: dict[str, str] = {

@@ -177,7 +177,9 @@ async def _send(queue: RunQueue, data: list[Datum], loss_fn: CustomLoss) -> Awai
         config = {"loss_id": loss_fn.loss_id}
         return _explained(loss_fn, await queue.send_pass(data, "custom", config, forward_only=False))
     fn = loss_fn.run_here if isinstance(loss_fn, LossHandle) else loss_fn
-    forward = await queue.send_pass(probe(data), "cross_entropy", None, forward_only=True, last=False)
+    forward = await queue.send_pass(
+        [_with_weights(datum) for datum in data], "cross_entropy", None, forward_only=True, last=False
+    )
 
     async def compute() -> Gradients:
         return await queue.run_loss(differentiate, fn, data, await forward)
@@ -206,21 +208,19 @@ class Gradients(NamedTuple):
     metrics: dict[str, float]
 
 
-def probe(data: Sequence[Datum]) -> list[Datum]:
-    """The datums of the forward pass: the target tokens, with the user's weights or zeros."""
-    return [_with_weights(datum, datum.loss_fn_inputs.get("weights")) for datum in data]
+def _with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:
+    """The datum of one of the two passes: target tokens, and `weights`, else the user's, else zeros."""
+    inputs = datum.loss_fn_inputs
+    target = inputs["target_tokens"]
+    tensor = inputs.get("weights") if weights is None else TensorData.from_numpy(weights)
+    if tensor is None:
+        tensor = TensorData.from_numpy(np.zeros(target.dense_shape, np.float32))
+    return dataclasses.replace(datum, loss_fn_inputs={"target_tokens": target, "weights": tensor})
 
 
 def linearised(data: Sequence[Datum], weights: Sequence[np.ndarray]) -> list[Datum]:
     """The datums of the backward pass, with the weights that linearise the loss."""
-    return [_with_weights(d, TensorData.from_numpy(w)) for d, w in zip(data, weights, strict=True)]
-
-
-def _with_weights(datum: Datum, weights: TensorData | None) -> Datum:
-    target = datum.loss_fn_inputs["target_tokens"]
-    if weights is None:
-        weights = TensorData.from_numpy(np.zeros(target.dense_shape, np.float32))
-    return dataclasses.replace(datum, loss_fn_inputs={"target_tokens": target, "weights": weights})
+    return [_with_weights(datum, each) for datum, each in zip(data, weights, strict=True)]
 
 
 def differentiate(

@@ -16,8 +16,6 @@ from tinkex.types.losses import check_inputs
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import LOSS_NAMES
 
-# -- checking ------------------------------------------------------------------------------------------
-
 
 def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None) -> None:
     """Raise InvalidInputError if this pass cannot succeed."""
@@ -44,16 +42,12 @@ def check_pass(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float |
         if not isinstance(datum, Datum):
             raise InvalidInputError(f"data[{index}] must be a Datum, got {type(datum).__name__}")
         try:
-            _check_datum(datum, loss_fn)
+            length = _length(datum)
+            check_inputs(loss_fn, datum.loss_fn_inputs, length, strict=False)
+            if length == 0:
+                raise InvalidInputError("model_input is empty: a model needs at least one token to read")
         except InvalidInputError as error:
             raise InvalidInputError(f"data[{index}].{error}") from None
-
-
-def _check_datum(datum: Datum, loss_fn: str) -> None:
-    length = _length(datum)
-    check_inputs(loss_fn, datum.loss_fn_inputs, length, strict=False)
-    if length == 0:
-        raise InvalidInputError("model_input is empty: a model needs at least one token to read")
 
 
 def _length(datum: Datum) -> int | None:
@@ -72,9 +66,6 @@ def _length(datum: Datum) -> int | None:
         else:
             total += chunk.length
     return total
-
-
-# -- chunks --------------------------------------------------------------------------------------------
 
 
 def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
@@ -97,9 +88,6 @@ def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         loss_fn_outputs=[record for output in outputs for record in output.loss_fn_outputs],
         metrics=reduce_metrics([(o.metrics, len(o.loss_fn_outputs)) for o in outputs]),
     )
-
-
-# -- metrics -------------------------------------------------------------------------------------------
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

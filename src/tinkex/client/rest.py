@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from datetime import date, datetime
-from typing import Any, TypeVar
 
 from tinkex.client.admin import AdminClient
 from tinkex.client.base_client import BaseClient, check_id, check_ttl, warn_caller
@@ -53,16 +52,10 @@ from tinkex.types.sessions import (
     SessionSearchRequest,
     SessionSearchResponse,
 )
-from tinkex.types.training import (
-    ListTrainingRunsRequest,
-    TrainingRun,
-    TrainingRunsResponse,
-)
+from tinkex.types.training import ListTrainingRunsRequest, TrainingRun, TrainingRunsResponse
 from tinkex.wire import ops
-from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
-Reply = TypeVar("Reply")
 _parse = ParsedCheckpointTinkerPath.from_tinker_path
 
 TRACE_POLL_INTERVAL = 5.0
@@ -191,7 +184,7 @@ class RestClient(BaseClient):
                 "only exported checkpoints (save_weights_external) have files to download: expected "
                 f"tinker://RUN/external_weights/NAME, got {tinker_path!r}"
             )
-        return self._of_checkpoint(ops.GET_EXTERNAL_WEIGHTS_URLS, tinker_path, by_path=False)
+        return self._submit(ops.GET_EXTERNAL_WEIGHTS_URLS, **_ids(tinker_path))
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
@@ -201,37 +194,43 @@ class RestClient(BaseClient):
         A server builds the file on the first request and answers 503 meanwhile; the client waits up to five
         minutes. Hosted Tinker no longer offers this (see save_weights_external); Tinkex servers do.
         """
-        path = _path(training_run_id, checkpoint_id)
-        return self._of_checkpoint(ops.GET_CHECKPOINT_ARCHIVE_URL, path, by_path=False)
+        return self._submit(ops.GET_CHECKPOINT_ARCHIVE_URL, **_joined_ids(training_run_id, checkpoint_id))
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """Return the download URL of a checkpoint as one tar file, by its path."""
-        return self._of_checkpoint(ops.GET_CHECKPOINT_ARCHIVE_URL, tinker_path)
+        return self._submit(
+            ops.GET_CHECKPOINT_ARCHIVE_URL, "get_checkpoint_archive_url_from_tinker_path", **_ids(tinker_path)
+        )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
         """Delete a checkpoint permanently."""
-        path = _path(training_run_id, checkpoint_id)
-        return self._of_checkpoint(ops.DELETE_CHECKPOINT, path, by_path=False)
+        return self._submit(ops.DELETE_CHECKPOINT, **_joined_ids(training_run_id, checkpoint_id))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint permanently, by its path."""
-        return self._of_checkpoint(ops.DELETE_CHECKPOINT, tinker_path)
+        return self._submit(ops.DELETE_CHECKPOINT, "delete_checkpoint_from_tinker_path", **_ids(tinker_path))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Make a checkpoint readable for everyone."""
-        return self._of_checkpoint(ops.PUBLISH_CHECKPOINT, tinker_path)
+        return self._submit(
+            ops.PUBLISH_CHECKPOINT, "publish_checkpoint_from_tinker_path", **_ids(tinker_path)
+        )
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Make a published checkpoint private again."""
-        return self._of_checkpoint(ops.UNPUBLISH_CHECKPOINT, tinker_path)
+        return self._submit(
+            ops.UNPUBLISH_CHECKPOINT, "unpublish_checkpoint_from_tinker_path", **_ids(tinker_path)
+        )
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[None]:
         """Let a checkpoint expire `ttl_seconds` from now; None: never."""
-        return self._of_checkpoint(ops.SET_CHECKPOINT_TTL, tinker_path, ttl_seconds=check_ttl(ttl_seconds))
+        ids, ttl = _ids(tinker_path), check_ttl(ttl_seconds)
+        method = "set_checkpoint_ttl_from_tinker_path"
+        return self._submit(ops.SET_CHECKPOINT_TTL, method, **ids, ttl_seconds=ttl)
 
     def copy_weights(
         self,
@@ -413,16 +412,12 @@ class RestClient(BaseClient):
         )
         return AdminClient(self._connection)
 
-    def _of_checkpoint(
-        self, op: Op[Any, Reply], tinker_path: str, *, by_path: bool = True, **fields: Any
-    ) -> APIFuture[Reply]:
-        """Do an operation on a checkpoint; `by_path`: the public method is called …_from_tinker_path."""
-        parsed = _parse(tinker_path)
-        return self._submit(
-            op, f"{op.name}_from_tinker_path" if by_path else op.name,
-            training_run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id, **fields,
-        )  # fmt: skip
+
+def _ids(tinker_path: str) -> dict[str, str]:
+    """The fields of a request that name a checkpoint."""
+    parsed = _parse(tinker_path)
+    return {"training_run_id": parsed.training_run_id, "checkpoint_id": parsed.checkpoint_id}
 
 
-def _path(training_run_id: str, checkpoint_id: str) -> str:
-    return f"tinker://{check_id('training_run_id', training_run_id)}/{checkpoint_id}"
+def _joined_ids(training_run_id: str, checkpoint_id: str) -> dict[str, str]:
+    return _ids(f"tinker://{check_id('training_run_id', training_run_id)}/{checkpoint_id}")

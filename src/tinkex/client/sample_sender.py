@@ -118,9 +118,8 @@ class SampleSender:
     async def _cancel(self, request_id: str) -> None:
         """Cancel a sample on the server; servers may ignore this."""
         try:
-            await self._connection.transport.call(
-                ops.CANCEL_FUTURE, CancelFutureRequest(request_id=request_id)
-            )
+            request = CancelFutureRequest(request_id=request_id)
+            await self._connection.transport.call(ops.CANCEL_FUTURE, request)
         except TinkerError as error:
             log.debug("sample %s could not be cancelled on the server: %s", request_id, error)
 
@@ -165,11 +164,12 @@ class SampleSender:
     async def _stream_once(self, request: SampleRequest, buffer: TokenBuffer) -> SampleResponse:
         async with aclosing(self._connection.transport.stream(request, self._context)) as events:
             async for event in events:
+                self._stuck.progressed()
                 if isinstance(event, NewTokens):
-                    self._observe("active", None)
+                    self._watch("active", None)
                     buffer.put(event)
                 elif isinstance(event, PendingFuture):
-                    self._observe(event.queue_state, event.queue_state_reason)
+                    self._watch(event.queue_state, event.queue_state_reason)
                 elif isinstance(event, RequestFailedResponse):
                     error = RequestFailedError(
                         f"sample failed ({event.category}): {event.error}", "", event.category
@@ -179,10 +179,6 @@ class SampleSender:
                 else:
                     return event
         raise StreamBrokenError(message="the stream ended without its result")
-
-    def _observe(self, state: str, reason: str | None) -> None:
-        self._stuck.progressed()
-        self._watch(state, reason)
 
     # -- before the first sample -------------------------------------------------------------------------
 
@@ -291,8 +287,5 @@ def _unsupported(error: APIStatusError, request: SampleRequest) -> APIStatusErro
     about_the_sampler = (request.sampling_session_id or "") in error.message
     if error.status_code not in (404, 405) or about_the_sampler:
         return error
-    return StreamingUnsupportedError(
-        f"this server offers no streams of samples: use sample() instead ({error.message})",
-        error.response,
-        error.body,
-    )
+    message = f"this server offers no streams of samples: use sample() instead ({error.message})"
+    return StreamingUnsupportedError(message, error.response, error.body)

@@ -29,11 +29,7 @@ from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.types.data import ModelInput
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
-from tinkex.types.sampling import (
-    CreateSamplingSessionRequest,
-    GetSamplerRequest,
-    SampleRequest,
-)
+from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleRequest
 from tinkex.types.tensor import TensorData
 from tinkex.wire import ops
 
@@ -212,10 +208,7 @@ class SamplingClient(ModelClient):
 
     @staticmethod
     def from_sampler_handle(
-        handle: str,
-        *,
-        api_key: str | None = None,
-        default_headers_overrides: Mapping[str, str] | None = None,
+        handle: str, *, api_key: str | None = None, default_headers_overrides: Mapping[str, str] | None = None
     ) -> SamplingClient:
         """Create the sampler that a handle describes; the headers are sent besides the handle's own."""
         more = check_headers(default_headers_overrides)
@@ -300,11 +293,9 @@ def open_sampler(
 
     async def create() -> SamplingClient:
         request = CreateSamplingSessionRequest(
-            session_id=await session.open(),
-            sampling_session_seq_id=next(session.sampling_seq),
-            model_path=model_path,
-            base_model=base_model,
-        )
+            session_id=await session.open(), sampling_session_seq_id=next(session.sampling_seq),
+            model_path=model_path, base_model=base_model,
+        )  # fmt: skip
         reply = await session.connection.call(ops.CREATE_SAMPLING_SESSION, request)
         return SamplingClient(
             session, reply.sampling_session_id, retry_config=retry_config,

@@ -83,8 +83,6 @@ class SampleStream:
         finalizer = weakref.finalize(self, _leave, done)
         finalizer.atexit = False
 
-    # -- tokens ------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Self:
         return self
 
@@ -116,8 +114,6 @@ class SampleStream:
         """The tokens received so far, concatenated for each sequence."""
         return self._buffer.received()
 
-    # -- the response ------------------------------------------------------------------------------------
-
     def result(self, timeout: float | None = None) -> SampleResponse:
         """The whole response, as `sample()` returns it; the stream need not be iterated."""
         return self._done.result(timeout)
@@ -125,8 +121,6 @@ class SampleStream:
     async def result_async(self, timeout: float | None = None) -> SampleResponse:
         """Like `result`, awaited."""
         return await self._done.result_async(timeout)
-
-    # -- closing -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Cancel the sample if it is still running; received tokens can still be iterated."""

@@ -187,10 +187,7 @@ class TrainingClient(ModelClient):
         return self._save("save_weights_for_sampler", op, name, ttl_seconds, fields, kind)
 
     def save_weights_external(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Export the adapter as files to download, encrypted if recipients are given.
 
