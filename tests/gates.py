@@ -48,7 +48,6 @@ SHARED_MODULE_NAMES = {
     "sampling": "the values, and the client of them",
     "serve": "the command, and what it starts",
     "service": "the package, its class, and the client of it",
-    "session": "the command, and the client's lease",
     "sessions": "the values, and the service's operations",
     "telemetry": "the values, and what sends them",
     "trainer": "the contract's Trainer, in each engine",

@@ -15,10 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.charts import number, sparkline, terminal_chart, write_png
+from tinkex.charts import (
+    html_page,
+    html_table,
+    number,
+    sparkline,
+    svg_chart,
+    terminal_chart,
+    ticks,
+    write_png,
+)
 from tinkex.client.rest_results import StepMetrics
 from tinkex.errors import TinkerError
-from tinkex.svg import html_page, html_table, svg_chart, ticks
 
 NAN = math.nan
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)

@@ -147,13 +147,13 @@ def test_pushing_sends_an_adapter_and_a_card(place: Place, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     hub = Hub()
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(place.paths["weights"])
-    pushed = push(parsed, hub, "ann/adapter", create_pr=True)
+    pushed = push(parsed, hub, repo="ann/adapter", create_pr=True)
     assert pushed == {"repo_id": "ann/adapter", "revision": None, "url": "https://hub.example/ann/adapter"}
     assert (hub.made["private"], hub.made["create_pr"]) == (True, True)
     assert set(hub.files) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert b"library_name: peft" in hub.files["README.md"]
     without = Hub()
-    push(parsed, without, public=True, model_card=False, create_pr=False)
+    push(parsed, without, public=True, no_model_card=True)
     assert (without.made["private"], "README.md" in without.files) == (False, False)
     assert ":" not in without.made["repo_id"]
 

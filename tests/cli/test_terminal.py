@@ -217,9 +217,9 @@ def test_the_shell_completes(tmp_path: Path) -> None:
 
 TABLE = """
 from tinkex.cli.output import *
-show_table("2 things", [Column("Name"), Column("Size", right=True)], [["x" * 76, 5], ["y", None]])
-show_table("1 thing", [Column("Name"), Column("Good")], [["z", True]])
-show_facts("A thing", {"Short": "1", "Long": "w" * 76})
+show(None, "2 things", [{"Name": "x" * 76, "Size": 5}, {"Name": "y", "Size": None}])
+show(None, "1 thing", [{"Name": "z", "Good": True}])
+show(None, "A thing", {"Short": "1", "Long": "w" * 76})
 import time
 with bar("Waiting") as told:
     time.sleep(0.4)
@@ -315,4 +315,5 @@ def test_gathering_stops_at_the_limit() -> None:
                 assert n < 4, "more was fetched than asked for"
                 yield n
 
-    assert gather(Listing(), 3, "Things") == [0, 1, 2]
+    shown = "3 things here (7 more: --limit 0 shows all)"
+    assert gather(Listing(), 3, "thing", "here") == ([0, 1, 2], shown)

@@ -19,29 +19,31 @@ import transformers
 
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.processes import interruptible
-from tinkex.demo import fine_tune, reinforce, tasks
-from tinkex.demo.bookmark import Bookmark
+from tinkex.demo import Bookmark
+from tinkex.demo.fine_tune import FineTune, talks_like_a_pirate
+from tinkex.demo.reinforce import Reinforce, five_words
 from tinkex.demo.screen import Screen
-from tinkex.demo.tasks import RewardTask, SupervisedTask
 from tinkex.errors import InvalidInputError
 
-AYE = SupervisedTask(
+AYE = partial(
+    FineTune,
     name="aye",
     goal="say aye",
     rule="aye",
     examples=[
         (f"Is it {word}?", "Aye!") for word in ("cold", "hot", "wet", "dry", "new", "old", "big", "far")
     ],
-    held_out=[("Is it red?", "Aye"), ("Is it near?", "Aye"), ("Is it late?", "Aye"), ("Is it up?", "Aye")],
+    held_out=(("Is it red?", "Aye"), ("Is it near?", "Aye"), ("Is it late?", "Aye"), ("Is it up?", "Aye")),
     check=lambda answer, fact: answer == f"{fact}!",
 )
-A_LETTER = RewardTask(
+A_LETTER = partial(
+    Reinforce,
     name="letter",
     goal="say a certain letter",
     rule="the share of e",
     instruction="e",
-    subjects=["a", "b", "c", "d"],
-    held_out=["x", "y"],
+    subjects=("a", "b", "c", "d"),
+    held_out=("x", "y"),
     reward=lambda sample: sample.count("e") / max(1, len(sample)),
 )
 
@@ -58,8 +60,8 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_accuracy_rises(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
-    plan = fine_tune.FineTunePlan(str(model), out, steps=30, rank=16, learning_rate=2e-2)
-    assert fine_tune.demo(AYE, plan, Screen(model)) is True
+    lesson = AYE(str(model), out, steps=30, rank=16, learning_rate=2e-2)
+    assert lesson.play(Screen(model)) is True
     said = capsys.readouterr().out
     before, after = map(int, re.findall(r"^(\d) of 4 right", said, re.MULTILINE))
     assert before == 0
@@ -80,21 +82,19 @@ def test_the_accuracy_rises(model: Path, out: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_reward_rises(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
-    plan = reinforce.ReinforcePlan(
-        str(model), out, steps=12, subjects=4, samples=16, max_tokens=8, learning_rate=2e-2
-    )
-    assert reinforce.demo(A_LETTER, plan, Screen(model)) is True
+    lesson = A_LETTER(str(model), out, steps=12, samples=16, max_tokens=8, learning_rate=2e-2)
+    assert lesson.play(Screen(model)) is True
     said = capsys.readouterr().out
     before, after = map(float, re.findall(r"^mean reward (\S+)", said, re.MULTILINE))
-    assert after - before >= reinforce.LEARNED_GAIN
+    assert after - before >= Reinforce.enough
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_that_did_not_learn_is_not_said_to_have(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = fine_tune.FineTunePlan(str(model), out, steps=1, learning_rate=1e-6)
-    assert fine_tune.demo(AYE, plan, Screen(model)) is False
+    lesson = AYE(str(model), out, steps=1, learning_rate=1e-6)
+    assert lesson.play(Screen(model)) is False
     assert "It did not learn: 0 of 4 right before, 0 of 4 after." in capsys.readouterr().out
 
 
@@ -117,16 +117,16 @@ class StopsAfter(Screen):
 def test_ctrl_c_leaves_a_bookmark_and_resuming_ends_where_it_would_have(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = fine_tune.FineTunePlan(str(model), out, steps=6, rank=4, learning_rate=1e-2)
-    fine_tune.demo(AYE, plan, Screen(model))
+    lesson = AYE(str(model), out, steps=6, rank=4, learning_rate=1e-2)
+    lesson.play(Screen(model))
     straight = _losses(capsys.readouterr().out)
 
-    assert fine_tune.demo(AYE, plan, StopsAfter(model, 3)) is None
+    assert lesson.play(StopsAfter(model, 3)) is None
     assert _losses(capsys.readouterr().out) == straight[:3]
     bookmark = Bookmark.read(out, "sft")
     assert len(bookmark.curve) == 3
 
-    assert fine_tune.demo(AYE, plan, Screen(model), bookmark) is not None
+    assert lesson.play(Screen(model), bookmark) is not None
     assert _losses(capsys.readouterr().out) == straight[3:]
     with pytest.raises(InvalidInputError, match="there is nothing to resume"):
         Bookmark.read(out, "sft")
@@ -146,10 +146,9 @@ def test_ctrl_c_during_the_last_test_leaves_a_bookmark_too(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], kind: str
 ):
     if kind == "sft":
-        sft = fine_tune.FineTunePlan(str(model), out, steps=2, rank=4)
-        demo = partial(fine_tune.demo, AYE, sft)
+        demo = AYE(str(model), out, steps=2, rank=4).play
     else:
-        demo = partial(reinforce.demo, A_LETTER, reinforce.ReinforcePlan(str(model), out, steps=2, samples=4))
+        demo = A_LETTER(str(model), out, steps=2, samples=4).play
     assert demo(InterruptedAfter(model)) is None
     bookmark = Bookmark.read(out, kind)
     assert len(bookmark.curve) == bookmark.steps == 2
@@ -161,19 +160,17 @@ def test_ctrl_c_during_the_last_test_leaves_a_bookmark_too(
 
 
 def test_ctrl_c_at_the_last_step_stops_there(model: Path, out: Path):
-    plan = fine_tune.FineTunePlan(str(model), out, steps=2, rank=4)
-    assert fine_tune.demo(AYE, plan, StopsAfter(model, 2)) is None
+    lesson = AYE(str(model), out, steps=2, rank=4)
+    assert lesson.play(StopsAfter(model, 2)) is None
     assert len(Bookmark.read(out, "sft").curve) == 2
 
 
 def test_rl_resumes_too(model: Path, out: Path, capsys: pytest.CaptureFixture[str]):
-    plan = reinforce.ReinforcePlan(
-        str(model), out, steps=4, samples=4, max_tokens=4, rank=4, learning_rate=1e-2
-    )
-    reinforce.demo(A_LETTER, plan, Screen(model))
+    lesson = A_LETTER(str(model), out, steps=4, samples=4, max_tokens=4, rank=4, learning_rate=1e-2)
+    lesson.play(Screen(model))
     straight = _losses(capsys.readouterr().out, "reward")
-    assert reinforce.demo(A_LETTER, plan, StopsAfter(model, 2)) is None
-    assert reinforce.demo(A_LETTER, plan, Screen(model), Bookmark.read(out, "rl")) is not None
+    assert lesson.play(StopsAfter(model, 2)) is None
+    assert lesson.play(Screen(model), Bookmark.read(out, "rl")) is not None
     assert _losses(capsys.readouterr().out, "reward") == straight
 
 
@@ -252,7 +249,7 @@ def test_the_command_says_what_cannot_be(model: Path, tmp_path: Path):
 
 
 def test_no_question_of_the_test_is_among_the_examples():
-    task = tasks.pirate_task()
+    task = FineTune("any", Path())
     asked = {question for question, _ in task.examples}
     assert len(asked) == 48
     assert not asked & {question for question, _ in task.held_out}
@@ -274,7 +271,7 @@ def test_no_question_of_the_test_is_among_the_examples():
     ],
 )
 def test_what_counts_as_pirate_talk(answer: str, good: bool):
-    assert tasks.talks_like_a_pirate(answer, "Beijing") is good
+    assert talks_like_a_pirate(answer, "Beijing") is good
 
 
 @pytest.mark.parametrize(
@@ -288,4 +285,4 @@ def test_what_counts_as_pirate_talk(answer: str, good: bool):
     ],
 )
 def test_what_a_story_is_worth(sample: str, reward: float):
-    assert tasks.five_words(sample) == pytest.approx(reward)
+    assert five_words(sample) == pytest.approx(reward)

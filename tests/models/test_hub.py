@@ -17,7 +17,7 @@ import pytest
 from tests.engine.tiny import tiny_model
 from tests.models.conftest import CHILD, NAME
 from tests.models.index import Index
-from tinkex.models.catalogue import CATALOGUE, DEFAULT, CatalogueEntry
+from tinkex.models.wheel import CATALOGUE, DEFAULT, CatalogueEntry
 
 HUB_ID, COMMIT = "tinkex-tests/tiny-test", "a" * 40
 

@@ -20,7 +20,7 @@ from tinkex.cli.serve import read_model
 from tinkex.config import Settings
 from tinkex.errors import TinkerError
 from tinkex.models import DEFAULT, obtain, spellings
-from tinkex.models.catalogue import CATALOGUE, CatalogueEntry
+from tinkex.models.wheel import CATALOGUE, CatalogueEntry
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
 from tinkex.service.served_models import ServedModels

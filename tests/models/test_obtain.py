@@ -20,8 +20,8 @@ from tests.models.index import Index
 from tests.processes import interruptible
 from tinkex.errors import ModelError
 from tinkex.models import CATALOGUE, DEFAULT, find, listed, obtain
-from tinkex.models.catalogue import CatalogueEntry
 from tinkex.models.local_files import weights_of
+from tinkex.models.wheel import CatalogueEntry
 
 
 @pytest.fixture

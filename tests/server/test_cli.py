@@ -248,7 +248,7 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_MAX_CONTEXT": ("99", "max_context", 99),
         "TINKEX_DISK_QUOTA": ("5GB", "disk_quota", "5GB"),
         "TINKEX_PRELOAD": ("0", "preload", False),
-        "TINKEX_DRAIN": ("2.5", "drain_seconds", 2.5),
+        "TINKEX_DRAIN": ("2.5", "drain", 2.5),
         "TINKEX_LOG_LEVEL": ("error", "log_level", "error"),
     }
     for variable, (value, _, _) in given.items():

@@ -13,24 +13,25 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import get_completion_class
 
 from tinkex._version import __version__
-from tinkex.cli.options import format_option
+from tinkex.cli.output import format_option, show
 
 # name -> module:attribute, and its line in `tinkex --help`
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tinkex.cli.demo:demo", "Fine-tune a small model on this machine, in a minute."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
-    "server": ("tinkex.cli.keys:server", "API keys of a server, and sharing of runs."),
+    "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),
     "run": ("tinkex.cli.run:run", "Training runs: list, show, plot."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Checkpoints: list, download, publish, delete."),
     "model": ("tinkex.cli.model:model", "Base models: list, fetch, remove."),
-    "session": ("tinkex.cli.session:session", "Sessions: export the timeline of one."),
+    "session": ("tinkex.cli.run:session", "Sessions: export the timeline of one."),
     "auth": ("tinkex.cli.login:auth", "Log in and out, and show who you are."),
     "billing": ("tinkex.cli.billing:billing", "Usage by the hour, and storage."),
-    "completion": ("tinkex.cli.shell:completion", "Print the script for Tab completion in your shell."),
-    "version": ("tinkex.cli.shell:version", "Show the version."),
+    "completion": ("tinkex.cli:completion", "Print the script for Tab completion in your shell."),
+    "version": ("tinkex.cli:version", "Show the version."),
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as shells report it
@@ -48,15 +49,6 @@ class LazyGroup(click.Group):
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         return getattr(import_module(module), attribute)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches
-
-            close = get_close_matches(args[0], COMMANDS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
@@ -64,19 +56,23 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # click would report it as a failure
-            raise click.exceptions.Exit(_pipe_closed()) from None
+        except BrokenPipeError:  # the reader (`| head`) has left; click would report it as a failure
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
+            raise click.exceptions.Exit(PIPE_CLOSED) from None
 
     def main(self, *args: Any, **more: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and exit."""
         _prepare_streams()
         try:
             code = super().main(*args, **more, standalone_mode=False)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            code = _pipe_closed()
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()  # a group without a command: its help
+            code = error.exit_code
         except click.ClickException as error:
-            code = _usage_or_failure(error)
+            see = ""
+            if isinstance(error, click.UsageError):
+                see = f" See `{error.ctx.command_path if error.ctx else 'tinkex'} --help`."
+            code = _print_error(error.format_message() + see, error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             click.echo(err=True)
             code = INTERRUPTED
@@ -100,29 +96,15 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _usage_or_failure(error: click.ClickException) -> int:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()  # a group without a command: its help
-    elif isinstance(error, click.UsageError):
-        command = error.ctx.command_path if error.ctx else "tinkex"
-        _print_error(f"{error.format_message()} See `{command} --help`.")
-    else:
-        _print_error(error.format_message())
-    return error.exit_code
-
-
-def _print_error(message: str) -> int:
+def _print_error(message: str, code: int = 1) -> int:
     click.echo(f"Error: {' '.join(message.split())}", err=True)
-    return 1
+    return code
 
 
-def _pipe_closed() -> int:
-    """The reader (`| head`) has left: nothing more may be written, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED
-
-
-@click.group("tinkex", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    "tinkex", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]},
+    commands=COMMANDS,  # for click's "Did you mean"
+)  # fmt: skip
 @click.version_option(__version__, prog_name="tinkex", message="%(prog)s %(version)s")
 @format_option
 def main() -> None:
@@ -139,3 +121,25 @@ def main() -> None:
 
     if Settings.read().no_color:
         click.get_current_context().color = False  # for every command below
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script with which SHELL completes tinkex's commands and options.
+
+    \b
+    bash:  eval "$(tinkex completion bash)"     in ~/.bashrc
+    zsh:   eval "$(tinkex completion zsh)"      in ~/.zshrc
+    fish:  tinkex completion fish | source      in ~/.config/fish/config.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "tinkex", "_TINKEX_COMPLETE").source())
+
+
+@click.command()
+@format_option
+def version() -> None:
+    """Show the version."""
+    show({"version": __version__}, f"tinkex {__version__}")

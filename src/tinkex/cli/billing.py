@@ -11,29 +11,19 @@ from typing import Any
 
 import click
 
-from tinkex.cli.options import format_option
-from tinkex.cli.output import Column, plural, show, show_table, size
-from tinkex.cli.target import admin, where
+from tinkex.cli.output import format_option, plural, show, size
+from tinkex.cli.target import connected, where
 
 _UNITS = {"count": "saved", "gigabyte_hours": "GB hours", "token_count": "tokens"}
-_USAGE_COLUMNS = (
-    "Hour", "Kind", Column("Amount", right=True), "Unit", "Model", "User", "Session",
-    Column("Cost $", right=True),
-)  # fmt: skip
-_STORAGE_COLUMNS = (
-    "Owner", "Project", Column("Checkpoints", right=True), Column("Size", right=True),
-    Column("$ a month", right=True),
-)  # fmt: skip
+_RATE = "effective_rate_usd_per_gigabyte_month"
+_csv_option = click.option(
+    "--csv", "csv_path", metavar="PATH", help="Write the rows as CSV instead ('-': stdout)."
+)
 
 
 @click.group()
 def billing() -> None:
     """Usage by the hour, and storage."""
-
-
-_csv_option = click.option(
-    "--csv", "csv_path", metavar="PATH", help="Write the rows as CSV instead ('-': stdout)."
-)
 
 
 @billing.command("usage")
@@ -54,31 +44,38 @@ def usage(starting_on: str, ending_before: str, csv_path: str | None, sessions_p
     A row is an hour, a kind of use, a base model, a session and a user. Amounts are tokens, gigabyte-hours or
     counts. Costs are shown if the server has prices; a server of your own has none.
     """
+    from tinkex.client.admin import AdminClient
     from tinkex.types.reports import BillingUsageEvent
 
-    with admin() as client:
-        report = client.get_billing_usage(starting_on, ending_before).result().model_dump(mode="json")
+    with connected() as connection:
+        found = AdminClient(connection).get_billing_usage(starting_on, ending_before).result()
+    report = found.model_dump(mode="json")
     if sessions_path:
-        rows = [(name, json.dumps(one["user_metadata"] or {})) for name, one in report["sessions"].items()]
-        _write_csv(sessions_path, ("session_id", "user_metadata"), rows)
+        sessions = [
+            {"session_id": name, "user_metadata": json.dumps(one["user_metadata"] or {})}
+            for name, one in report["sessions"].items()
+        ]
+        _write_csv(sessions_path, ("session_id", "user_metadata"), sessions)
     events = [{**event, **event["event_info"]} for event in report["data"]]
     if csv_path:
         header = [*(n for n in BillingUsageEvent.model_fields if n != "event_info"), "type", *_UNITS]
-        _write_csv(csv_path, header, [[event.get(name) for name in header] for event in events])
-        return
-    title = f"{plural(len(events), 'row')} {where()}"
-    show(report, lambda: show_table(title, _USAGE_COLUMNS, [_usage_row(event) for event in events]))
+        _write_csv(csv_path, header, events)
+    else:
+        show(report, f"{plural(len(events), 'row')} {where()}", [_usage_row(event) for event in events])
 
 
-def _usage_row(event: Mapping[str, Any]) -> list[Any]:
+def _usage_row(event: Mapping[str, Any]) -> dict[str, Any]:
     unit = next(name for name in _UNITS if name in event)
-    amount = f"{event[unit]:,.6g}" if unit == "gigabyte_hours" else f"{event[unit]:,}"
-    hour = event["bucket_start"].replace("T", " ").removesuffix(":00Z")
-    user = event["user_name"] or event["user_id"]
-    return [
-        hour, event["type"], amount, _UNITS[unit], event["base_model"], user, event["session_id"],
-        event["estimated_cost_usd"],
-    ]  # fmt: skip
+    return {
+        "Hour": event["bucket_start"].replace("T", " ").removesuffix(":00Z"),
+        "Kind": event["type"],
+        "Amount": f"{event[unit]:,.6g}" if unit == "gigabyte_hours" else f"{event[unit]:,}",
+        "Unit": _UNITS[unit],
+        "Model": event["base_model"],
+        "User": event["user_name"] or event["user_id"],
+        "Session": event["session_id"],
+        "Cost $": event["estimated_cost_usd"],
+    }
 
 
 @billing.command("checkpoint-storage")
@@ -87,28 +84,29 @@ def _usage_row(event: Mapping[str, Any]) -> list[Any]:
 @format_option
 def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
     """Show what checkpoints take up now. By project and owner."""
+    from tinkex.client.admin import AdminClient
     from tinkex.types.reports import CurrentCheckpointStorageUsageItem
 
-    with admin() as client:
-        report = client.get_current_checkpoint_storage_usage(project_id).result().model_dump(mode="json")
+    with connected() as connection:
+        found = AdminClient(connection).get_current_checkpoint_storage_usage(project_id).result()
+    report = found.model_dump(mode="json")
     if csv_path:
-        rate = "effective_rate_usd_per_gigabyte_month"
-        header = [rate, *CurrentCheckpointStorageUsageItem.model_fields]
-        rows = [{rate: report[rate], **row} for row in report["data"]]
-        _write_csv(csv_path, header, [[row[name] for name in header] for row in rows])
+        rows = [{_RATE: report[_RATE], **row} for row in report["data"]]
+        _write_csv(csv_path, [_RATE, *CurrentCheckpointStorageUsageItem.model_fields], rows)
         return
     cells = [
-        [row["user_name"] or row["user_email"] or row["org_user_urn"], row["project_id"],
-         row["checkpoint_count"], size(row["size_bytes"]), row["estimated_monthly_cost_usd"]]
+        {"Owner": row["user_name"] or row["user_email"] or row["org_user_urn"], "Project": row["project_id"],
+         "Checkpoints": row["checkpoint_count"], "Size": size(row["size_bytes"]),
+         "$ a month": row["estimated_monthly_cost_usd"]}
         for row in report["data"]
     ]  # fmt: skip
-    show(report, lambda: show_table(f"Checkpoints {where()}", _STORAGE_COLUMNS, cells))
+    show(report, f"Checkpoints {where()}", cells)
 
 
-def _write_csv(path: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def _write_csv(path: str, header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(header)
+    writer = csv.DictWriter(text, header, extrasaction="ignore")
+    writer.writeheader()
     writer.writerows(rows)
     if path == "-":
         click.echo(text.getvalue(), nl=False)

@@ -6,15 +6,15 @@ stays in the conversation. From a pipe each line is answered, with nothing else 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import Finite, Integer, Whole
-from tinkex.cli.output import note
+from tinkex.cli.output import Finite, Integer, Whole, note
 from tinkex.cli.target import explain, is_local, where
 from tinkex.config import LOCAL
 from tinkex.models import DEFAULT
@@ -35,9 +35,7 @@ HELP = "/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
 @click.option("--temperature", default=0.7, show_default=True, type=Finite(0), help="0: greedy.")
 @click.option("--seed", type=Integer(), help="The same seed gives the same answers.")
 @click.option("--local", is_flag=True, help="Run in this process, even if a key or a server is set.")
-def chat(
-    model: str, system: str | None, max_tokens: int, temperature: float, seed: int | None, local: bool
-) -> None:
+def chat(model: str, system: str | None, local: bool, **params: Any) -> None:
     """Talk to a base MODEL, or to an adapter by its tinker:// path.
 
     \b
@@ -49,12 +47,11 @@ def chat(
     """
     import tinkex
 
-    params = tinkex.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     local = local or is_local()
     path = model if model.startswith("tinker://") else None
     with tinkex.ServiceClient(base_url=LOCAL if local else None) as service:
         sampler = service.create_sampling_client(path, base_model=None if path else model)
-        conversation = Conversation(sampler, sampler.get_tokenizer(), params, system)
+        conversation = Conversation(sampler, sampler.get_tokenizer(), tinkex.SamplingParams(**params), system)
         if sys.stdin.isatty():
             note(f"{model} {'in this process' if local else where()}\n{HELP}")
         for line in _lines():
@@ -74,10 +71,8 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from map(str.strip, sys.stdin)
         return
-    try:
-        importlib.import_module("readline")  # arrow keys and history; not on Windows
-    except ImportError:
-        pass
+    with suppress(ImportError):
+        import_module("readline")  # arrow keys and history; not on Windows
     while True:
         try:
             yield input("> ").strip()
@@ -108,7 +103,7 @@ class Conversation:
     ) -> None:
         self._sampler, self._tokenizer, self._params = sampler, tokenizer, params
         self._first = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self._first)
+        self.reset()
 
     def reset(self) -> None:
         self.messages = list(self._first)
@@ -122,11 +117,9 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": line}]
         prompt = ModelInput.from_ints(render_chat(self._tokenizer, messages))
         text = Detokenizer(self._tokenizer)
-        try:
+        with suppress(KeyboardInterrupt):
             for tokens in self._tokens(prompt):
                 write(text.add(tokens))
-        except KeyboardInterrupt:
-            pass
         write(text.finish())
         self.messages = [*messages, {"role": "assistant", "content": text.text}]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,24 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import Whole, format_option
-from tinkex.cli.output import (
-    Column,
-    ago,
-    bar,
-    gather,
-    note,
-    plural,
-    show,
-    show_facts,
-    show_table,
-    size,
-    title,
-)
+from tinkex.cli.output import Whole, answered, bar, format_option, gather, note, plural, show, size
 from tinkex.cli.target import error_message, rest, where
 
 if TYPE_CHECKING:
-    from tinkex.types.checkpoints import Checkpoint
+    from tinkex.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 
@@ -35,6 +21,12 @@ KINDS = ("weights", "sampler_weights", "external_weights")
 @click.group()
 def checkpoint() -> None:
     """Checkpoints: saved weights, named by their tinker:// paths."""
+
+
+def _parse(path: str) -> ParsedCheckpointTinkerPath:
+    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+    return ParsedCheckpointTinkerPath.from_tinker_path(path)
 
 
 @checkpoint.command("list")
@@ -46,22 +38,22 @@ def checkpoint() -> None:
 @format_option
 def list_checkpoints(run_id: str | None, limit: int) -> None:
     """List checkpoints, newest first: of one run, or of all."""
+    place = f"of run {run_id} {where()}" if run_id else where()
     with rest() as client:
         listing = client.iter_checkpoints(run_id, page_size=min(limit or 1000, 1000))
-        found = gather(listing, 0 if run_id else limit, "Checkpoints")
-    rows = [
-        [c.tinker_path, c.checkpoint_type, size(c.size_bytes), c.public, c.time, _expiry(c)] for c in found
-    ]
-    columns = ["Path", "Type", Column("Size", right=True), "Public", "Saved", "Expires"]
-    place = f"of run {run_id} {where()}" if run_id else where()
-    show(
-        {**({"run_id": run_id} if run_id else {}), "checkpoints": found},
-        lambda: show_table(title(len(found), "checkpoint", place, listing.total), columns, rows),
-    )
+        found, title = gather(listing, 0 if run_id else limit, "checkpoint", place)
+    rows = [{"Path": one.tinker_path, **_facts(one)} for one in found]
+    show({**({"run_id": run_id} if run_id else {}), "checkpoints": found}, title, rows)
 
 
-def _expiry(saved: Checkpoint) -> str:
-    return ago(saved.expires_at) if saved.expires_at else "never"
+def _facts(saved: Checkpoint) -> dict[str, Any]:
+    return {
+        "Type": saved.checkpoint_type,
+        "Size": size(saved.size_bytes),
+        "Public": saved.public,
+        "Saved": saved.time,
+        "Expires": saved.expires_at or "never",
+    }
 
 
 @checkpoint.command("info")
@@ -69,33 +61,26 @@ def _expiry(saved: Checkpoint) -> str:
 @format_option
 def info(checkpoint_path: str) -> None:
     """Show one checkpoint. CHECKPOINT_PATH looks like tinker://RUN/weights/NAME."""
-    from tinkex.errors import TinkerError
-    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
-
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
+    parsed = _parse(checkpoint_path)
+    run = parsed.training_run_id
     with rest() as client:
-        of_run = client.iter_checkpoints(parsed.training_run_id)
-        found = next((c for c in of_run if c.tinker_path == parsed.tinker_path), None)
+        found = next((c for c in client.iter_checkpoints(run) if c.tinker_path == parsed.tinker_path), None)
         if found is None:
-            raise TinkerError(
-                f"run {parsed.training_run_id} has no checkpoint {parsed.checkpoint_id}; `tinkex checkpoint "
-                f"list --run-id {parsed.training_run_id}` shows those it has"
+            raise click.ClickException(
+                f"run {run} has no checkpoint {parsed.checkpoint_id}; "
+                f"`tinkex checkpoint list --run-id {run}` shows those it has"
             )
         weights = client.get_weights_info_by_tinker_path(parsed.tinker_path).result()
     facts = {
         "Path": found.tinker_path,
-        "Run": parsed.training_run_id,
-        "Type": found.checkpoint_type,
+        "Run": run,
         "Base model": weights.base_model,
         "LoRA rank": weights.lora_rank if weights.is_lora else "none: all weights",
-        "Size": size(found.size_bytes),
-        "Public": found.public,
-        "Saved": ago(found.time),
-        "Expires": _expiry(found),
+        **_facts(found),
     }
     facts |= {f"Metadata: {name}": value for name, value in (found.user_metadata or {}).items()}
     fields = {**found.model_dump(), "is_lora": weights.is_lora, "lora_rank": weights.lora_rank}
-    show(fields, lambda: show_facts(f"Checkpoint {found.checkpoint_id}", facts))
+    show(fields, f"Checkpoint {found.checkpoint_id}", facts)
 
 
 @checkpoint.command("publish")
@@ -132,9 +117,6 @@ def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
     note(f"{checkpoint_path} {'never expires' if ttl is None else f'expires in {ttl} s'} now")
 
 
-# -- deleting --------------------------------------------------------------------------------------------
-
-
 @checkpoint.command("delete")
 @click.argument("checkpoint_paths", nargs=-1)
 @click.option("--run-id", help="Delete the checkpoints of this run: all, or those that the filters keep.")
@@ -161,24 +143,27 @@ def delete(
         raise click.ClickException("--type, --before and --after go with --run-id")
     if kind not in (None, *KINDS):
         raise click.ClickException(f"--type {kind}: there are {', '.join(KINDS)}")
-    span = _date("--after", after), _date("--before", before)
+    first, end = _date("--after", after, datetime.min), _date("--before", before, datetime.max)
     with rest() as client:
         paths = list(checkpoint_paths)
         if run_id:
-            paths = [c.tinker_path for c in client.iter_checkpoints(run_id) if _matches(c, kind, *span)]
-        failed = _delete(client, paths) if _confirmed(paths, yes) else None
-    deleted = 0 if failed is None else len(paths) - len(failed)
-    done = f"deleted {plural(deleted, 'checkpoint')}"
-    show({"deleted_count": deleted, "failed": failed or []}, lambda: click.echo(done))
+            folder = f"{kind}/" if kind else ""
+            paths = [
+                saved.tinker_path
+                for saved in client.iter_checkpoints(run_id)
+                if saved.checkpoint_id.startswith(folder) and first <= saved.time < end
+            ]
+        wanted = paths if not paths or yes or _confirmed(paths) else []
+        failed = _delete(client, wanted)
+    deleted = len(wanted) - len(failed)
+    show({"deleted_count": deleted, "failed": failed}, f"deleted {plural(deleted, 'checkpoint')}")
     if failed:
         raise click.ClickException("; ".join(dict.fromkeys(one["error"] for one in failed)))
 
 
-def _date(option: str, given: str | None) -> datetime | None:
-    if given is None:
-        return None
+def _date(option: str, given: str | None, otherwise: datetime) -> datetime:
     try:
-        moment = datetime.fromisoformat(given)
+        moment = datetime.fromisoformat(given) if given else otherwise
     except ValueError:
         raise click.ClickException(
             f"{option} {given}: a date looks like 2026-01-31 or 2026-01-31T08:00:00Z"
@@ -186,25 +171,10 @@ def _date(option: str, given: str | None) -> datetime | None:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def _matches(saved: Checkpoint, kind: str | None, after: datetime | None, before: datetime | None) -> bool:
-    return (
-        (kind is None or saved.checkpoint_id.startswith(f"{kind}/"))
-        and (after is None or saved.time >= after)
-        and (before is None or saved.time < before)
-    )
-
-
-def _confirmed(paths: Sequence[str], yes: bool) -> bool:
-    if not paths or yes:
-        return True
+def _confirmed(paths: Sequence[str]) -> bool:
     note("\n".join(["These checkpoints will be deleted for good:", *(f"  {path}" for path in paths)]))
-    try:
+    with answered("nobody answered; --yes deletes without asking"):
         return click.confirm(f"Delete {plural(len(paths), 'checkpoint')}?", err=True)
-    except click.Abort:
-        if sys.stdin.isatty():
-            raise
-        note("")  # the prompt's line has no newline yet
-        raise click.ClickException("nobody answered; --yes deletes without asking") from None
 
 
 def _delete(client: Any, paths: Sequence[str]) -> list[dict[str, str]]:
@@ -219,9 +189,6 @@ def _delete(client: Any, paths: Sequence[str]) -> list[dict[str, str]]:
                 failed.append({"tinker_path": path, "error": error_message(error)})
             report(count, len(paths))
     return failed
-
-
-# -- files -----------------------------------------------------------------------------------------------
 
 
 @checkpoint.command("download")
@@ -243,15 +210,13 @@ def download(checkpoint_path: str, output: Path, force: bool) -> None:
     training checkpoints: there it is exported for the download, in a short session.
     """
     from tinkex.cli.transfer import fetch_checkpoint
-    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
+    parsed = _parse(checkpoint_path)
     target = output / f"{parsed.training_run_id}_{parsed.checkpoint_id.replace('/', '_')}"
-    count = fetch_checkpoint(parsed, target, overwrite=force)
-    show(
-        {"checkpoint_path": checkpoint_path, "destination": str(target), "file_size_bytes": count},
-        lambda: show_facts(f"Downloaded {parsed.checkpoint_id}", {"To": target, "Size": size(count)}),
-    )
+    with rest() as client:
+        count = fetch_checkpoint(client, parsed, target, overwrite=force)
+    fields = {"checkpoint_path": checkpoint_path, "destination": str(target), "file_size_bytes": count}
+    show(fields, f"Downloaded {parsed.checkpoint_id}", {"To": target, "Size": size(count)})
 
 
 @checkpoint.command("push-hf")
@@ -265,25 +230,14 @@ def download(checkpoint_path: str, output: Path, force: bool) -> None:
 @click.option("--ignore-pattern", "ignore", multiple=True, help="No files that match; may be repeated.")
 @click.option("--no-model-card", is_flag=True, help="Do not write a README.md where there is none.")
 @format_option
-def push_hf(
-    checkpoint_path: str, repo: str | None, public: bool, revision: str | None, commit_message: str | None,
-    create_pr: bool, allow: tuple[str, ...], ignore: tuple[str, ...], no_model_card: bool,
-) -> None:  # fmt: skip
+def push_hf(checkpoint_path: str, **options: Any) -> None:
     """Upload a checkpoint to the Hugging Face Hub as a PEFT adapter.
 
     Needs the huggingface_hub package, and `hf auth login` or HF_TOKEN.
     """
     from tinkex.cli.transfer import hub, push
-    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
-    place = push(
-        parsed, hub(), repo, public=public, model_card=not no_model_card, revision=revision, ignore=ignore,
-        commit_message=commit_message or f"Add {parsed.checkpoint_id}", create_pr=create_pr,
-        allow_patterns=list(allow) or None,
-    )  # fmt: skip
+    parsed = _parse(checkpoint_path)
+    place = push(parsed, hub(), **options)
     facts = {"Repository": place["repo_id"], "URL": place["url"]}
-    show(
-        {"checkpoint_path": checkpoint_path, **place},
-        lambda: show_facts(f"Pushed {parsed.checkpoint_id}", facts),
-    )
+    show({"checkpoint_path": checkpoint_path, **place}, f"Pushed {parsed.checkpoint_id}", facts)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from tinkex.cli import INTERRUPTED
-from tinkex.cli.options import Whole
-from tinkex.cli.output import note, program_name
+from tinkex.cli.output import Whole, note
 from tinkex.cli.target import where
 from tinkex.config import LOCAL, Settings
 from tinkex.models import DEFAULT
@@ -36,10 +36,10 @@ def demo(kind: str, model: str, steps: int | None, resume: bool, out: Path | Non
     It runs in this process and costs nothing: TINKER_BASE_URL and keys are not used. examples/sft.py and
     examples/rl.py train on the server that is set.
     """
-    from tinkex.demo import fine_tune, reinforce
-    from tinkex.demo.bookmark import Bookmark
+    from tinkex.demo import Bookmark
+    from tinkex.demo.fine_tune import FineTune
+    from tinkex.demo.reinforce import Reinforce
     from tinkex.demo.screen import Screen
-    from tinkex.demo.tasks import five_words_task, pirate_task
     from tinkex.models import obtain
 
     settings = Settings.read()
@@ -51,17 +51,23 @@ def demo(kind: str, model: str, steps: int | None, resume: bool, out: Path | Non
         note(f"the demo runs on this machine, not {where()}, which other commands use")
         prefix = f"TINKER_BASE_URL={LOCAL} "
     base = obtain(model, settings.home / "models", offline=settings.offline)
-    screen = Screen(base, program_name(), prefix)
-    if kind == "sft":
-        sft, task = fine_tune.FineTunePlan(model, place), pirate_task()
-        screen.title(f"{model} learns to {task.goal}", f"LoRA of rank {sft.rank}")
-        learned = fine_tune.demo(task, replace(sft, steps=steps or sft.steps), screen, bookmark)
-    else:
-        rl, game = reinforce.ReinforcePlan(model, place), five_words_task()
-        screen.title(f"{model} learns to {game.goal}", f"LoRA of rank {rl.rank}")
-        learned = reinforce.demo(game, replace(rl, steps=steps or rl.steps), screen, bookmark)
+    chosen = FineTune if kind == "sft" else Reinforce
+    lesson = chosen(model, place, steps=steps or chosen.steps)
+    screen = Screen(base, _program_name(), prefix)
+    screen.title(f"{model} learns to {lesson.goal}", f"LoRA of rank {lesson.rank}")
+    learned = lesson.play(screen, bookmark)
     if learned is None:
         again = ["demo", *(["rl"] if kind == "rl" else []), "--resume", *(["--out", str(out)] if out else [])]
         screen.stopped(shlex.join(again))
         sys.exit(INTERRUPTED)
     sys.exit(0 if learned else 1)
+
+
+def _program_name() -> str:
+    """How to call this command line from the user's shell, for lines to be copied."""
+    own, known = Path(sys.executable).with_name("tinkex"), shutil.which("tinkex")
+    if known is not None and Path(known).resolve() == own.resolve():
+        return "tinkex"
+    if not own.is_file():
+        return f"{shlex.quote(sys.executable)} -m tinkex.cli"
+    return shlex.quote(min(str(own), os.path.relpath(own), key=len))  # an environment that is not activated

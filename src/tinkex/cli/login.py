@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.options import format_option
-from tinkex.cli.output import note, show, show_facts, text
-from tinkex.cli.target import base_url, connected, explain, is_local, rest
+from tinkex.cli.output import answered, format_option, note, show, text
+from tinkex.cli.target import base_url, call, explain, is_local, rest
 from tinkex.config import HOSTED_URL, Settings, console_url
 
 if TYPE_CHECKING:
@@ -47,47 +45,29 @@ def login() -> None:
     from tinkex.client.credentials import StoredKey, check_key
     from tinkex.wire import ops
 
-    store = _store()
+    store, server = _store(), base_url()
     if (known := store.default_key()) is not None:
         raise click.ClickException(
             f"{known.name or 'a key'} is stored already; `tinkex auth logout` removes it"
         )
-    note(_where_keys_are_made())
-    try:
+    if server == HOSTED_URL:
+        page = f"keys?new_key=true&key_name=tinkex-{socket.gethostname()}"
+        note(f"Make an API key at {console_url(server, page)}")
+    else:
+        note(f"A key for {server} is made on its machine: tinkex server keys add NAME")
+    with answered("no key was given on stdin"):
         typed = click.prompt("Paste your API key", hide_input=True, err=True)
-    except click.Abort:
-        if sys.stdin.isatty():
-            raise
-        note("")  # the prompt's line has no newline yet
-        raise click.ClickException("no key was given on stdin") from None
     key = check_key(typed, "what was pasted")
-    owner: ApiKeyResponse = _call(ops.GET_API_KEY, key)
+    owner: ApiKeyResponse = call(ops.GET_API_KEY, key)
     details = owner.details
     store.add(str(owner.key_id), StoredKey(key, owner.name, note=owner.note, details=details.model_dump()))
     who = {"email": details.user_details.email, "organization": details.org_details.name}
-    stored = f"{who['email']} ({who['organization']}); key {owner.name!r} is in {store.path}"
     show(
-        {"key_name": owner.name, **who, "server": base_url(), "stored_in": str(store.path)},
-        lambda: click.echo(f"Logged in as {stored}"),
+        {"key_name": owner.name, **who, "server": server, "stored_in": str(store.path)},
+        f"Logged in as {who['email']} ({who['organization']}); key {owner.name!r} is in {store.path}",
     )
-    if base_url() != HOSTED_URL:
-        note(f"commands and scripts use it with TINKER_BASE_URL={base_url()}")
-
-
-def _where_keys_are_made() -> str:
-    url = base_url()
-    if url == HOSTED_URL:
-        page = f"keys?new_key=true&key_name=tinkex-{socket.gethostname()}"
-        return f"Make an API key at {console_url(url, page)}"
-    return f"A key for {url} is made on its machine: tinkex server keys add NAME"
-
-
-def _call(op: Any, key: str) -> Any:
-    """Call the server in use with this key."""
-    from tinkex.types.config import EmptyRequest
-
-    with connected(key) as connection:
-        return connection.submit(op, EmptyRequest()).result()
+    if server != HOSTED_URL:
+        note(f"commands and scripts use it with TINKER_BASE_URL={server}")
 
 
 @auth.command("logout")
@@ -101,12 +81,12 @@ def logout() -> None:
     if key_id is None or stored is None:
         raise click.ClickException("no key is stored; `tinkex auth login` stores one")
     if deleted := stored.type == "generated":
-        _call(ops.DELETE_API_KEY, stored.key)
+        call(ops.DELETE_API_KEY, stored.key)
     store.remove(key_id)
     still = "" if deleted else "; the key itself still works"
     show(
         {"key_name": stored.name, "deleted_on_server": deleted},
-        lambda: click.echo(f"Removed {stored.name!r} from {store.path}{still}"),
+        f"Removed {stored.name!r} from {store.path}{still}",
     )
     if not deleted and base_url() == HOSTED_URL:
         note(f"To revoke it: delete it at {console_url(base_url(), f'keys/{key_id}')}")
@@ -131,9 +111,11 @@ def status() -> None:
         reason = explain(error)
     has_key, server = source != "none", None if is_local() else base_url()
     fields = {"credentials_available": has_key, "tinker_accessible": not reason, "source": source}
-    lines = [f"Credentials available: {text(has_key)}{_SOURCES.get(source, '')}"]
-    lines += [f"Tinker accessible: {text(not reason)}{f' ({server})' if server else ''}"]
-    show({**fields, "server": server, "error": reason or None}, lambda: click.echo("\n".join(lines)))
+    show(
+        {**fields, "server": server, "error": reason or None},
+        f"Credentials available: {text(has_key)}{_SOURCES.get(source, '')}\n"
+        f"Tinker accessible: {text(not reason)}{f' ({server})' if server else ''}",
+    )
     if reason:
         raise click.ClickException(reason)
 
@@ -146,5 +128,4 @@ def whoami() -> None:
         raise click.ClickException(_NOTHING_SET)
     with rest() as client:
         who = client.whoami().result()
-    facts = {"Email": who.email, "User": who.user_urn, "Organisation": who.org_urn}
-    show(who, lambda: show_facts(f"On {base_url()}", facts))
+    show(who, f"On {base_url()}", {"Email": who.email, "User": who.user_urn, "Organisation": who.org_urn})

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import format_option
-from tinkex.cli.output import Column, note, plural, show, show_table, size
-from tinkex.cli.target import connected, is_local, where
+from tinkex.cli.output import format_option, note, plural, show, size
+from tinkex.cli.target import call, is_local, where
 from tinkex.config import Settings
 
 if TYPE_CHECKING:
     from tinkex.models import LocalModel
-    from tinkex.types.config import SupportedModel
-
-_FILE_COLUMNS = ("Weights", Column("Size", right=True), "Place")
 
 
 @click.group()
@@ -32,35 +28,28 @@ def list_models(substring: str) -> None:
 
     SUBSTRING filters by name, ignoring case. The name is what base_model= takes.
     """
-    from tinkex.types.config import EmptyRequest
+    from tinkex.models import DEFAULT, listed
     from tinkex.wire import ops
 
-    with connected() as connection:
-        offered = connection.submit(ops.GET_SERVER_CAPABILITIES, EmptyRequest()).result().supported_models
-    found = [m for m in offered if substring.lower() in (m.model_name or "").lower()]
+    offered = call(ops.GET_SERVER_CAPABILITIES).supported_models
+    found = [m.model_dump() for m in offered if substring.lower() in (m.model_name or "").lower()]
     if substring and not found:
         raise click.ClickException(
             f"no model's name contains {substring!r} {where()}; `tinkex model list` shows all there are"
         )
     count = f"{len(found)} of {plural(len(offered), 'model')}" if substring else plural(len(found), "model")
-    if is_local():
-        _show_local(count, found)
-        return
-    columns = ["Model", Column("Context", right=True), "Trainable", "Sampleable"]
-    rows = [[m.model_name, m.max_context_length, m.trainable, m.sampleable] for m in found]
-    show({"models": found}, lambda: show_table(f"{count} {where()}", columns, rows))
-
-
-def _show_local(count: str, found: list[SupportedModel]) -> None:
-    """All of these can be trained and sampled; show their files."""
-    from tinkex.models import DEFAULT, listed
-
-    files = {local.name: local for local in listed(_models_directory())}
-    rows = [{**model.model_dump(), **_file_fields(files.get(model.model_name or ""))} for model in found]
-    columns = ["Model", Column("Context", right=True), *_FILE_COLUMNS]
-    cells = [[row["model_name"], row["max_context_length"], *_file_cells(row)] for row in rows]
-    show({"models": rows}, lambda: show_table(f"{count} {where()}", columns, cells))
-    if not found:
+    if is_local():  # all of these can be trained and sampled: show their files
+        files = {local.name: local for local in listed(_models_directory())}
+        found = [{**m, **_file_fields(files.get(m["model_name"] or ""))} for m in found]
+        details = [_file_cells(m) for m in found]
+    else:
+        details = [{"Trainable": m["trainable"], "Sampleable": m["sampleable"]} for m in found]
+    rows = [
+        {"Model": m["model_name"], "Context": m["max_context_length"], **more}
+        for m, more in zip(found, details, strict=True)
+    ]
+    show({"models": found}, f"{count} {where()}", rows)
+    if not found and is_local():
         note(f"`tinkex model pull` fetches {DEFAULT}; a directory or a hub id (ORG/NAME) is a name too")
 
 
@@ -73,14 +62,12 @@ def list_local() -> None:
     """
     from tinkex.models import CATALOGUE, listed
 
-    local = listed(_models_directory())
-    rows = [{"name": each.name, **_file_fields(each)} for each in local]
-    for entry in CATALOGUE.values():
-        if entry.name not in {each.name for each in local}:
-            rows.append({"name": entry.name, **_file_fields(None), "weights": entry.weights})
-    cells = [[row["name"], *_file_cells(row)] for row in rows]
+    local = {each.name: _file_fields(each) for each in listed(_models_directory())}
+    others = [entry for name, entry in CATALOGUE.items() if name not in local]
+    rows = [{"name": name, **fields} for name, fields in local.items()]
+    rows += [{"name": entry.name, **_file_fields(None), "weights": entry.weights} for entry in others]
     title = f"{plural(len(local), 'model')} on this machine"
-    show({"models": rows}, lambda: show_table(title, ["Model", *_FILE_COLUMNS], cells))
+    show({"models": rows}, title, [{"Model": row["name"], **_file_cells(row)} for row in rows])
 
 
 def _file_fields(local: LocalModel | None) -> dict[str, Any]:
@@ -89,8 +76,9 @@ def _file_fields(local: LocalModel | None) -> dict[str, Any]:
     return {"weights": local.weights or None, "bytes": local.bytes, "path": str(local.place)}
 
 
-def _file_cells(row: dict[str, Any]) -> list[str | None]:
-    return [row["weights"], size(row["bytes"]), row["path"] or "not here yet: `tinkex model pull`"]
+def _file_cells(row: dict[str, Any]) -> dict[str, Any]:
+    place = row["path"] or "not here yet: `tinkex model pull`"
+    return {"Weights": row["weights"], "Size": size(row["bytes"]), "Place": place}
 
 
 @model.command("pull")
@@ -114,12 +102,12 @@ def path(name: str) -> None:
     """Print the place of the model called NAME on this machine; fails if it is not here."""
     from tinkex.models import CATALOGUE, find, is_fetchable, unknown_model
 
-    place = find(name, _models_directory())
-    if place is None:
-        if not is_fetchable(name):
-            raise click.ClickException(unknown_model(name, CATALOGUE))
+    if (place := find(name, _models_directory())) is not None:
+        click.echo(place)
+    elif is_fetchable(name):
         raise click.ClickException(f"{name!r} is not on this machine; `tinkex model pull {name}` fetches it")
-    click.echo(place)
+    else:
+        raise click.ClickException(unknown_model(name, CATALOGUE))
 
 
 @model.command("rm")

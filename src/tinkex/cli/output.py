@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, progress bars.
+"""What commands share: the option `--format`, numbers, tables for people, JSON for programs, progress bars.
 
 With `--format json` stdout is one JSON value, with the official field names. Notes and bars go to stderr,
 bars only to a terminal. Piped output is never wrapped or truncated, and an id is never truncated: a table
@@ -7,39 +7,88 @@ wider than the terminal is shown with each row as a paragraph. Imports nothing h
 
 from __future__ import annotations
 
-import os
-import shlex
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinkex.cli.options import wants_json
-
 if TYPE_CHECKING:
     from tinkex.client.rest_results import Listing
 
+_FORMAT = "tinkex.format"  # the key of the chosen format in click's context
 _BAR_DELAY = 0.3  # seconds before a progress bar appears
+_NUMBER = re.compile(r"-|[\d.,]+(e[-+]\d+)?( [KMGT]?B)?")  # columns of these are aligned right
 _LONG_NAME = 22  # characters from which a fact's name gets its own line
 
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Item = TypeVar("Item")
 
 
-def show(value: Any, print_table: Callable[[], None]) -> None:
-    """Print `value` with `--format json`; otherwise call `print_table`."""
+def format_option(command: Decorated) -> Decorated:
+    """`-f/--format`, before a command's name (as in the official CLI) or after it."""
+    return click.option(
+        "-f", "--format", type=click.Choice(["table", "json"]), expose_value=False, callback=_store_format,
+        help="Print a table (the default), or JSON.",
+    )(command)  # fmt: skip
+
+
+def _store_format(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        ctx.meta[_FORMAT] = value  # shared by a command and its groups
+
+
+def wants_json() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.meta.get(_FORMAT) == "json"
+
+
+class _SixtyFourBits(click.ParamType[Any]):
+    """Refuses numbers of more than 64 bits, NaN and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not abs(number) < 2**63:  # NaN too: it is within every range
+            self.fail(f"{number} is not a number of at most 64 bits.", param, ctx)
+        return number
+
+
+class Integer(_SixtyFourBits, click.types.IntParamType):
+    """Any integer."""
+
+
+class Whole(_SixtyFourBits, click.IntRange):
+    """An integer within a range."""
+
+
+class Finite(_SixtyFourBits, click.FloatRange):
+    """A number within a range."""
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def show(
+    value: Any, title: str, details: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+) -> None:
+    """Print `value` with `--format json`; otherwise `title` and, below it, facts or the rows of a table.
+
+    The first column of a table identifies a row.
+    """
     if wants_json():
         show_json(value)
-    else:
-        print_table()
+        return
+    click.echo(title if details is None else click.style(title, bold=True))
+    if isinstance(details, Mapping):
+        _show_facts(details)
+    elif details:
+        _show_table(details)
 
 
 def show_json(value: Any) -> None:
@@ -47,11 +96,8 @@ def show_json(value: Any) -> None:
 
     # Where stdout's encoding lacks characters, escape them.
     is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
-    click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=not is_utf8))
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+    plain: Callable[[Any], Any] = lambda v: v.model_dump() if hasattr(v, "model_dump") else str(v)  # noqa: E731
+    click.echo(json.dumps(value, indent=2, default=plain, ensure_ascii=not is_utf8))
 
 
 def note(text: str) -> None:
@@ -59,47 +105,19 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
-@dataclass(frozen=True)
-class Column:
-    title: str
-    right: bool = False
-
-
-def show_table(title: str, columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table under its title. The first column identifies a row."""
-    click.echo(click.style(title, bold=True))
-    if not rows:
-        return
-    columns = [column if isinstance(column, Column) else Column(column) for column in columns]
-    cells = [[text(cell) for cell in row] for row in rows]
-    widths = [
-        max(len(column.title), *map(len, of))
-        for column, of in zip(columns, zip(*cells, strict=True), strict=True)
-    ]
+def _show_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    names, cells = list(rows[0]), [[text(cell) for cell in row.values()] for row in rows]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, (name, *column))) for name, column in zip(names, columns, strict=True)]
     if sum(widths) + 2 * (len(widths) - 1) > _width():
-        _show_paragraphs(columns, cells)
+        for first, *rest in cells:
+            facts = [f"{name.lower()} {cell}" for name, cell in zip(names[1:], rest, strict=True) if cell]
+            click.echo("\n    ".join([first, *_wrapped(facts, _width() - 4)]))
         return
-    click.echo(click.style(_line([column.title for column in columns], widths, columns), bold=True))
-    for row in cells:
-        click.echo(_line(row, widths, columns))
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
-    padded = [
-        cell.rjust(width) if column.right else cell.ljust(width)
-        for cell, width, column in zip(cells, widths, columns, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
-
-
-def _show_paragraphs(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
-    for name, *rest in cells:
-        click.echo(name)
-        facts = [
-            f"{column.title.lower()} {cell}" for column, cell in zip(columns[1:], rest, strict=True) if cell
-        ]
-        for line in _wrapped(facts, _width() - 4):
-            click.echo(f"    {line}")
+    aligned = [str.rjust if all(map(_NUMBER.fullmatch, column)) else str.ljust for column in columns]
+    for row in (names, *cells):
+        line = "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
+        click.echo(click.style(line.rstrip(), bold=True) if row is names else line.rstrip())
 
 
 def _wrapped(pieces: Sequence[str], width: int) -> Iterator[str]:
@@ -113,9 +131,8 @@ def _wrapped(pieces: Sequence[str], width: int) -> Iterator[str]:
         yield line
 
 
-def show_facts(title: str, facts: Mapping[str, Any]) -> None:
+def _show_facts(facts: Mapping[str, Any]) -> None:
     """Names and values of one thing. A value that does not fit beside its name is printed below it."""
-    click.echo(click.style(title, bold=True))
     margin = min(_LONG_NAME, max(map(len, facts))) + 2
     for name, fact in facts.items():
         value = text(fact)
@@ -156,9 +173,9 @@ def ago(moment: datetime, now: datetime | None = None) -> str:
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
     if abs(seconds) < 60:
         return "just now" if seconds >= 0 else "in less than a minute"
-    units = (("minute", 60), ("hour", 3600), ("day", 86400), ("week", 604800), ("year", 31557600))
-    name, size = max((unit for unit in units if abs(seconds) >= unit[1]), key=lambda unit: unit[1])
-    span = plural(int(abs(seconds) // size), name)
+    units = {31557600: "year", 604800: "week", 86400: "day", 3600: "hour", 60: "minute"}
+    unit = next(unit for unit in units if abs(seconds) >= unit)
+    span = plural(int(abs(seconds) // unit), units[unit])
     return f"{span} ago" if seconds > 0 else f"in {span}"
 
 
@@ -180,58 +197,55 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def program_name() -> str:
-    """How to call this command line from the user's shell, for lines to be copied."""
-    own, known = Path(sys.executable).with_name("tinkex"), shutil.which("tinkex")
-    if known is not None and Path(known).resolve() == own.resolve():
-        return "tinkex"
-    if not own.is_file():
-        return f"{shlex.quote(sys.executable)} -m tinkex.cli"
-    return shlex.quote(min(str(own), os.path.relpath(own), key=len))  # an environment that is not activated
-
-
-# -- progress --------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def bar(what: str, *, of_bytes: bool = False) -> Generator[Callable[[int, int | None], None]]:
     """A progress bar on stderr, if that is a terminal and work takes a moment; call it with (done, total)."""
-    with ExitStack() as until_done:
-        began, update = time.monotonic(), None
+    began, shown = time.monotonic(), None
 
-        def report(done: int, total: int | None) -> None:
-            nonlocal update
-            if update is None and sys.stderr.isatty() and time.monotonic() - began > _BAR_DELAY:
-                update = until_done.enter_context(_rich_bar(what, of_bytes))
-            if update is not None:
-                update(completed=done, total=total)
+    def report(done: int, total: int | None) -> None:
+        nonlocal shown
+        if shown is None and sys.stderr.isatty() and time.monotonic() - began > _BAR_DELAY:
+            from rich import progress
+            from rich.console import Console
 
+            counts = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
+            columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), counts)
+            shown = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            shown.add_task(what, total=None)
+            shown.start()
+        if shown is not None:
+            shown.update(shown.task_ids[0], completed=done, total=total)
+
+    try:
         yield report
+    finally:
+        if shown is not None:
+            shown.stop()
 
 
-@contextmanager
-def _rich_bar(what: str, of_bytes: bool) -> Generator[Callable[..., None]]:
-    from rich import progress
-    from rich.console import Console
-
-    counts = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), counts)
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        yield partial(shown.update, shown.add_task(what, total=None))
-
-
-def gather(listing: Listing[Any, Item], limit: int, what: str) -> list[Item]:
-    """The first `limit` items of a listing (0: all of them), with a progress bar."""
+def gather(listing: Listing[Any, Item], limit: int, noun: str, place: str) -> tuple[list[Item], str]:
+    """The first `limit` items of a listing (0: all of them), and the title of their table."""
     found: list[Item] = []
-    with bar(what) as report:
+    with bar(f"{noun.capitalize()}s") as report:
         for item in islice(listing, limit or None):
             found.append(item)
             total = listing.total or len(found)
             report(len(found), min(limit or total, total))
-    return found
+    left = (listing.total or len(found)) - len(found)
+    more = f" ({left} more: --limit 0 shows all)" if left > 0 else ""
+    return found, f"{plural(len(found), noun)} {place}{more}"
 
 
-def title(count: int, noun: str, place: str, total: int | None) -> str:
-    """The title of a listing, with how many more there are."""
-    left = (total or count) - count
-    return f"{plural(count, noun)} {place}" + (f" ({left} more: --limit 0 shows all)" if left > 0 else "")
+@contextmanager
+def answered(otherwise: str) -> Generator[None]:
+    """Around a prompt: where nobody can answer, fail with the message `otherwise`."""
+    try:
+        yield
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        note("")  # the prompt's line has no newline yet
+        raise click.ClickException(otherwise) from None

@@ -1,17 +1,16 @@
-"""`tinkex run`: training runs, and their metrics step by step where the server keeps them."""
+"""`tinkex run` and `tinkex session`: training runs, their metrics step by step, timelines of sessions."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import Whole, format_option, wants_json
-from tinkex.cli.output import ago, gather, note, show, show_facts, show_json, show_table, title
+from tinkex.cli.output import Whole, ago, bar, format_option, gather, note, show, show_json, size, wants_json
 from tinkex.cli.target import is_local, rest, where
 
 if TYPE_CHECKING:
@@ -19,18 +18,19 @@ if TYPE_CHECKING:
     from tinkex.client.rest_results import StepMetrics
     from tinkex.types.training import TrainingRun
 
+_FILE = click.Path(path_type=Path, dir_okay=False)
 # what -c takes: the column's title, and its value for a run
-_COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], Any]]] = {
-    "id": ("Run", lambda run: run.training_run_id),
-    "model": ("Model", lambda run: run.base_model),
-    "owner": ("Owner", lambda run: run.model_owner),
-    "lora": ("Rank", lambda run: run.lora_rank if run.is_lora else "full"),
-    "updated": ("Updated", lambda run: run.last_request_time),
-    "status": ("Status", lambda run: _status(run)),
-    "checkpoint": ("Checkpoint", lambda run: run.last_checkpoint and run.last_checkpoint.checkpoint_id),
-    "checkpoint_time": ("Saved", lambda run: run.last_checkpoint and run.last_checkpoint.time),
+_COLUMNS: dict[str, tuple[str, Callable[[TrainingRun, RestClient], Any]]] = {
+    "id": ("Run", lambda run, _: run.training_run_id),
+    "model": ("Model", lambda run, _: run.base_model),
+    "owner": ("Owner", lambda run, _: run.model_owner),
+    "lora": ("Rank", lambda run, _: run.lora_rank if run.is_lora else "full"),
+    "updated": ("Updated", lambda run, _: run.last_request_time),
+    "status": ("Status", lambda run, _: _status(run)),
+    "checkpoint": ("Checkpoint", lambda run, _: run.last_checkpoint and run.last_checkpoint.checkpoint_id),
+    "checkpoint_time": ("Saved", lambda run, _: run.last_checkpoint and run.last_checkpoint.time),
+    "loss": ("Loss", lambda run, client: _loss_curve(run, client)),  # costs a request for each run
 }
-_LOSS = "loss"  # a sparkline, which costs a request for each run
 _DEFAULT = "id,model,lora,updated,status"
 
 
@@ -43,35 +43,34 @@ def run() -> None:
 @click.option("--limit", default=20, type=Whole(0), show_default=True, help="At most this many; 0: all.")
 @click.option(
     "-c", "--columns",
-    help=f"Which columns, separated by commas: {', '.join(_COLUMNS)}, and {_LOSS} for a curve.  "
-    f"[default: {_DEFAULT}; on this machine {_LOSS} too]",
+    help=f"Which columns, separated by commas: {', '.join(_COLUMNS)} (a curve).  "
+    f"[default: {_DEFAULT}; on this machine loss too]",
 )  # fmt: skip
 @format_option
 def list_runs(limit: int, columns: str | None) -> None:
     """List training runs, newest first."""
-    columns = columns or (f"{_DEFAULT},{_LOSS}" if is_local() else _DEFAULT)
+    columns = columns or (f"{_DEFAULT},loss" if is_local() else _DEFAULT)
     names = [name.strip() for name in columns.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in (*_COLUMNS, _LOSS)]:
-        known = ", ".join((*_COLUMNS, _LOSS))
-        raise click.ClickException(f"no column is called {', '.join(unknown)}; there are: {known}")
+    if unknown := [name for name in names if name not in _COLUMNS]:
+        raise click.ClickException(
+            f"no column is called {', '.join(unknown)}; there are: {', '.join(_COLUMNS)}"
+        )
+    chosen = [_COLUMNS[name] for name in names]
     with rest() as client:
         listing = client.iter_training_runs(page_size=min(limit or 100, 100))
-        runs = gather(listing, limit, "Runs")
-        rows = [[_cell(client, run, name) for name in names] for run in runs] if not wants_json() else []
-    titles = ["Loss" if name == _LOSS else _COLUMNS[name][0] for name in names]
-    about = title(len(runs), "run", where(), listing.total)
-    show({"runs": runs}, lambda: show_table(about, titles, rows))
+        runs, title = gather(listing, limit, "run", where())
+        shown = [] if wants_json() else runs
+        rows = [{name: value(run, client) for name, value in chosen} for run in shown]
+    show({"runs": runs}, title, rows)
     if not runs and is_local() and not wants_json():
         note("`tinkex demo` makes one; set TINKER_BASE_URL and TINKER_API_KEY to list the runs of a server")
 
 
-def _cell(client: RestClient, run: TrainingRun, name: str) -> Any:
-    if name != _LOSS:
-        return _COLUMNS[name][1](run)
+def _loss_curve(run: TrainingRun, client: RestClient) -> str | None:
     from tinkex.charts import sparkline
 
     metrics = _metrics(client, run)
-    return None if not metrics else sparkline(metrics.curves([_LOSS])[_LOSS], 16) or None
+    return (sparkline(metrics.curves(["loss"])["loss"], 16) or None) if metrics else None
 
 
 def _status(run: TrainingRun) -> str:
@@ -87,22 +86,19 @@ def info(run_id: str) -> None:
     """Show one run: its last checkpoints, and how its loss went."""
     with rest() as client:
         found = client.get_training_run(run_id).result()
-        if wants_json():
-            show_json(found)
-            return
-        metrics = _metrics(client, found)
+        metrics = None if wants_json() else _metrics(client, found)
     facts: dict[str, Any] = {
         "Base model": found.base_model,
         "Owner": found.model_owner,
         "LoRA rank": found.lora_rank if found.is_lora else "none: all weights are trained",
-        "Last request": ago(found.last_request_time),
+        "Last request": found.last_request_time,
         "Status": f"{_status(found)}: {found.status_reason}" if found.status_reason else _status(found),
     }
     for kind, saved in (("Training", found.last_checkpoint), ("Sampler", found.last_sampler_checkpoint)):
         if saved is not None:
             facts[f"{kind} checkpoint, {ago(saved.time)}"] = saved.tinker_path
     facts |= {f"Metadata: {name}": value for name, value in (found.user_metadata or {}).items()}
-    show_facts(f"Run {found.training_run_id}", facts | _curve_facts(metrics))
+    show(found, f"Run {found.training_run_id}", facts | _curve_facts(metrics))
 
 
 def _curve_facts(metrics: StepMetrics | None) -> dict[str, str]:
@@ -120,10 +116,8 @@ def _curve_facts(metrics: StepMetrics | None) -> dict[str, str]:
 
 @run.command("plot")
 @click.argument("run_id", required=False)
-@click.option(
-    "--png", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture (needs tinkex[plot])."
-)
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report for a browser.")
+@click.option("--png", type=_FILE, help="Write a picture (needs tinkex[plot]).")
+@click.option("--html", type=_FILE, help="Write a report for a browser.")
 @click.option(
     "-m", "--metric", "names", multiple=True,
     help="What to plot; may be given several times.  [default: loss, grad_norm, learning_rate]",
@@ -134,6 +128,8 @@ def plot(run_id: str | None, png: Path | None, html: Path | None, names: tuple[s
 
     With --format json it prints the numbers of every step.
     """
+    from tinkex import charts
+
     with rest() as client:
         found = client.get_training_run(run_id).result() if run_id else _newest(client)
         metrics = _metrics(client, found)
@@ -150,27 +146,21 @@ def plot(run_id: str | None, png: Path | None, html: Path | None, names: tuple[s
         raise click.ClickException(f"this run has no metric {', '.join(unknown)}; it has: {known}")
     curves, steps = metrics.curves(names), metrics.steps()
     if png is None and html is None:
-        from tinkex.charts import terminal_chart
-
         width = min(100, shutil.get_terminal_size().columns)
         height = 10 if len(curves) == 1 else 6 * len(curves)
-        click.echo(terminal_chart(curves, width=width, height=height, title=f"Run {run_id}", x=steps))
+        click.echo(charts.terminal_chart(curves, width=width, height=height, title=f"Run {run_id}", x=steps))
     if png is not None:
-        from tinkex.charts import write_png
-
-        write_png(png, curves, title=f"{found.base_model}, rank {found.lora_rank}", x=steps)
+        charts.write_png(png, curves, title=f"{found.base_model}, rank {found.lora_rank}", x=steps)
         note(f"wrote {png}")
     if html is not None:
-        from tinkex.svg import html_page, html_table, svg_chart
-
-        report = html_table(_report_facts(found, metrics)) + svg_chart(curves, x=steps)
-        html.write_text(html_page(f"Run {run_id}", report), encoding="utf-8")
+        report = charts.html_table(_report_facts(found, metrics)) + charts.svg_chart(curves, x=steps)
+        html.write_text(charts.html_page(f"Run {run_id}", report), encoding="utf-8")
         note(f"wrote {html}")
 
 
 def _newest(client: RestClient) -> TrainingRun:
     """The newest of the last 20 runs with a step; the newest of all if none has one."""
-    last = list(itertools.islice(client.iter_training_runs(page_size=20), 20))
+    last = list(islice(client.iter_training_runs(page_size=20), 20))
     if not last:
         raise click.ClickException(f"there is no run {where()} yet; `tinkex demo` makes one")
     return next((found for found in last if _metrics(client, found)), last[0])
@@ -198,3 +188,39 @@ def _metrics(client: RestClient, run: TrainingRun) -> StepMetrics | None:
         return client.get_run_metrics(run.training_run_id).result()
     except NotFoundError:
         return None
+
+
+@click.group()
+def session() -> None:
+    """Sessions. A session is what one client process did on the server."""
+
+
+@session.command("export-trace")
+@click.argument("session_id")
+@click.option("-o", "--output", type=_FILE, help="The file to write.  [default: SESSION_ID.pftrace]")
+@click.option("--url-only", is_flag=True, help="Print the link to the trace instead of downloading it.")
+@format_option
+def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
+    """Export a session's timeline. Open the file at ui.perfetto.dev.
+
+    The link of --url-only works without a key, for about an hour.
+    """
+    from tinkex.client.download import download
+
+    if is_local():
+        raise click.ClickException(
+            "the process that trains keeps the timeline in its memory: export it there, with "
+            "RestClient.export_session_trace, or set TINKER_BASE_URL to ask a server"
+        )
+    note(f"the server is making the trace of {session_id}; this may take a while")
+    with rest() as client:
+        url = client.export_session_trace(session_id).result()
+    if url_only:
+        show({"session_id": session_id, "url": url}, url)
+        return
+    target = output or Path(f"{session_id}.pftrace")
+    with bar("Downloading", of_bytes=True) as progress:
+        count = download(url, target, progress)
+    facts = {"File": target, "Size": size(count), "Open it at": "https://ui.perfetto.dev"}
+    fields = {"session_id": session_id, "destination": str(target), "file_size_bytes": count}
+    show(fields, f"Trace of session {session_id}", facts)

@@ -1,90 +1,85 @@
-"""`tinkex serve`: options and environment variables of the server; server/serve.py runs it."""
+"""`tinkex serve`: options of the server, which server/serve.py runs. `tinkex server`: its API keys.
+
+The commands of `tinkex server` edit the home directory, whether or not a server runs there; a running one
+notices within seconds. A key or a token is shown once.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
+import time
+from contextlib import closing
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.options import Finite, Whole
+from tinkex.cli.output import Finite, Whole, format_option, note, plural, show
 from tinkex.config import Settings, normalize_url
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.errors import InvalidInputError
 from tinkex.models import CATALOGUE, DEFAULT, is_fetchable, unknown_model
+
+if TYPE_CHECKING:
+    from tinkex.service.ledger import Ledger
 
 _LEVELS = ("debug", "info", "warning", "error")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-MISSING_EXTRA = "the server needs more packages: pip install 'tinkex[server,engine]'"
+_DEVICE_HINTS = {"mps": ": Apple's GPU is not supported, cpu is", "gpu": ": an NVIDIA GPU is called cuda"}
 
 
 def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if not _DEVICE.fullmatch(value):
-        hint = (
-            ": Apple's GPU is not supported, cpu is" if value == "mps" else ": an NVIDIA GPU is called cuda"
-        )
-        hint = hint if value in ("mps", "gpu") else ""
+        hint = _DEVICE_HINTS.get(value, "")
         raise click.BadParameter(f"{value!r} is not a device{hint}. Give auto, cpu, cuda or cuda:N.")
     return value
 
 
-@click.command(context_settings={"show_default": True})
+# Every option is also read from the environment: --max-context from TINKEX_MAX_CONTEXT.
+@click.command(context_settings={"show_default": True, "auto_envvar_prefix": "TINKEX"})
 @click.option(
-    "--model", "models", multiple=True, envvar="TINKEX_MODELS", metavar="[NAME=]PLACE",
+    "--model", "models", multiple=True, metavar="[NAME=]PLACE",
     help="A base model: a Hugging Face directory, a GGUF file or a hub id, and the name that clients use; "
     f"may be repeated.  [default: {DEFAULT}]",
 )  # fmt: skip
-@click.option("--host", default="127.0.0.1", envvar="TINKEX_HOST", help="Address to listen on.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0: any free one.")
 @click.option(
-    "--port", default=8000, type=click.IntRange(0, 65535), envvar="TINKEX_PORT", help="0: any free one."
+    "--home", type=click.Path(path_type=Path), help="Directory of the server's state.  [default: ~/.tinkex]"
 )
+@click.option("--device", default="auto", callback=_check_device, help="auto, cpu, cuda or cuda:N.")
 @click.option(
-    "--home", type=click.Path(path_type=Path), envvar="TINKEX_HOME",
-    help="Directory of the server's state.  [default: ~/.tinkex]",
-)  # fmt: skip
-@click.option(
-    "--device", default="auto", envvar="TINKEX_DEVICE", callback=_check_device,
-    help="auto, cpu, cuda or cuda:N.",
-)  # fmt: skip
-@click.option(
-    "--dtype", default="auto", envvar="TINKEX_DTYPE", type=click.Choice(["auto", "float32", "bfloat16"]),
+    "--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Of the base model's weights; auto: float32 on a CPU, bfloat16 on CUDA.",
 )  # fmt: skip
 @click.option(
-    "--deterministic", is_flag=True, envvar="TINKEX_DETERMINISTIC",
+    "--deterministic", is_flag=True,
     help="Batch-invariant numerics: a request gives bitwise the same result alone and in any batch. Slower; "
     "on CUDA for dense models in bfloat16. On a CPU, all requests use the same number of threads.",
 )  # fmt: skip
 @click.option(
-    "--public-url", default="", show_default=False, envvar="TINKEX_PUBLIC_URL", metavar="URL",
+    "--public-url", default="", show_default=False, metavar="URL",
     help="How clients reach the server behind a proxy; used in links.",
 )  # fmt: skip
+@click.option("--max-context", type=Whole(1), help="Longest sequence, if less than the model's own.")
 @click.option(
-    "--max-context", type=Whole(1), envvar="TINKEX_MAX_CONTEXT",
-    help="Longest sequence, if less than the model's own.",
-)  # fmt: skip
-@click.option(
-    "--disk-quota", default="", show_default=False, envvar="TINKEX_DISK_QUOTA", metavar="SIZE",
+    "--disk-quota", default="", show_default=False, metavar="SIZE",
     help="Limit of the home directory's size, as 500MB or 2TiB.  [default: the disk]",
 )  # fmt: skip
+@click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
-    "--preload/--no-preload", default=True, envvar="TINKEX_PRELOAD",
-    help="Load every model at start, or each on first use.",
-)  # fmt: skip
-@click.option(
-    "--drain", "drain_seconds", default=5.0, type=Finite(0, 86400), envvar="TINKEX_DRAIN",
+    "--drain", default=5.0, type=Finite(0, 86400),
     help="Seconds that open polls and streams get to finish at SIGTERM.",
 )  # fmt: skip
-@click.option(
-    "--log-level", default="info", envvar="TINKEX_LOG_LEVEL", type=click.Choice(_LEVELS),
-    help="debug shows every request.",
-)  # fmt: skip
+@click.option("--log-level", default="info", type=click.Choice(_LEVELS), help="debug shows every request.")
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
     deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, preload: bool,
-    drain_seconds: float, log_level: str, engine: str,
+    drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -103,27 +98,24 @@ def serve(
         from tinkex.server.serve import serve as run
         from tinkex.service.config import ServiceConfig
     except ImportError as error:
-        raise click.ClickException(f"{MISSING_EXTRA} ({error})") from None
+        raise click.ClickException(
+            f"the server needs more packages: pip install 'tinkex[server,engine]' ({error})"
+        ) from None
     settings = Settings.read()
-    _log_to_stderr(log_level)
-    try:
-        config = ServerConfig(
-            ServiceConfig(
-                home=(home or settings.home).expanduser().resolve(),
-                models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
-                engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
-                preload=preload,
-                offline=settings.offline,
-                disk_quota=read_size(disk_quota) if disk_quota else None,
-            ),
-            host,
-            port,
-            normalize_url(public_url) if public_url else "",
-            drain_seconds,
-        )
-        run(config, click.echo)
-    except TinkerError as error:
-        raise click.ClickException(str(error)) from None
+    logging.basicConfig(
+        stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("tinkex").setLevel(log_level.upper())
+    service = ServiceConfig(
+        home=(home or settings.home).expanduser().resolve(),
+        models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
+        engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
+        preload=preload,
+        offline=settings.offline,
+        disk_quota=read_size(disk_quota) if disk_quota else None,
+    )
+    url = normalize_url(public_url) if public_url else ""
+    run(ServerConfig(service, host, port, url, drain), click.echo)
 
 
 def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str, str]:
@@ -146,10 +138,9 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     place = place or name
     if not name or ":" in name:
         raise InvalidInputError(f"--model {spec!r}: a name is needed before '=', and it must have no colon")
-    path = Path(place).expanduser()
-    if path.exists() or any_place:
-        return name, str(path.resolve()) if path.exists() else place
-    if not is_fetchable(place):
+    if (path := Path(place).expanduser()).exists():
+        return name, str(path.resolve())
+    if not any_place and not is_fetchable(place):
         raise InvalidInputError(f"--model {spec!r}: {unknown_model(place, CATALOGUE)}")
     return name, place  # the service finds it on this machine, or fetches it
 
@@ -169,8 +160,116 @@ def read_size(text: str) -> int:
         raise InvalidInputError(f"{text!r} is no size; write 500MB, 20GiB or a number of bytes") from None
 
 
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("tinkex").setLevel(level.upper())
+# -- keys ------------------------------------------------------------------------------------------------
+
+
+@click.group()
+def server() -> None:
+    """API keys of a server, and sharing of runs."""
+
+
+@server.group()
+def keys() -> None:
+    """API keys: who may use a server, and as which user."""
+
+
+def _default_home(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path:
+    return (value or Settings.read().home).expanduser()
+
+
+_home = click.option(
+    "--home", type=click.Path(path_type=Path), callback=_default_home,
+    help="The server's home directory.  [default: TINKEX_HOME, or ~/.tinkex]",
+)  # fmt: skip
+
+
+def _ledger(home: Path) -> closing[Ledger]:
+    from tinkex.service.ledger import Ledger
+
+    home.mkdir(parents=True, exist_ok=True)
+    return closing(Ledger(home / "ledger.sqlite"))
+
+
+@keys.command("add")
+@click.argument("name")
+@click.option("--owner", help="The key's user; keys of one user share everything.  [default: NAME]")
+@click.option("--project", help="The project that its sessions belong to.")
+@click.option("--note", "about", default="", help="What it is for.")
+@_home
+def add(name: str, owner: str | None, project: str | None, about: str, home: Path) -> None:
+    """Make a key called NAME, and print it. It cannot be shown again."""
+    from tinkex.server.api_keys import hash_key, new_key
+
+    key = new_key()
+    with _ledger(home) as ledger:
+        known = ledger.keys()
+        if any(row.name == name and row.revoked_at is None for row in known):
+            raise click.ClickException(
+                f"there is a key called {name!r}; revoke it first, or use another name"
+            )
+        ledger.add_key(
+            name=name, note=about, hash=hash_key(key), owner=owner or name, project_id=project,
+            created_at=time.time(),
+        )  # fmt: skip
+    click.echo(key)
+    note(f"Key {name!r} made; it is not stored and will not be shown again.")
+
+
+@keys.command("list")
+@_home
+@format_option
+def list_keys(home: Path) -> None:
+    """List keys, without the keys themselves."""
+    with _ledger(home) as ledger:
+        found = ledger.keys()
+    fields = [{name: value for name, value in asdict(row).items() if name != "hash"} for row in found]
+    rows = [
+        {"Name": row.name, "Id": row.key_id, "Owner": row.owner, "Project": row.project_id,
+         "Made": _day(row.created_at), "Revoked": _day(row.revoked_at), "Note": row.note}
+        for row in found
+    ]  # fmt: skip
+    show({"keys": fields}, plural(len(rows), "key") if rows else "no keys yet", rows)
+
+
+def _day(at: float | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")
+
+
+@keys.command("revoke")
+@click.argument("key")
+@_home
+def revoke(key: str, home: Path) -> None:
+    """Revoke a KEY, by its id or its name: it is refused from now on."""
+    with _ledger(home) as ledger:
+        known = ledger.keys()
+        live = [row for row in known if row.revoked_at is None]
+        match [row for row in live if key in (str(row.key_id), row.name)]:
+            case []:
+                names = ", ".join(row.name for row in live) or "none"
+                raise click.ClickException(f"no key has the id or name {key!r}; there are: {names}")
+            case [row]:
+                ledger.revoke_key(row.key_id, time.time())
+            case found:
+                both = " and ".join(f"{row.name!r} (id {row.key_id})" for row in found)
+                raise click.ClickException(
+                    f"{key} is one key's id and another's name: {both}; give the other name or the other id"
+                )
+    click.echo(f"Key {row.name!r} (id {row.key_id}) is revoked.")
+
+
+@server.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--days", type=Finite(0, 36500, min_open=True), default=7.0, show_default=True)
+@_home
+def share(run_id: str, days: float, home: Path) -> None:
+    """Print a token with which other users of this server may read the checkpoints of a RUN.
+
+    They pass it as weights_access_token= to load_state and copy_weights, or in the header
+    X-Tinker-Weights-Access-Token.
+    """
+    from tinkex.server.signing import WeightsTokens, home_secret
+
+    with _ledger(home) as ledger:
+        if ledger.run(run_id) is None:
+            raise click.ClickException(f"there is no run {run_id!r} in this home")
+    click.echo(WeightsTokens(home_secret(home)).issue(run_id, time.time() + days * 86400))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinkex.config import HOSTED_URL, LOCAL, Settings, normalize_url
 
 if TYPE_CHECKING:
-    from tinkex.client.admin import AdminClient
     from tinkex.client.rest import RestClient
     from tinkex.client.server_connection import ServerConnection
 
@@ -60,15 +59,12 @@ def rest() -> Generator[RestClient]:
         yield RestClient(connection)
 
 
-@contextmanager
-def admin() -> Generator[AdminClient]:
-    from tinkex.client.admin import AdminClient
+def call(op: Any, api_key: str | None = None) -> Any:
+    """The result of an operation without arguments."""
+    from tinkex.types.config import EmptyRequest
 
-    with connected() as connection:
-        yield AdminClient(connection)
-
-
-# -- errors ----------------------------------------------------------------------------------------------
+    with connected(api_key) as connection:
+        return connection.submit(op, EmptyRequest()).result()
 
 
 def explain(error: Exception) -> str:

@@ -10,79 +10,87 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from tinkex import errors
 from tinkex.cli.output import bar, note
-from tinkex.cli.target import connected
+from tinkex.cli.target import rest
 from tinkex.client.download import Progress, download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
-from tinkex.errors import (
-    BadRequestError,
-    InvalidInputError,
-    NotFoundError,
-    TinkerError,
-    UnprocessableEntityError,
-)
 from tinkex.models import hub_name
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
-if TYPE_CHECKING:
-    from tinkex.client.server_connection import ServerConnection
-
 _EXPORT_LIFE = 3600  # seconds after which the server deletes an export that was not deleted here
 _NOT_FOR_THE_HUB = ["optimizer.safetensors", "tinkex.json"]
+_MODEL_CARD = """---
+library_name: peft
+base_model: {base}
+tags: [lora, tinkex]
+---
+
+# {name}
+
+A LoRA adapter of rank {rank} for `{base}`, trained with Tinkex.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{repo}")
+```
+
+Saved as `{saved.checkpoint_id}` of run `{saved.training_run_id}`.
+"""
 
 
-def fetch_checkpoint(parsed: ParsedCheckpointTinkerPath, target: Path, *, overwrite: bool) -> int:
+def fetch_checkpoint(
+    client: RestClient, saved: ParsedCheckpointTinkerPath, target: Path, *, overwrite: bool
+) -> int:
     """Download a checkpoint into the directory `target`; its size in bytes."""
-    with connected() as connection, new_directory(target, overwrite=overwrite) as directory:
+    with new_directory(target, overwrite=overwrite) as directory:
         with bar("Downloading", of_bytes=True) as progress:
-            _fetch(connection, parsed, directory, progress)
+            _fetch(client, saved, directory, progress)
         return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def _fetch(
-    connection: ServerConnection, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    client: RestClient, saved: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
 ) -> None:
-    rest = RestClient(connection)
-    if parsed.checkpoint_type == "external":
-        urls = rest.get_external_weights_urls(parsed.tinker_path).result().urls
-        download_files(urls, directory, progress)
+    path = saved.tinker_path
+    if saved.checkpoint_type == "external":
+        download_files(client.get_external_weights_urls(path).result().urls, directory, progress)
         return
-    rest.get_weights_info_by_tinker_path(parsed.tinker_path).result()  # fails if it does not exist
+    client.get_weights_info_by_tinker_path(path).result()  # fails if it does not exist
     try:
-        archive = rest.get_checkpoint_archive_url_from_tinker_path(parsed.tinker_path).result()
-    except (NotFoundError, BadRequestError, UnprocessableEntityError):
-        if parsed.checkpoint_type == "sampler":
-            raise TinkerError(
-                f"this server offers no download of sampler checkpoints ({parsed.tinker_path}): save the run "
-                "with save_state or save_weights_external, and download that"
+        archive = client.get_checkpoint_archive_url_from_tinker_path(path).result()
+    except (errors.NotFoundError, errors.BadRequestError, errors.UnprocessableEntityError):
+        if saved.checkpoint_type == "sampler":
+            raise errors.TinkerError(
+                f"this server offers no download of sampler checkpoints ({path}): save the run with "
+                "save_state or save_weights_external, and download that"
             ) from None
-        _export(rest, parsed, directory, progress)
-        return
-    download_archive(archive.url, directory, progress)
+        _export(client, saved, directory, progress)
+    else:
+        download_archive(archive.url, directory, progress)
 
 
 def _export(
-    rest: RestClient, parsed: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    client: RestClient, saved: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
 ) -> None:
     """Load the checkpoint into a run, export that, download the export and delete it."""
     import tinkex
 
-    note(f"exporting {parsed.tinker_path} on the server, in a session of its own")
-    name = parsed.checkpoint_id.partition("/")[2]
+    note(f"exporting {saved.tinker_path} on the server, in a session of its own")
+    name = saved.checkpoint_id.partition("/")[2]
     with tinkex.ServiceClient() as service:
-        run = service.create_training_client_from_state(parsed.tinker_path)
+        run = service.create_training_client_from_state(saved.tinker_path)
         exported = run.save_weights_external(f"{name}-download", ttl_seconds=_EXPORT_LIFE).result().path
         try:
-            download_files(rest.get_external_weights_urls(exported).result().urls, directory, progress)
+            download_files(client.get_external_weights_urls(exported).result().urls, directory, progress)
         finally:
-            rest.delete_checkpoint_from_tinker_path(exported).result()
-
-
-# -- to the hub ------------------------------------------------------------------------------------------
+            client.delete_checkpoint_from_tinker_path(exported).result()
 
 
 def hub() -> Any:
@@ -103,75 +111,43 @@ def hub() -> Any:
 
 
 def push(
-    parsed: ParsedCheckpointTinkerPath,
-    api: Any,
-    repo: str | None = None,
-    *,
-    public: bool = False,
-    model_card: bool = True,
-    revision: str | None = None,
-    ignore: Sequence[str] = (),
-    **upload: Any,
-) -> dict[str, Any]:
-    """Download a checkpoint, and upload what PEFT needs of it. `upload` goes to `HfApi.upload_folder`."""
-    with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
+    saved: ParsedCheckpointTinkerPath, api: Any, *, repo: str | None = None, public: bool = False,
+    no_model_card: bool = False, revision: str | None = None, commit_message: str | None = None,
+    create_pr: bool = False, allow: Sequence[str] = (), ignore: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Download a checkpoint, and upload what PEFT needs of it."""
+    with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch, rest() as client:
         directory = Path(scratch) / "adapter"
-        fetch_checkpoint(parsed, directory, overwrite=False)
-        config = _with_base_model(_adapter_config(directory, parsed), parsed)
+        fetch_checkpoint(client, saved, directory, overwrite=False)
+        config = _adapter_config(directory, saved)
+        name = client.get_weights_info_by_tinker_path(saved.tinker_path).result().base_model
+        if not Path(name).is_absolute():  # the files may name a path on the server
+            config["base_model_name_or_path"] = hub_name(name) or name
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        repo = repo or _repository_name(parsed)
-        if model_card and not (directory / "README.md").exists():
-            (directory / "README.md").write_text(_model_card(repo, config, parsed), encoding="utf-8")
+        repo, card = repo or _repository_name(saved), directory / "README.md"
+        if not no_model_card and not card.exists():
+            base, name = config.get("base_model_name_or_path") or "the base model", repo.rpartition("/")[2]
+            about = _MODEL_CARD.format(base=base, name=name, rank=config.get("r"), repo=repo, saved=saved)
+            card.write_text(about, encoding="utf-8")
         made = api.create_repo(repo_id=repo, private=not public, exist_ok=True)
         repo = getattr(made, "repo_id", repo)  # with its owner
         api.upload_folder(
-            repo_id=repo, folder_path=str(directory), revision=revision,
-            ignore_patterns=[*_NOT_FOR_THE_HUB, *ignore], **upload,
+            repo_id=repo, folder_path=str(directory), revision=revision, create_pr=create_pr,
+            commit_message=commit_message or f"Add {saved.checkpoint_id}",
+            allow_patterns=list(allow) or None, ignore_patterns=[*_NOT_FOR_THE_HUB, *ignore],
         )  # fmt: skip
     return {"repo_id": repo, "revision": revision, "url": f"{api.endpoint}/{repo}"}
 
 
-def _adapter_config(directory: Path, parsed: ParsedCheckpointTinkerPath) -> dict[str, Any]:
+def _adapter_config(directory: Path, saved: ParsedCheckpointTinkerPath) -> dict[str, Any]:
     if any(directory.glob("*.age")):
-        raise InvalidInputError(f"{parsed.tinker_path} is encrypted: only its recipients can use it")
+        raise errors.InvalidInputError(f"{saved.tinker_path} is encrypted: only its recipients can use it")
     try:
         return json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TinkerError(f"{parsed.tinker_path} is no PEFT adapter: {error}") from None
+        raise errors.TinkerError(f"{saved.tinker_path} is no PEFT adapter: {error}") from None
 
 
-def _with_base_model(config: dict[str, Any], parsed: ParsedCheckpointTinkerPath) -> dict[str, Any]:
-    """Name the base model by its hub id, if it has one: the files may name a path on the server."""
-    with connected() as connection:
-        name = RestClient(connection).get_weights_info_by_tinker_path(parsed.tinker_path).result().base_model
-    if Path(name).is_absolute():
-        return config
-    return {**config, "base_model_name_or_path": hub_name(name) or name}
-
-
-def _repository_name(parsed: ParsedCheckpointTinkerPath) -> str:
-    allowed = "".join(c if c.isalnum() or c in "-_." else "-" for c in parsed.training_run_id)
-    return f"tinkex-{allowed}-{parsed.checkpoint_id.partition('/')[2]}"[:96].strip("-.")
-
-
-def _model_card(repo: str, config: dict[str, Any], parsed: ParsedCheckpointTinkerPath) -> str:
-    base = config.get("base_model_name_or_path") or "the base model"
-    return f"""---
-library_name: peft
-base_model: {base}
-tags: [lora, tinkex]
----
-
-# {repo.rpartition("/")[2]}
-
-A LoRA adapter of rank {config.get("r")} for `{base}`, trained with Tinkex.
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{repo}")
-```
-
-Saved as `{parsed.checkpoint_id}` of run `{parsed.training_run_id}`.
-"""
+def _repository_name(saved: ParsedCheckpointTinkerPath) -> str:
+    allowed = "".join(c if c.isalnum() or c in "-_." else "-" for c in saved.training_run_id)
+    return f"tinkex-{allowed}-{saved.checkpoint_id.partition('/')[2]}"[:96].strip("-.")

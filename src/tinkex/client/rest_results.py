@@ -131,7 +131,7 @@ class StepMetrics(list[dict[str, float]]):
 
     def _repr_html_(self) -> str | None:
         """The curves, for a notebook."""
-        from tinkex.svg import svg_chart
+        from tinkex.charts import svg_chart
 
         if not self._taken():
             return None  # __repr__ is enough

@@ -1,5 +1,146 @@
 """Two demos that train a real model on a CPU, and check by program that it learned.
 
 `fine_tune` teaches it to talk like a pirate (supervised), `reinforce` to tell stories of five words (RL).
-Both are meant to be read and copied: they call the public API alone.
+Both are meant to be read and copied: they call the public API alone. What they share is here: evaluate,
+train, evaluate again; Ctrl-C stops after the current step, and a bookmark says how to continue.
 """
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tinkex
+from tinkex.client.download import download_archive, new_directory
+from tinkex.demo.screen import Screen
+from tinkex.errors import InvalidInputError
+
+_KEEP_SECONDS = 7 * 24 * 3600  # after which a bookmark's checkpoint is deleted
+
+
+@dataclass(frozen=True)
+class Bookmark:
+    """Where a demo stopped: a checkpoint that has exactly the steps of its curve."""
+
+    model: str
+    checkpoint: str  # with optimizer state
+    steps: int  # of the whole demo
+    curve: list[float]  # the loss or reward of each step so far
+
+    @classmethod
+    def read(cls, out: Path, kind: str) -> Bookmark:
+        try:
+            return cls(**json.loads(_bookmark_file(out, kind).read_text()))
+        except FileNotFoundError:
+            raise InvalidInputError(f"there is nothing to resume: no {_bookmark_file(out, kind)}") from None
+
+
+def _bookmark_file(out: Path, kind: str) -> Path:
+    return out / f"{kind}-stopped.json"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the model learns, how it trains, and where its files go."""
+
+    kind: ClassVar[str]  # "sft" or "rl"
+    curve: ClassVar[str]  # what is plotted: "loss" or "reward"
+    tested: ClassVar[str]  # what the model is evaluated on
+    enough: ClassVar[float]  # rise of the score that counts as learned
+
+    model: str
+    out: Path
+    name: str  # of the adapter
+    goal: str
+    rule: str  # how a program checks the answers, in words
+    steps: int
+    rank: int
+    learning_rate: float
+
+    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> float:
+        """Show answers to what is not trained on; a score from 0 to 1."""
+        raise NotImplementedError
+
+    def train(self, run: tinkex.TrainingClient, tokenizer: Any, curve: list[float], screen: Screen) -> bool:
+        """Take the remaining steps, appending to `curve`; False if Ctrl-C stopped it."""
+        raise NotImplementedError
+
+    def compare(self, before: float, after: float) -> str:
+        """Two scores, in words."""
+        raise NotImplementedError
+
+    def play(self, screen: Screen, bookmark: Bookmark | None = None) -> bool | None:
+        """Did the model learn? None if Ctrl-C stopped it: then there is a bookmark in `out`."""
+        if bookmark is not None:
+            self = replace(self, model=bookmark.model, steps=bookmark.steps)
+        curve = list(bookmark.curve) if bookmark else []
+        with tinkex.ServiceClient(base_url="local") as service:
+            if bookmark is not None:
+                run = service.create_training_client_from_state_with_optimizer(bookmark.checkpoint)
+            else:  # PEFT and vLLM can load an adapter without an unembedding; with one, only PEFT can.
+                run = service.create_lora_training_client(self.model, self.rank, seed=1, train_unembed=False)
+            tokenizer = run.get_tokenizer()
+            screen.heading(f"Before: {self.tested}")
+            before = self.evaluate(service.create_sampling_client(base_model=self.model), tokenizer, screen)
+            finished = self.train(run, tokenizer, curve, screen)
+            self._write_bookmark(run, curve)
+            if not finished:
+                return None
+            try:
+                screen.heading(f"After: the same {self.tested.split()[0]}")
+                path = run.save_weights_for_sampler(self.name).result().path
+                after = self.evaluate(service.create_sampling_client(model_path=path), tokenizer, screen)
+                screen.curve(self.curve, curve, self.out / f"{self.curve}.png")
+                screen.adapter(path, _download(service, path, self.out / self.name))
+            except KeyboardInterrupt:
+                return None
+        _bookmark_file(self.out, self.kind).unlink(missing_ok=True)
+        screen.verdict(after - before >= self.enough, self.compare(before, after))
+        return after - before >= self.enough
+
+    def _write_bookmark(self, run: tinkex.TrainingClient, curve: list[float]) -> None:
+        name = f"{self.name}-{len(curve)}"
+        saved = run.save_state(name, ttl_seconds=_KEEP_SECONDS, overwrite=True).result()
+        self.out.mkdir(parents=True, exist_ok=True)
+        file = _bookmark_file(self.out, self.kind)
+        part = file.with_suffix(".part")
+        part.write_text(
+            json.dumps(asdict(Bookmark(self.model, saved.path, self.steps, curve)), indent=2) + "\n"
+        )
+        os.replace(part, file)
+
+
+def _download(service: tinkex.ServiceClient, path: str, place: Path) -> Path:
+    """Download a checkpoint's files into the directory `place`, replacing those of the last demo."""
+    url = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(path).result().url
+    with new_directory(place, overwrite=True) as directory:
+        download_archive(url, directory)
+    return place
+
+
+@contextmanager
+def ctrl_c() -> Generator[Callable[[], bool]]:
+    """Has Ctrl-C been pressed? The first press lets the current step finish; the second interrupts."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+        yield pressed.is_set
+        return
+
+    def handle(number: int, frame: object) -> None:
+        pressed.set()
+        # Not print: the signal may have interrupted one.
+        os.write(2, b"\nending this step, then saving; Ctrl-C again stops at once\n")
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

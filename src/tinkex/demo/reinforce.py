@@ -10,31 +10,25 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tinkex
-from tinkex.demo.bookmark import Bookmark, ctrl_c, open_run, save_bookmark
-from tinkex.demo.fine_tune import download_adapter
+from tinkex.demo import Demo, ctrl_c
 from tinkex.demo.screen import Screen
-from tinkex.demo.tasks import RewardTask
-
-LEARNED_GAIN = 0.2  # rise of the mean reward, of 1, that counts as learned
 
 
-@dataclass(frozen=True)
-class ReinforcePlan:
-    """How the demo trains, and where its files go."""
+def five_words(sample: str, words: int = 5) -> float:
+    """How near a sample comes to five words; 0 if it does not end as a sentence does.
 
-    model: str
-    out: Path
-    steps: int = 12
-    subjects: int = 4  # in each step
-    samples: int = 8  # of each subject
-    max_tokens: int = 20
-    rank: int = 16
-    learning_rate: float = 5e-4
+    >>> five_words("The dragon ate my homework."), five_words("A dragon."), five_words("The dragon ate my")
+    (1.0, 0.4, 0.0)
+    """
+    count = len(sample.split())
+    if not count or not sample.rstrip().endswith((".", "!", "?")):
+        return 0.0
+    return max(0.0, 1 - abs(count - words) / words)
 
 
 @dataclass(frozen=True)
@@ -48,92 +42,82 @@ class ScoredSample:
     reward: float
 
 
-def demo(
-    task: RewardTask, plan: ReinforcePlan, screen: Screen, bookmark: Bookmark | None = None
-) -> bool | None:
-    """Did the reward rise? None if Ctrl-C stopped it: then there is a bookmark in `plan.out`."""
-    if bookmark is not None:
-        plan = replace(plan, model=bookmark.model, steps=bookmark.steps)
-    rewards: list[float] = list(bookmark.curve) if bookmark else []
-    with tinkex.ServiceClient(base_url="local") as service:
-        run = open_run(service, plan.model, plan.rank, bookmark)
-        tokenizer = run.get_tokenizer()
-        base = service.create_sampling_client(base_model=plan.model)
-        before = evaluate(base, tokenizer, task, plan, screen, "Before: subjects that are not trained on")
-        finished = train(run, tokenizer, task, plan, rewards, screen)
-        save_bookmark(run, task.name, plan.model, plan.steps, rewards, plan.out, "rl")
-        if not finished:
-            return None
-        try:
-            path = run.save_weights_for_sampler(task.name).result().path
-            sampler = service.create_sampling_client(model_path=path)
-            after = evaluate(sampler, tokenizer, task, plan, screen, "After: the same subjects")
-            screen.curve("reward", rewards, plan.out / "reward.png")
-            screen.adapter(path, download_adapter(plan.out / task.name, service, path))
-        except KeyboardInterrupt:
-            return None
-    Bookmark.delete(plan.out, "rl")
-    learned = after - before >= LEARNED_GAIN
-    screen.verdict(learned, f"a mean reward of {before:.2f} before, {after:.2f} after")
-    return learned
+@dataclass(frozen=True)
+class Reinforce(Demo):
+    """The model learns from a reward to tell stories of five words."""
 
+    kind, curve, enough = "rl", "reward", 0.2
+    tested = "subjects that are not trained on"
 
-def train(
-    run: tinkex.TrainingClient,
-    tokenizer: Any,
-    task: RewardTask,
-    plan: ReinforcePlan,
-    rewards: list[float],
-    screen: Screen,
-) -> bool:
-    """Take the remaining steps, appending to `rewards`; False if Ctrl-C stopped it."""
-    title = f"Training: {plan.steps} steps of {plan.subjects} × {plan.samples} samples"
-    screen.begin(title, plan.steps, len(rewards))
-    with ctrl_c() as stopped:
-        for step in range(len(rewards), plan.steps):
-            began = time.perf_counter()
-            sampler = run.save_weights_and_get_sampling_client()  # the current weights: on-policy
-            subjects = random.Random(step).sample(task.subjects, plan.subjects)
-            groups = sample(sampler, tokenizer, task, plan, subjects, seed=step)
-            batch = [datum for group in groups for datum in group_data(group)]
-            run.forward_backward(batch, "importance_sampling")
-            run.optim_step(tinkex.AdamParams(learning_rate=plan.learning_rate)).result()
-            samples = [each for group in groups for each in group]
-            rewards.append(statistics.mean(each.reward for each in samples))
-            tokens = sum(datum.model_input.length for datum in batch)
-            best = max(samples, key=lambda each: each.reward).text
-            screen.step(step, "reward", rewards[-1], tokens / (time.perf_counter() - began), best)
-            if stopped():
-                return False
-    return True
+    name: str = "stories"
+    goal: str = "tell a story in five words"
+    rule: str = "five words and a full stop are 1"
+    steps: int = 12
+    rank: int = 16
+    learning_rate: float = 5e-4
+    subjects_per_step: int = 4
+    samples: int = 8  # of each subject
+    max_tokens: int = 20
+    instruction: str = "Tell a story in five words."
+    subjects: tuple[str, ...] = (
+        "the sea", "a snake", "winter", "the moon", "a sandwich", "a storm", "a sailor", "summer",
+        "a spider", "a school", "a river", "a king",
+    )  # fmt: skip
+    held_out: tuple[str, ...] = ("a ship", "a dragon", "a song", "breakfast")
+    reward: Callable[[str], float] = five_words  # from 0 to 1
 
+    def train(self, run: tinkex.TrainingClient, tokenizer: Any, curve: list[float], screen: Screen) -> bool:
+        title = f"Training: {self.steps} steps of {self.subjects_per_step} × {self.samples} samples"
+        screen.begin(title, self.steps, len(curve))
+        with ctrl_c() as stopped:
+            for step in range(len(curve), self.steps):
+                began = time.perf_counter()
+                sampler = run.save_weights_and_get_sampling_client()  # the current weights: on-policy
+                subjects = random.Random(step).sample(self.subjects, self.subjects_per_step)
+                groups = self.sample(sampler, tokenizer, subjects, seed=step)
+                batch = [datum for group in groups for datum in group_data(group)]
+                run.forward_backward(batch, "importance_sampling")
+                run.optim_step(tinkex.AdamParams(learning_rate=self.learning_rate)).result()
+                samples = [each for group in groups for each in group]
+                curve.append(statistics.mean(each.reward for each in samples))
+                tokens = sum(datum.model_input.length for datum in batch)
+                best = max(samples, key=lambda each: each.reward).text
+                screen.step(step, "reward", curve[-1], tokens / (time.perf_counter() - began), best)
+                if stopped():
+                    return False
+        return True
 
-def sample(
-    sampler: tinkex.SamplingClient,
-    tokenizer: Any,
-    task: RewardTask,
-    plan: ReinforcePlan,
-    subjects: list[str],
-    seed: int,
-) -> list[list[ScoredSample]]:
-    """A group of samples for each subject."""
-    stop = [tokenizer.eos_token_id]
-    params = tinkex.SamplingParams(max_tokens=plan.max_tokens, temperature=1.0, seed=seed, stop=stop)
-    system = {"role": "system", "content": task.instruction}
-    prompts = [
-        tinkex.render_chat(tokenizer, [system, {"role": "user", "content": subject}]) for subject in subjects
-    ]
-    waiting = [sampler.sample(tinkex.ModelInput.from_ints(p), plan.samples, params) for p in prompts]
-    groups: list[list[ScoredSample]] = []
-    for prompt, future in zip(prompts, waiting, strict=True):
-        group: list[ScoredSample] = []
-        for sequence in future.result().sequences:
-            assert sequence.logprobs is not None  # sampled tokens always have them
-            text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
-            tokens, logprobs = list(sequence.tokens), list(sequence.logprobs)
-            group.append(ScoredSample(prompt, tokens, logprobs, text, task.reward(text)))
-        groups.append(group)
-    return groups
+    def sample(
+        self, sampler: tinkex.SamplingClient, tokenizer: Any, subjects: Sequence[str], seed: int
+    ) -> list[list[ScoredSample]]:
+        """A group of samples for each subject."""
+        stop = [tokenizer.eos_token_id]
+        params = tinkex.SamplingParams(max_tokens=self.max_tokens, temperature=1.0, seed=seed, stop=stop)
+        system = {"role": "system", "content": self.instruction}
+        prompts = [
+            tinkex.render_chat(tokenizer, [system, {"role": "user", "content": subject}])
+            for subject in subjects
+        ]
+        waiting = [sampler.sample(tinkex.ModelInput.from_ints(p), self.samples, params) for p in prompts]
+        groups: list[list[ScoredSample]] = []
+        for prompt, future in zip(prompts, waiting, strict=True):
+            groups.append([])
+            for sequence in future.result().sequences:
+                assert sequence.logprobs is not None  # sampled tokens always have them
+                text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
+                tokens, logprobs = list(sequence.tokens), list(sequence.logprobs)
+                groups[-1].append(ScoredSample(prompt, tokens, logprobs, text, self.reward(text)))
+        return groups
+
+    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> float:
+        groups = self.sample(sampler, tokenizer, self.held_out, seed=0)
+        mean = statistics.mean(each.reward for group in groups for each in group)
+        firsts = zip(self.held_out, (group[0] for group in groups), strict=True)
+        screen.samples([(subject, first.text, first.reward) for subject, first in firsts], mean, self.rule)
+        return mean
+
+    def compare(self, before: float, after: float) -> str:
+        return f"a mean reward of {before:.2f} before, {after:.2f} after"
 
 
 def group_data(group: list[ScoredSample]) -> list[tinkex.Datum]:
@@ -151,23 +135,3 @@ def datum(sampled: ScoredSample, advantage: float) -> tinkex.Datum:
         "advantages": before + [advantage] * len(sampled.tokens),
     }
     return tinkex.Datum(tinkex.ModelInput.from_ints(tokens[:-1]), inputs)
-
-
-def evaluate(
-    sampler: tinkex.SamplingClient,
-    tokenizer: Any,
-    task: RewardTask,
-    plan: ReinforcePlan,
-    screen: Screen,
-    title: str,
-) -> float:
-    """Show a sample for each held-out subject; the mean reward of all samples."""
-    screen.heading(title)
-    groups = sample(sampler, tokenizer, task, plan, task.held_out, seed=0)
-    mean = statistics.mean(each.reward for group in groups for each in group)
-    shown = [
-        (subject, group[0].text, group[0].reward)
-        for subject, group in zip(task.held_out, groups, strict=True)
-    ]
-    screen.samples(shown, mean, task.rule)
-    return mean

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -20,13 +19,6 @@ from tinkex.errors import TinkerError
 from tinkex.models.local_files import weights_of
 
 WIDTH = 80
-
-
-@dataclass(frozen=True)
-class CheckedAnswer:
-    question: str
-    text: str
-    right: bool
 
 
 class Screen:
@@ -48,14 +40,13 @@ class Screen:
         """Announce what comes next, before it is computed."""
         click.echo("\n" + click.style(text, bold=True))
 
-    def answers(self, answers: Sequence[CheckedAnswer], rule: str) -> None:
-        for answer in answers:
-            mark = click.style("✓", fg="green") if answer.right else click.style("✗", fg="red")
-            click.echo(f"  {mark} {answer.question}\n      {_short(answer.text, WIDTH - 6)}")
-        right = sum(answer.right for answer in answers)
-        click.echo(
-            click.style(f"{right} of {len(answers)} right", bold=True) + f"  (a program checks: {rule})"
-        )
+    def answers(self, answers: Sequence[tuple[str, str, bool]], rule: str) -> None:
+        """Questions, the answers to them, and whether they are right."""
+        for question, text, right in answers:
+            mark = click.style("✓", fg="green") if right else click.style("✗", fg="red")
+            click.echo(f"  {mark} {question}\n      {_short(text, WIDTH - 6)}")
+        count = f"{sum(right for _, _, right in answers)} of {len(answers)} right"
+        click.echo(click.style(count, bold=True) + f"  (a program checks: {rule})")
 
     def samples(self, samples: Sequence[tuple[str, str, float]], mean: float, rule: str) -> None:
         """Samples (subject, text, reward), and the mean reward of all that were drawn."""
@@ -77,10 +68,7 @@ class Screen:
         line += f"  {int(left) // 60}:{int(left) % 60:02} left"
         line += f"  {sparkline(self._values, 14)}" if self._live and not said else f"  {said}"
         line = _short(line.rstrip(), min(WIDTH, shutil.get_terminal_size().columns) if self._live else WIDTH)
-        if self._live:
-            click.echo(f"\r\x1b[K{line}", nl=step + 1 == self._steps)
-        else:
-            click.echo(line)
+        click.echo(f"\r\x1b[K{line}" if self._live else line, nl=not self._live or step + 1 == self._steps)
 
     def curve(self, name: str, values: Sequence[float], png: Path) -> None:
         self.heading(f"{name.capitalize()} at each step")
@@ -104,9 +92,8 @@ class Screen:
 
     def verdict(self, learned: bool, before_and_after: str) -> None:
         said, colour = ("It learned", "green") if learned else ("It did not learn", "red")
-        click.echo(
-            f"\n{click.style(said, fg=colour, bold=True)}{click.style(f': {before_and_after}.', bold=True)}"
-        )
+        said = click.style(said, colour, bold=True)
+        click.echo(f"\n{said}{click.style(f': {before_and_after}.', bold=True)}")
 
     def stopped(self, again: str) -> None:
         click.echo(f"\nStopped. The training so far is saved; continue with: {self._program} {again}")

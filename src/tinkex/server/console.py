@@ -19,11 +19,10 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinkex.charts import number
+from tinkex.charts import html_page, html_table, number, svg_chart
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.service.refusal import Caller
-from tinkex.svg import html_page, html_table, svg_chart
 from tinkex.types.checkpoints import Checkpoint, ListCheckpointsRequest
 from tinkex.types.training import GetTrainingRunRequest, ListTrainingRunsRequest, TrainingRun
 from tinkex.wire import ops
