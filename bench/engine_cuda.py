@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
 
 from tinkex.engine.protocol import (  # noqa: E402
+    ContinuePasses,
     CreateAdapter,
     EngineConfig,
     ExportAdapter,
+    ForwardBackward,
     OptimStep,
     Pass,
+    PassProgress,
     SampledTokens,
     SampleWork,
     run_passes,
@@ -108,6 +111,13 @@ def passes(bench: Bench, lengths: list[int], runs: int, turn: int) -> tuple[Pass
     return tuple(Pass(f"run{i}", datums[i::runs], "cross_entropy") for i in range(runs))
 
 
+def run_bare(trainer: TorchTrainer, passes: Sequence[Pass]) -> Any:
+    outcome: Any = trainer.execute(ForwardBackward(tuple(passes)))
+    while isinstance(outcome, PassProgress):
+        outcome = trainer.execute(ContinuePasses(outcome.ticket))
+    return outcome
+
+
 def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings: Any) -> TorchTrainer:
     decoder = bench.decoder.with_backend(choose_backend("cuda", torch.bfloat16, deterministic=deterministic))
     trainer = TorchTrainer(decoder, bench.shape, max_pass_tokens=16_384, **settings)
@@ -123,7 +133,7 @@ def train(bench: Bench, runs: int, recompute: bool, deterministic: bool = False)
     def one(turn: int) -> float:
         work = passes(bench, LENGTHS, runs, turn)
         begin = now()
-        for outcome in trainer.run_passes(work):
+        for outcome in run_bare(trainer, work):
             assert not hasattr(outcome, "category"), outcome
         if runs == 1:
             trainer.execute(OptimStep("run0", ADAM))
@@ -140,7 +150,7 @@ def memory(bench: Bench) -> float:
     trainer = new_trainer(bench, 1, recompute=True)
     for turn in range(2):
         torch.cuda.reset_peak_memory_stats()
-        trainer.run_passes(passes(bench, [1024] * 16, 1, turn))
+        run_bare(trainer, passes(bench, [1024] * 16, 1, turn))
         trainer.execute(OptimStep("run0", ADAM))
     return torch.cuda.max_memory_allocated() / 2**30
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.commands import do
-from tests.engine.stepping import finish
+from tests.engine.stepping import check, finish
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.native.build import library
 from tinkex.engine.protocol import (
@@ -423,7 +423,7 @@ def test_a_step_that_fails_fails_those_it_touched_and_no_others(decoder: Decoder
         with pytest.raises(EngineError, match="out of memory") as caught:
             future.result(timeout=0)
         assert caught.value.category == "server"
-    batch.check()
+    check(batch)
     assert published.users == 0
     finish(batch)
     assert only(waiting.result()).tokens == only(run(new_batch(decoder), prompt(2, 20))).tokens
@@ -491,7 +491,7 @@ def test_logits_that_are_not_finite_fail_their_request(decoder: Decoder):
     with pytest.raises(EngineError, match="not finite"):
         bad.result(timeout=0)
     assert len(only(good.result()).tokens) == 8
-    batch.check()
+    check(batch)
 
 
 def test_an_adapter_that_has_diverged_leaves_nothing_behind_in_its_pages(decoder: Decoder):
@@ -556,7 +556,7 @@ def test_no_mix_of_cancels_leaks_a_page(
             for _ in range(a):
                 if batch.busy:
                     batch.step()
-        batch.check()
+        check(batch)
     finish(batch)
     for future, samples in futures:
         assert future.cancelled() or len(future.result(timeout=0).sequences) == samples

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.commands import do
-from tests.engine.stepping import finish
+from tests.engine.stepping import check, finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, OptimStep, Pass
 from tinkex.engine.torch.backend import Backend
@@ -150,7 +150,7 @@ def test_stops_cancels_and_few_pages_lose_nothing(decoder: Decoder):
         if not batch.busy:
             break
         batch.step()
-        batch.check()
+        check(batch)
         if step % 7 == 3:
             batch.cancel(requests[step // 7 % 20])
     assert not batch.busy

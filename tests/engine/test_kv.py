@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.stepping import check_pages
 from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Pages, TokenSpan, chain, group_pieces
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_no_page_is_lost_whatever_happens(operations: list[tuple[str, int]]):
             case "remember":
                 if holder:
                     pages.remember(holder[0], digests[n % 6])
-        pages.check(holders)
+        check_pages(pages, holders)
     for holder in holders:
         pages.release(holder)
     assert pages.available == 12
@@ -61,7 +62,7 @@ def test_a_leak_is_noticed():
     pages = Pages(4)
     pages.take(1)
     with pytest.raises(AssertionError, match="leak"):
-        pages.check([])
+        check_pages(pages, [])
 
 
 def test_the_cache_gives_up_the_oldest_first_and_ends_before_beginnings():

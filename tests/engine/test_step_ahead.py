@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.stepping import finish
+from tests.engine.stepping import check, finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.rng import stream_keys
@@ -128,7 +128,7 @@ def test_cancelled_while_a_step_is_in_flight(decoder: Decoder):
     for _ in range(6):
         batch.step()
     batch.cancel(gone)
-    batch.check()
+    check(batch)
     finish(batch)
     alone, _ = new_batch(decoder, ahead=False)
     wanted, _ = submit(alone, 1, 10)

@@ -1,9 +1,8 @@
 """What every trainer does beside computing: its commands, the adapters of its runs, and passes under way.
 
 Passes of many runs share each micro-batch, and a command computes at most one, so that an engine can decode
-between two. A pass with wrong content fails alone, before anything of it is computed, with a message that
-names the datum, the key, what was given and what is allowed. Executes on the caller's thread. Needs numpy
-alone; knows no models, losses or gradients.
+between two. A pass with wrong content fails alone, before anything of it is computed. Needs numpy alone;
+knows no models, losses or gradients.
 
 Shapes: N positions of a datum, K candidates of a position.
 """
@@ -31,9 +30,6 @@ from tinkex.types.tensor import TensorData
 _MOST_CELLS = 1 << 26  # of all inputs of a pass: a few bytes of a sparse tensor may stand for gigabytes
 Inputs = Mapping[str, np.ndarray]
 Progress = p.PassProgress | list[p.PassOutcome]
-
-
-# -- passes --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,11 @@ class PackedExample(NamedTuple, Generic[P]):
     """One example of a pass, in a micro-batch."""
 
     training: P
-    index: int
+    datum: int
 
     @property
     def example(self) -> TrainingExample:
-        return self.training.examples[self.index]
+        return self.training.examples[self.datum]
 
 
 def read_pass(
@@ -99,13 +95,7 @@ def read_pass(
 
     `uploaded` reads the inputs of an uploaded loss, given the targets' shape.
     """
-    if not work.data:
-        raise user_error("a pass needs at least one datum, got none")
-    cells = sum(math.prod(t.dense_shape) for datum in work.data for t in datum.loss_fn_inputs.values())
-    if cells > _MOST_CELLS:
-        raise user_error(
-            f"the pass's loss_fn_inputs hold {cells} numbers, zeros included; allowed: {_MOST_CELLS}"
-        )
+    check_size(work)
     if work.loss_fn not in losses:
         raise user_error(unknown_loss(work.loss_fn, losses))
     with _refusing():
@@ -123,6 +113,16 @@ def read_pass(
                 inputs = uploaded(given, targets.shape)
         examples.append(TrainingExample(tokens, targets, inputs))
     return settings, examples
+
+
+def check_size(work: p.Pass) -> None:
+    if not work.data:
+        raise user_error("a pass needs at least one datum, got none")
+    cells = sum(math.prod(t.dense_shape) for datum in work.data for t in datum.loss_fn_inputs.values())
+    if cells > _MOST_CELLS:
+        raise user_error(
+            f"the pass's loss_fn_inputs hold {cells} numbers, zeros included; allowed: {_MOST_CELLS}"
+        )
 
 
 def _tokens(datum: Datum, vocab: int, context: int) -> np.ndarray:
@@ -144,7 +144,6 @@ def _tokens(datum: Datum, vocab: int, context: int) -> np.ndarray:
 
 @contextmanager
 def _refusing(where: str = "") -> Iterator[None]:
-    """Turn a refusal of the user's input into the engine's error."""
     try:
         yield
     except (InvalidInputError, p.EngineError) as error:
@@ -185,9 +184,6 @@ class _Ticket(Generic[P]):
         return [one for one in self.passes if not isinstance(one, p.Failure) and one.failure is None]
 
 
-# -- commands ------------------------------------------------------------------------------------------
-
-
 class CommandTrainer(ABC, Generic[A, P]):
     """Executes commands; a subclass computes."""
 
@@ -197,18 +193,10 @@ class CommandTrainer(ABC, Generic[A, P]):
         self._serial = itertools.count()
 
     def execute(self, command: p.Command[R]) -> R:
-        """Execute one command; its type says what it returns."""
         try:
             return cast(R, self._execute(command))
         except OSError as error:  # a disk that is full or gone
             raise p.EngineError(f"{type(command).__name__} failed: {error}") from error
-
-    def run_passes(self, passes: Sequence[p.Pass]) -> list[p.PassOutcome]:
-        """Execute passes to their end."""
-        outcome = self.execute(p.ForwardBackward(tuple(passes)))
-        while isinstance(outcome, p.PassProgress):
-            outcome = self.execute(p.ContinuePasses(outcome.ticket))
-        return outcome
 
     def _execute(self, command: p.Command[Any]) -> Any:
         match command:
@@ -276,7 +264,6 @@ class CommandTrainer(ABC, Generic[A, P]):
         return self._advance(name)
 
     def _advance(self, name: str) -> Progress:
-        """Compute the next micro-batch; the outcomes, if it was the last."""
         ticket = self._tickets.get(name)
         if ticket is None:
             raise p.EngineError(f"no passes with the ticket {name!r} are under way")

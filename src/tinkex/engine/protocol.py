@@ -1,14 +1,12 @@
 """The engine contract: what a service may ask of one base model, and what it gets back.
 
-A `Trainer` executes commands one at a time, in the order submitted; a `Sampler` serves many requests at once.
 Commands, work and results are frozen, picklable values: they can cross a process, and a journal can replay
-them. `tests/contract` is the definition of an engine: what it checks is what every engine promises.
-Knows nothing of sessions, users or text, and needs numpy alone.
+them. `tests/contract` checks what every engine promises. Knows no sessions, users or text; needs numpy alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -36,10 +34,7 @@ class EngineError(Exception):
 
 
 class EngineLost(EngineError):
-    """The engine was closed, or its thread or its device is gone: no later call can succeed.
-
-    Every pending future gets it, and every later call raises it.
-    """
+    """The engine was closed, or its thread or device is gone: pending futures and later calls raise it."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,6 @@ class Failure:
 
     category: Literal["user", "server"]
     message: str
-
-
-# -- training ------------------------------------------------------------------------------------------
 
 
 class Command(Generic[R]):
@@ -99,11 +91,10 @@ PassOutcome = ForwardBackwardOutput | Failure
 
 @dataclass(frozen=True)
 class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
-    """Compute the first micro-batch of some passes of one or many runs.
+    """Compute the first micro-batch of some passes of one or many runs; `ContinuePasses` computes the others.
 
-    Returns the outcomes, one per pass and in order, if that was all; otherwise `PassProgress`, and each
-    `ContinuePasses` computes one micro-batch more. A pass with wrong content fails alone, with category
-    "user", before anything of it was computed. A pass that fails leaves its run without gradients.
+    The last one returns the outcomes, one per pass and in order. A pass with wrong content fails alone, with
+    category "user", before anything of it was computed. A pass that fails leaves its run without gradients.
     """
 
     passes: tuple[Pass, ...]
@@ -111,10 +102,9 @@ class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
 
 @dataclass(frozen=True)
 class ContinuePasses(Command[PassProgress | list[PassOutcome]]):
-    """Compute the next micro-batch of passes under way; the last one returns the outcomes.
+    """Compute the next micro-batch of passes under way. Commands of other runs may come in between.
 
-    Commands of other runs may come in between. Clearing, loading or dropping a run abandons its passes; once
-    all passes of a ticket are abandoned, the ticket is gone.
+    Clearing, loading or dropping a run abandons its passes; a ticket of abandoned passes alone is gone.
     """
 
     ticket: str
@@ -142,10 +132,10 @@ class ClearGradients(Command[None]):
 
 @dataclass(frozen=True)
 class SaveAdapter(Command[int]):
-    """Write `run`'s adapter as a PEFT directory, atomically; with `optimizer`, its AdamW state too.
+    """Write `run`'s adapter as a PEFT directory, atomically; returns its bytes.
 
-    Returns the bytes written. `location` must not exist yet unless `overwrite`. Without `sync` the files may
-    still be in the operating system's cache when this returns; `tinkex.store.sync` flushes them.
+    `optimizer` writes AdamW's state too. `location` must not exist yet unless `overwrite`. Without `sync`,
+    `tinkex.store.sync` flushes the files.
     """
 
     run: str
@@ -169,10 +159,7 @@ class LoadAdapter(Command[LoraConfig]):
 
 
 class ExportedAdapter(Protocol):
-    """An immutable copy of an adapter's weights, opaque to everyone but an engine of the same kind.
-
-    Within a process it holds the copied tensors; pickling writes them as bytes.
-    """
+    """An immutable copy of an adapter's weights, opaque to everyone but an engine of the same kind."""
 
     @property
     def lora(self) -> LoraConfig: ...
@@ -210,18 +197,12 @@ class Trainer(Protocol):
         ...
 
 
-def run_passes(
-    trainer: Trainer, passes: Sequence[Pass], progress: Callable[[PassProgress], None] = lambda _: None
-) -> list[PassOutcome]:
+def run_passes(trainer: Trainer, passes: Sequence[Pass]) -> list[PassOutcome]:
     """Execute `passes` to the end, blocking; for scripts and tests."""
     outcome = trainer.submit(ForwardBackward(tuple(passes))).result()
     while isinstance(outcome, PassProgress):
-        progress(outcome)
         outcome = trainer.submit(ContinuePasses(outcome.ticket)).result()
     return outcome
-
-
-# -- sampling ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -266,18 +247,12 @@ class Sampler(Protocol):
         ...
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
-        """Make a saved or an exported adapter sampleable under `name`.
-
-        Publishing an existing name again does nothing: published adapters never change.
-        """
+        """Make a saved or an exported adapter sampleable under `name`; an existing name stays as it is."""
         ...
 
     async def retire(self, name: str) -> None:
         """Drop a published adapter once the requests that use it are done."""
         ...
-
-
-# -- the engine ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

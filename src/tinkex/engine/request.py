@@ -1,8 +1,7 @@
 """What every sampler does with a request beside computing: checks, stop conditions, prompt scores, samples.
 
-Promises: a request that an engine cannot serve is refused with category "user" before anything is computed;
-stops and scores mean the same on every engine. Needs numpy alone: logprobs come in through the `Rows`
-protocol, so there is never a table of [prompt, vocabulary]. Knows no models, queues or pages.
+Logprobs come in through the `Rows` protocol, so there is never a table of [prompt, vocabulary]. Needs numpy
+alone; knows no models, queues or pages.
 """
 
 from __future__ import annotations
@@ -16,15 +15,8 @@ import numpy as np
 
 from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork
 from tinkex.engine.rng import stream_keys
-from tinkex.types.outputs import (
-    TOPK_PADDING,
-    PromptAltTokens,
-    SampledSequence,
-    SampleResponse,
-    StopDetail,
-    StopReason,
-    TopkLogprobs,
-)
+from tinkex.types import outputs
+from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopDetail, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
 # Bounds of one request, since all others wait meanwhile: likely tokens listed, tokens drawn for a prompt.
@@ -34,9 +26,6 @@ _ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past
 
 def user_error(message: str) -> EngineError:
     return EngineError(message, "user")
-
-
-# -- checking ------------------------------------------------------------------------------------------
 
 
 def check_work(work: SampleWork, vocab: int, context: int) -> int:
@@ -110,14 +99,8 @@ def padded_top(ids: np.ndarray, logprobs: np.ndarray, k: int) -> tuple[np.ndarra
     return ids, logprobs
 
 
-# -- stopping ------------------------------------------------------------------------------------------
-
-
 class Stops:
-    """When a sequence ends early: at token ids, or where the bytes of its tokens contain a stop sequence.
-
-    `token_bytes`, indexed by token id, is read only for requests with `stop_bytes`.
-    """
+    """When a sequence ends early: at token ids, or where the bytes of its tokens contain a stop sequence."""
 
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...], token_bytes: Sequence[bytes] = ()) -> None:
         given = work.params.stop
@@ -137,7 +120,7 @@ class Stops:
         tail += self._bytes_of(token)
         return any(s in tail for s in self._sequences), tail[-self._keep :]
 
-    def why(self, reason: StopReason, tokens: list[int]) -> tuple[StopDetail, int | str | None]:
+    def why(self, reason: outputs.StopReason, tokens: list[int]) -> tuple[StopDetail, int | str | None]:
         """More of why a sequence of these tokens ended, and the token or the text that it stopped at."""
         if reason == "length":
             return self._at_length, None
@@ -151,9 +134,6 @@ class Stops:
 
     def _bytes_of(self, token: int) -> bytes:
         return self._table[token] if token < len(self._table) else b""
-
-
-# -- scoring -------------------------------------------------------------------------------------------
 
 
 class Rows(Protocol):
@@ -173,10 +153,7 @@ class Rows(Protocol):
 
 
 class PromptScores:
-    """The scores that a request asks for its prompt. Row i of a prompt's logits scores position i + 1.
-
-    `add` takes rows in order, from position `next` on.
-    """
+    """The scores that a request asks for its prompt. Row i of a prompt's logits scores position i + 1."""
 
     def __init__(self, work: SampleWork, seed: int) -> None:
         prompt, length, k = work.prompt, len(work.prompt), work.topk_prompt_logprobs
@@ -192,12 +169,8 @@ class PromptScores:
 
     @staticmethod
     def asked(work: SampleWork) -> bool:
-        return bool(
-            work.prompt_logprobs
-            or work.topk_prompt_logprobs
-            or work.prompt_alt_tokens_k
-            or work.target_prompt_logprobs is not None
-        )
+        scores = work.prompt_logprobs or work.topk_prompt_logprobs or work.prompt_alt_tokens_k
+        return bool(scores) or work.target_prompt_logprobs is not None
 
     def _first(self) -> int:
         length = len(self._prompt)
@@ -209,20 +182,18 @@ class PromptScores:
     def _set_targets(self, targets: TensorData | None) -> None:
         """Targets as flat lists of (row, token) in row order, whatever their layout."""
         self._targets = targets
-        values = np.empty(0, np.int64) if targets is None else targets.values_np
-        if targets is None:
-            rows = values
-        elif targets.sparse_crow_np is not None:
-            rows = np.repeat(np.arange(targets.dense_shape[0]), np.diff(targets.sparse_crow_np))
-        else:
-            rows = np.repeat(np.arange(targets.dense_shape[0]), targets.dense_shape[1])
+        rows = values = np.empty(0, np.int64)
+        if targets is not None:
+            crow, (count, width) = targets.sparse_crow_np, targets.dense_shape
+            rows = np.repeat(np.arange(count), width if crow is None else np.diff(crow))
+            values = targets.values_np
         self._target_values = np.zeros(values.size, np.float32)
         self._target_cells = np.nonzero(values >= 0)[0]
         self._target_rows = rows[self._target_cells]
         self._target_tokens = values[self._target_cells]
 
     def add(self, rows: Rows, count: int) -> None:
-        """Score positions `next` … `next + count - 1` from their `count` rows of logprobs."""
+        """Score positions `next` … `next + count - 1` from their `count` rows of logprobs, in order."""
         at, end = self.next, self.next + count
         skip = max(0, self._last_n_from - at)  # rows that only targets or alternatives need
         if self._logprobs is not None and skip < count:
@@ -236,13 +207,9 @@ class PromptScores:
         if low < high:
             picked = rows.pick(self._target_rows[low:high] - (at - 1), self._target_tokens[low:high])
             self._target_values[self._target_cells[low:high]] = picked
+        seeds, positions = np.full(count, self._seed, np.uint64), np.arange(at, end)
         for k in range(self._alts):
-            keys = stream_keys(
-                np.full(count, self._seed, np.uint64),
-                np.full(count, _ALT_STREAMS + k),
-                np.arange(at, end),
-            )
-            tokens = rows.draw(keys)
+            tokens = rows.draw(stream_keys(seeds, np.full(count, _ALT_STREAMS + k), positions))
             self._alt_tokens[at - 1 : end - 1, k] = tokens
             self._alt_logprobs[at - 1 : end - 1, k] = rows.pick(np.arange(count), tokens)
         self.next = end
@@ -261,7 +228,7 @@ class PromptScores:
             topk_prompt_logprobs_np=TopkLogprobs(self._top_ids, self._top_logprobs) if self._topk else None,
             target_prompt_logprobs=targets,
             prompt_cache_hit_tokens=cache_hits,
-            prompt_alt_tokens=PromptAltTokens(*alts) if self._alts else None,
+            prompt_alt_tokens=outputs.PromptAltTokens(*alts) if self._alts else None,
         )
 
 
@@ -273,7 +240,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    reason: StopReason | None = None
+    reason: outputs.StopReason | None = None
     _tail: bytes = b""
 
     def append(self, token: int, logprob: float, stops: Stops, max_tokens: int) -> None:
@@ -286,7 +253,6 @@ class Sample:
             self.reason = "length"
 
     def piece(self) -> SampledTokens:
-        """The token drawn last."""
         tokens, logprobs = self.tokens[-1:], self.logprobs[-1:]
         return SampledTokens(self.index, np.array(tokens, np.int32), np.array(logprobs, np.float32))
 

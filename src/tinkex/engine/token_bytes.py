@@ -1,7 +1,7 @@
 """The bytes that each token id stands for: what stop strings are matched against.
 
 Tokenizers spell bytes in two ways: byte-level BPE with GPT-2's alphabet, and SentencePiece with a marker for
-a space and <0xNN> for raw bytes. Knows nothing of models or requests; imports `tokenizers` on first use.
+a space and <0xNN> for raw bytes. Imports `tokenizers` on first use.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The client, the service and every engine use this table: a loss is described once, and a bad datum is refused
 with the same message everywhere. FORMULAS are the losses in numpy, for the fake engine and for regularizers;
-engine/torch/losses.py writes them out. Needs numpy alone. Knows nothing of models, requests or the wire.
+docs/engine.md writes them out. Needs numpy alone. Knows nothing of models, requests or the wire.
 
 Shapes: N positions of a datum, K candidate targets of a position.
 """

@@ -204,7 +204,7 @@ class DecodeGraphs:
         if key.tiles:
             tiles = RowTiles(self.cells(key.tiles), key.tile_rows)
             lora = self.hook(self.slots.table(key.rank, key.vectors), tiles)
-        h_BD = self._decoder.at_angles(tokens, (cos, sin), attend, lora)
+        h_BD = self._decoder(tokens, (cos, sin), attend, lora)
         logits_BV = self._decoder.logits(h_BD, lora)
         vocab, invariant = self._decoder.config.vocab_size, self.backend.invariant
         draw.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)

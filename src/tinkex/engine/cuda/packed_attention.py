@@ -4,7 +4,7 @@
 Work comes in tiles of one sequence's positions, the longest first, so that ragged batches fill the device.
 The backward over keys sums over the query heads that share a kv head, and stores the slopes (the gradients to
 the scores) for the backward over queries, unless they take too much memory. The order of every sum is fixed.
-The plain implementation is `attention.attend_plain`. Knows nothing of autograd.
+The plain implementation is `attention.attend`. Knows nothing of autograd.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim. Logarithms are to base 2.
 """

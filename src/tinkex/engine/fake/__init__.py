@@ -18,10 +18,7 @@ _PAGE = 16
 
 
 class FakeEngine:
-    """Any model name works.
-
-    >>> engine = FakeEngine(EngineConfig("anything", kind="fake"))
-    """
+    """Any model name works."""
 
     def __init__(self, config: EngineConfig) -> None:
         context = config.max_context or CONTEXT
@@ -30,7 +27,7 @@ class FakeEngine:
         self.sampler = FakeSampler(self.trainer, TokenTable(config))
 
     def heartbeat(self) -> Heartbeat:
-        running = list(self.sampler.running())
+        running = self.sampler.running()
         used = sum(-(-len(s.tokens) // _PAGE) or 1 for s in running)
         total = self.info.max_context * 16 // _PAGE
         stats = {

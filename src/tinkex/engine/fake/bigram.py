@@ -110,7 +110,6 @@ class FakeAdapter:
         return metrics | done | {"optimizer_step": float(self.step)}
 
     def save(self, model: str, command: SaveAdapter) -> int:
-        """Write a directory with a PEFT one's files; returns its bytes."""
         from safetensors.numpy import save_file
 
         pair = zip("AB", self.pair, strict=True)

@@ -41,10 +41,10 @@ class _ArrayRows:
 
 @dataclass(eq=False)
 class _PublishedHead:
-    """An adapter that requests can name, and the requests that use it."""
+    """An adapter that requests can name."""
 
     head: Head
-    requests: list[_FakeRequest] = field(default_factory=list)
+    users: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -88,7 +88,7 @@ class FakeSampler:
         self._trainer, self._table = trainer, table
         self._base = _PublishedHead(_BASE)
         self.published: dict[str, _PublishedHead] = {}
-        self._retiring: list[_PublishedHead] = []
+        self._requests: set[_FakeRequest] = set()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
         with self._admitted(work, await self._table.of(work)) as request:
@@ -107,7 +107,6 @@ class FakeSampler:
             yield request.response()
 
     async def _turn(self) -> None:
-        """Yield to other tasks."""
         await asyncio.sleep(0)
         self._trainer.check_open()
 
@@ -119,12 +118,14 @@ class FakeSampler:
         if published is None:
             raise user_error(f"there is no published adapter {work.adapter!r}")
         request = _FakeRequest(work, published.head, most, table)
-        published.requests.append(request)
+        self._requests.add(request)
+        published.users += 1
         try:
             yield request
         finally:
-            published.requests.remove(request)
-            if not published.requests:
+            self._requests.remove(request)
+            published.users -= 1
+            if not published.users:
                 published.idle.set()
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
@@ -144,19 +145,15 @@ class FakeSampler:
 
     async def retire(self, name: str) -> None:
         published = self.published.pop(name, None)
-        if published and published.requests:
+        if published and published.users:
             published.idle.clear()
-            self._retiring.append(published)
             await published.idle.wait()
-            self._retiring.remove(published)
 
-    def running(self) -> Iterator[Sample]:
-        everything = (self._base, *self.published.values(), *self._retiring)
-        return (sample for published in everything for r in published.requests for sample in r.going)
+    def running(self) -> list[Sample]:
+        return [sample for request in list(self._requests) for sample in request.going]
 
 
 def _draw(work: SampleWork, sample: Sample, last: int, head: Head, key: int) -> tuple[int, float]:
-    """The token after `last`, and its logprob."""
     params = work.params
     logprobs_V, totals = head.after(last)
     if params.temperature not in (0.0, 1.0):

@@ -32,7 +32,6 @@ def library() -> ctypes.CDLL | None:
 
 
 def build(compiler: str | None) -> ctypes.CDLL | None:
-    """The library that `compiler` makes, or made before."""
     if compiler is None:
         log.info("no C compiler: decode steps on the CPU use torch operations")
         return None
@@ -48,7 +47,6 @@ def build(compiler: str | None) -> ctypes.CDLL | None:
 
 
 def _made(compiler: str, directory: Path) -> Path:
-    """The library's file, compiled if it does not exist."""
     parts = (_SOURCE.read_bytes(), compiler.encode(), " ".join(_OPTIONS).encode(), _cpu())
     target = directory / f"step.{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if target.exists():

@@ -1,8 +1,8 @@
 /* One decode step of a dense decoder on the CPU in fp32: each row is the newest token of one sequence.
 
    Computes what `models.decoder.Decoder` does with `kv.PagedAttend` and `lora.LoraBatch`, in one call: the overhead of a
-   few hundred small tensor operations is several times the arithmetic of a small model. Promises: results are
-   batch-invariant and do not depend on the number of threads. `step.py` mirrors the structs.
+   few hundred small tensor operations is several times the arithmetic of a small model. Results are batch-invariant
+   and do not depend on the number of threads. `step.py` mirrors the structs.
 
    Standard C and GNU vectors only: any CPU that GCC or Clang compiles for. */
 
@@ -162,17 +162,13 @@ INLINE void multiply(int n, const float *x, int in, const float *panel, lanes su
     }
 }
 
+#define ROWS(n) case n: multiply(n, x, in, panel, sums); break;
+
 static void multiply_rows(int n, const float *x, int in, const float *panel, lanes sums[][2]) {
     switch (n) {
-    case 1: multiply(1, x, in, panel, sums); break;
-    case 2: multiply(2, x, in, panel, sums); break;
-    case 3: multiply(3, x, in, panel, sums); break;
-    case 4: multiply(4, x, in, panel, sums); break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4)
 #if TILE == 8
-    case 5: multiply(5, x, in, panel, sums); break;
-    case 6: multiply(6, x, in, panel, sums); break;
-    case 7: multiply(7, x, in, panel, sums); break;
-    case 8: multiply(8, x, in, panel, sums); break;
+        ROWS(5) ROWS(6) ROWS(7) ROWS(8)
 #endif
     }
 }

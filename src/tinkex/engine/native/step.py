@@ -41,9 +41,6 @@ class NativeBackend(Backend):
         return CompiledStep(compiled, decoder)
 
 
-# -- the structs of step.c, field by field -------------------------------------------------------------
-
-
 def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
@@ -104,10 +101,7 @@ class CompiledStep:
         self._cos = self._sin = np.empty((0, 0), np.float32)
         self._scratch = np.empty(0, np.float32)
 
-    # -- the model -------------------------------------------------------------------------------------
-
     def attach(self, cache: KVCache) -> None:
-        """Use the pages of `cache`."""
         self._kept.append(cache)
         for i, layer in enumerate(self._layers):
             layer.keys, layer.values = (pool.data_ptr() for pool in cache.layer(i))
@@ -157,8 +151,6 @@ class CompiledStep:
                     entry.b = entry.a + 4 * shape.rank * len(shape.parts) * shape.in_features
             self._tables[adapter] = AdapterStruct(sites, adapter.lora.rank, adapter.scale)
         return self._tables[adapter]
-
-    # -- the step --------------------------------------------------------------------------------------
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Compute one token of each row: stores keys and values in their pages, returns the logits [N, V]."""

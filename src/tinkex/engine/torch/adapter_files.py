@@ -31,14 +31,9 @@ from tinkex.engine.torch.hooks import Sites
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.types.params import LoraConfig
 
-WEIGHTS, CONFIG, FACTS, OPTIMIZER = (
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "tinkex.json",
-    "optimizer.safetensors",
-)
+WEIGHTS, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+CONFIG, FACTS = "adapter_config.json", "tinkex.json"
 _PREFIX = "base_model.model."
-_HOSTED_UNEMBED = "model.unembed_tokens"  # what hosted Tinker calls lm_head
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,6 @@ class BaseIdentity:
         return cls(name, f"{decoder.config.arch}-{zlib.crc32(chr(10).join(sums).encode()):08x}")
 
 
-# -- saving --------------------------------------------------------------------------------------------
-
-
 def save_adapter(
     adapter: Adapter,
     directory: Path,
@@ -70,26 +62,28 @@ def save_adapter(
     overwrite: bool = False,
     sync: bool = True,
 ) -> int:
-    """Write a PEFT directory; returns its bytes."""
     with new_directory(directory, overwrite=overwrite, sync=sync) as temporary:
         save_file(_arrays(adapter, adapter.flat), temporary / WEIGHTS, {"format": "pt"})
-        _write_json(temporary / CONFIG, _peft_config(adapter, base))
+        write_json(temporary / CONFIG, _peft_config(adapter, base))
         if optimizer:
             moments = dict(zip(("exp_avg", "exp_avg_sq"), adapter.moments(), strict=True))
             arrays = {f"{m}.{k}": v for m, flat in moments.items() for k, v in _arrays(adapter, flat).items()}
             save_file(arrays, temporary / OPTIMIZER)
         facts = {"format": 1, "lora": asdict(adapter.lora), "base": asdict(base), "step": adapter.step}
-        _write_json(temporary / FACTS, facts)
+        write_json(temporary / FACTS, facts)
         return sum(file.stat().st_size for file in temporary.iterdir())
 
 
-def _arrays(adapter: Adapter, flat: Tensor) -> dict[str, Any]:
-    named = adapter.named(flat.cpu())
+def _named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:
     return {
-        f"{_PREFIX}{name}.lora_{side}.weight": tensor.contiguous().numpy()
-        for name, pair in named.items()
-        for side, tensor in zip("AB", pair, strict=True)
+        f"{_PREFIX}{name}.lora_{side}.weight": view
+        for name, pair in adapter.named(flat).items()
+        for side, view in zip("AB", pair, strict=True)
     }
+
+
+def _arrays(adapter: Adapter, flat: Tensor) -> dict[str, Any]:
+    return {name: view.contiguous().numpy() for name, view in _named(adapter, flat.cpu()).items()}
 
 
 def _peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
@@ -105,9 +99,7 @@ def _peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
+        **dict.fromkeys(("modules_to_save", "layers_to_transform", "layers_pattern")),
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_rslora": False,
@@ -116,8 +108,8 @@ def _peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -130,26 +122,23 @@ def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True
         raise user_error(str(error)) from None
 
 
-# -- loading -------------------------------------------------------------------------------------------
-
-
 def load_adapter(
-    directory: Path,
-    sites: Sites,
-    experts: int,
-    base: BaseIdentity,
-    head: Tensor,
-    *,
-    optimizer: bool = False,
+    directory: Path, sites: Sites, experts: int, base: BaseIdentity, head: Tensor, *, optimizer: bool = False
 ) -> Adapter:
     """The adapter that a directory holds; ours, or any PEFT directory for the same modules with alpha 32.
 
     `head` is the base model's unembedding, on whose device it will be.
     """
-    tensors = _read_tensors(directory / WEIGHTS)
-    _drop_head(tensors, head, directory)
-    facts = _read_json(directory / FACTS) if (directory / FACTS).exists() else {}
-    lora = _lora_config(directory, facts, tensors)
+    weights, facts = directory / WEIGHTS, {}
+    # What hosted Tinker calls lm_head has a name of its own.
+    tensors = {n.replace("model.unembed_tokens", "lm_head"): t for n, t in _read_tensors(weights).items()}
+    # PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's.
+    given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
+    if given is not None and not torch.equal(given.to(head), head):
+        raise user_error(f"{weights} has a head of its own, which is not this base model's")
+    if (directory / FACTS).exists():
+        facts = _read_json(directory / FACTS)
+    lora = _lora_config(directory, facts, " ".join(tensors))
     saved = facts.get("base", {})
     if saved and saved.get("fingerprint") != base.fingerprint:
         raise user_error(
@@ -157,44 +146,25 @@ def load_adapter(
             f"and this one is {base.name!r} ({base.fingerprint})"
         )
     adapter = Adapter(lora, lay_out(sites, lora, experts), head.device)
-    _fill(
-        adapter, adapter.flat, {_plain(name): tensor for name, tensor in tensors.items()}, directory / WEIGHTS
-    )
+    _fill(adapter, adapter.flat, tensors, weights)
     if optimizer:
-        if not (directory / OPTIMIZER).exists():
-            raise user_error(f"{directory} was saved without the optimizer's state: it has no {OPTIMIZER}")
-        state = _read_tensors(directory / OPTIMIZER)
-        for key, flat in zip(("exp_avg.", "exp_avg_sq."), adapter.moments(), strict=True):
-            part = {name.removeprefix(key): t for name, t in state.items() if name.startswith(key)}
-            _fill(adapter, flat, part, directory / OPTIMIZER)
-        adapter.step = _step(directory, facts)
+        _load_optimizer(adapter, directory, facts)
     return adapter
 
 
-def _drop_head(tensors: dict[str, Tensor], head: Tensor, directory: Path) -> None:
-    """PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's."""
-    given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
-    if given is not None and not torch.equal(given.to(head), head):
-        raise user_error(f"{directory / WEIGHTS} has a head of its own, which is not this base model's")
-
-
-def _step(directory: Path, facts: Mapping[str, Any]) -> int:
+def _load_optimizer(adapter: Adapter, directory: Path, facts: Mapping[str, Any]) -> None:
+    if not (directory / OPTIMIZER).exists():
+        raise user_error(f"{directory} was saved without the optimizer's state: it has no {OPTIMIZER}")
+    state = _read_tensors(directory / OPTIMIZER)
+    for key, flat in zip(("exp_avg.", "exp_avg_sq."), adapter.moments(), strict=True):
+        part = {name.removeprefix(key): t for name, t in state.items() if name.startswith(key)}
+        _fill(adapter, flat, part, directory / OPTIMIZER)
     if not isinstance(step := facts.get("step"), int):
         raise user_error(f"{directory / FACTS} does not say how many steps the optimizer has made")
-    return step
+    adapter.step = step
 
 
-def check_fits(have: LoraConfig, saved: LoraConfig, directory: Path) -> None:
-    """Refuse a saved adapter whose rank or train flags are not those of the run it is to replace."""
-    for key in ("rank", "train_attn", "train_mlp", "train_unembed"):
-        if getattr(have, key) != getattr(saved, key):
-            raise user_error(
-                f"{directory} has {key} {getattr(saved, key)}, and the run has {getattr(have, key)}; "
-                "they must be the same"
-            )
-
-
-def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoraConfig:
+def _lora_config(directory: Path, facts: Mapping[str, Any], names: str) -> LoraConfig:
     if facts:
         try:
             return LoraConfig(**facts["lora"])
@@ -203,14 +173,9 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str
     peft = read_peft_config(directory)
     if (alpha := peft.get("lora_alpha")) != ALPHA:
         raise user_error(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
-    names = " ".join(_plain(name) for name in tensors)
+    parts = {"train_attn": ".self_attn.", "train_mlp": ".mlp.", "train_unembed": "lm_head."}
     try:
-        return LoraConfig(
-            rank=peft.get("r"),  # type: ignore[arg-type]  # checked there
-            train_attn=".self_attn." in names,
-            train_mlp=".mlp." in names,
-            train_unembed="lm_head." in names,
-        )
+        return LoraConfig(peft.get("r"), **{flag: part in names for flag, part in parts.items()})  # type: ignore[arg-type]
     except ValueError as error:
         raise user_error(f"{directory / CONFIG}: {error}") from None
 
@@ -226,17 +191,9 @@ def read_peft_config(directory: Path) -> dict[str, Any]:
     return peft
 
 
-def _plain(name: str) -> str:
-    return name.replace(_HOSTED_UNEMBED, "lm_head")
-
-
 def _fill(adapter: Adapter, flat: Tensor, tensors: dict[str, Tensor], source: Path) -> None:
     """Copy every tensor to its place; names and shapes must be exactly the adapter's."""
-    places = {
-        f"{_PREFIX}{name}.lora_{side}.weight": view
-        for name, pair in adapter.named(flat).items()
-        for side, view in zip("AB", pair, strict=True)
-    }
+    places = _named(adapter, flat)
     missing, extra = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
     if missing or extra:
         raise user_error(
@@ -254,20 +211,21 @@ def _fill(adapter: Adapter, flat: Tensor, tensors: dict[str, Tensor], source: Pa
         raise user_error(f"{source} holds numbers that are not finite")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
     if not path.exists():
         raise user_error(f"{path.parent} is not an adapter: it has no {path.name}")
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        yield
+    except (SafetensorError, ValueError, OSError) as error:
         raise user_error(f"{path} is corrupted: {error}") from None
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    with _reading(path), safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise user_error(f"{path.parent} is not an adapter: it has no {path.name}") from None
-    except (ValueError, OSError) as error:
-        raise user_error(f"{path} is corrupted: {error}") from None
+    with _reading(path):
+        return json.loads(path.read_text(encoding="utf-8"))

@@ -1,15 +1,15 @@
 """One adapter's tensors: all parameters in one flat fp32 buffer, gradients and moments in buffers like it.
 
-A step, a save or an eviction is one operation on one tensor. Views of the buffer are named by Hugging Face
-module for files, and by site for computing. The A matrices of a site's parts (q, k, v; gate, up) are stacked,
-and B is stored transposed: products with few columns are fastest so. A dense site counts as one expert.
-Knows nothing of passes, optimizers or files.
+So a step, a save or an eviction is one operation on one tensor. The A matrices of a site's parts (q, k, v;
+gate, up) are stacked, and B is stored transposed: products with few columns are fastest so. A dense site
+counts as one expert.
 
 Shapes: I in-features, O out-features, R rank, P parts of a site, E experts.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -110,11 +110,8 @@ class Adapter:
     ) -> Adapter:
         """A uniform in ±1/√I from `lora.seed` (on the CPU, so the same on every device), B zero."""
         adapter = cls(lora, lay_out(sites, lora, experts), device)
-        generator = torch.Generator()
-        if lora.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(lora.seed)
+        seed = secrets.randbits(63) if lora.seed is None else lora.seed
+        generator = torch.Generator().manual_seed(seed)
         for shape in adapter.shapes.values():
             a, _ = shape.views(adapter.flat)
             bound = shape.in_features**-0.5
@@ -123,7 +120,6 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Memory of parameters, gradients and moments, as far as they exist."""
         held = (self.flat, self._grad_buffer, self.exp_avg, self.exp_avg_sq)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -180,7 +176,6 @@ class Adapter:
         return grad
 
     def snapshot(self) -> Adapter:
-        """A copy of the parameters alone, which later steps do not change."""
         copy = Adapter(self.lora, self.shapes, self.flat.device)
         copy.flat.copy_(self.flat)
         copy.offsets = self.offsets
@@ -195,10 +190,7 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class AdapterExport:
-    """The torch engine's `ExportedAdapter`: a copied adapter, and the fingerprint of its base model.
-
-    Pickling keeps the parameters' bytes and leaves the layout to the engine that publishes them.
-    """
+    """The torch engine's `ExportedAdapter`; pickled, it leaves the layout to the engine that publishes it."""
 
     adapter: Adapter
     fingerprint: str

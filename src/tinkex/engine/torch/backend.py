@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 class DecodeAhead(Protocol):
     """Decodes running sequences one step ahead of the host: a call returns the results of the step before."""
 
-    def serves(self, request: RunningRequest) -> bool:
-        """Whether it can draw as `request` asks."""
-        ...
+    def serves(self, request: RunningRequest) -> bool: ...
 
     def step(self, sequences: Sequence[RunningSequence]) -> Landed:
         """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
@@ -51,9 +49,7 @@ class DecodeAhead(Protocol):
         """Wait for the step in flight; returns its results."""
         ...
 
-    def drop(self) -> None:
-        """Forget the step in flight: its sequences have failed."""
-        ...
+    def drop(self) -> None: ...
 
 
 class PrefillSteps(Protocol):
@@ -88,7 +84,6 @@ class Backend:
         return LoraBatch(adapters, lengths, train=train)
 
     def packed_attend(self, lengths: Sequence[int], windows: Sequence[int | None]) -> Attend:
-        """Attention within packed sequences, for training."""
         return PackedAttend(lengths, windows)
 
     def paged_attend(

@@ -1,9 +1,8 @@
 """Continuous batching: every step computes the tokens of running sequences that are not in the KV cache yet.
 
 A sequence with one such token is decoding; one with more is in prefill, or is recomputed after preemption.
-One forward pass of the decoder does both, for any mix of adapters. Promises: a request's pages are free as
-soon as it ends, however it ends; a failed step fails the requests in it and no others; running out of pages
-delays requests and never fails them. Runs on one thread; knows nothing of event loops, training or files.
+One forward pass of the decoder does both, for any mix of adapters. A request's pages are free as soon as it
+ends; a failed step fails the requests in it alone; running out of pages delays requests and never fails them.
 
 Shapes: T tokens of a step, D width, N rows whose logits are needed, V vocabulary.
 """
@@ -84,10 +83,9 @@ class ContinuousBatch:
         self.preemptions = 0
         self._requests: set[RunningRequest] = set()
         self._device = decoder.unembed_weight.device
+        self._at_once = max(1, limits.logits // decoder.config.padded_vocab)  # rows of logits
         if compiled is not None:
             compiled.attach(cache)
-
-    # -- requests --------------------------------------------------------------------------------------
 
     def check_work(self, work: SampleWork) -> int:
         """How many tokens each sample may have; raises EngineError if the request can never be served."""
@@ -112,8 +110,7 @@ class ContinuousBatch:
         listener: Listener | None = None,
     ) -> RunningRequest:
         """Queue a request that `check_work` let pass. `listener` is called with each token drawn."""
-        seed = seed_of(work)
-        stops = Stops(work, self.decoder.config.eos_ids, token_bytes)
+        seed, stops = seed_of(work), Stops(work, self.decoder.config.eos_ids, token_bytes)
         scores = PromptScores(work, seed)
         request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, listener)
         request.sequences = [RunningSequence(i, request=request) for i in range(work.num_samples)]
@@ -138,29 +135,18 @@ class ContinuousBatch:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def check(self) -> None:
-        """Assert that running sequences own all pages in use."""
-        assert not any(s.pages for r in self._requests for s in r.sequences if s not in self.running)
-        self.cache.pages.check(s.pages for s in self.running)
-
-    # -- the step --------------------------------------------------------------------------------------
-
     def step(self) -> None:
         """Advance every running sequence by one token, or by a chunk of its prompt."""
         if self._pipeline is not None and self._step_ahead(self._pipeline):
             return
         self._admit()
-        plan = self._plan()
-        if not plan:
+        if not (plan := self._plan()):
             return
         # Decoding sequences go through the compiled step where there is one, the others through torch.
-        decoding: Plan = []
-        rest: Plan = []
-        for sequence, count in plan:
-            compiled = self._compiled is not None and sequence.lacking == 1 and bool(sequence.tokens)
-            (decoding if compiled else rest).append((sequence, count))
-        for part, advance in ((decoding, self._advance_compiled), (rest, self._advance)):
-            part = [(s, count) for s, count in part if s.pages]  # a request may have failed already
+        compiled = {s for s, _ in plan if self._compiled is not None and s.lacking == 1 and s.tokens}
+        for decoding, advance in ((True, self._advance_compiled), (False, self._advance)):
+            # without those whose request has failed already
+            part = [(s, count) for s, count in plan if (s in compiled) == decoding and s.pages]
             try:
                 if part:
                     advance(part)
@@ -179,22 +165,14 @@ class ContinuousBatch:
         assert self._compiled is not None
         for part in self._bounded([sequence for sequence, _ in plan]):
             part = [s for s in part if s.pages]  # without those whose request failed meanwhile
-            if not part:
-                continue
-            logits_NV = self._compiled([(s.last, s.computed, s.pages, s.request.adapter) for s in part])
-            for sequence in part:
-                sequence.computed += 1
-                self._remember(sequence, 1)
-            self._draw_rows(part, logits_NV)
+            if part:
+                logits_NV = self._compiled([(s.last, s.computed, s.pages, s.request.adapter) for s in part])
+                for sequence in part:
+                    self._computed(sequence, 1)
+                self._draw_rows(part, logits_NV)
 
     def _bounded(self, rows: list[T]) -> Iterator[list[T]]:
-        """`rows` in parts whose logits fit the budget."""
         return (rows[i : i + self._at_once] for i in range(0, len(rows), self._at_once))
-
-    @property
-    def _at_once(self) -> int:
-        """Rows of logits that fit the budget."""
-        return max(1, self.limits.logits // self.decoder.config.padded_vocab)
 
     def _fail_step(self, sequences: Iterable[RunningSequence], error: Exception) -> None:
         failure = EngineError(f"a decoding step failed: {type(error).__name__}: {error}")
@@ -211,11 +189,9 @@ class ContinuousBatch:
             if self.waiting and len(self.running) < self.limits.sequences:
                 self._land(pipeline.land())
                 self._admit()
-            if not all(s.lacking == 1 and s.request.ahead for s in self.running):
-                self._land(pipeline.land())
-                return False
             going = [s for s in self.running if len(s.tokens) + s.in_flight < s.request.max_tokens]
-            if going and not all(self._has_page_ahead(s) for s in going):
+            decoding = all(s.lacking == 1 and s.request.ahead for s in self.running)
+            if not decoding or not all(self._has_page_ahead(s) for s in going):
                 self._land(pipeline.land())
                 return False
             self._land(pipeline.step(going) if going else pipeline.land())
@@ -225,17 +201,14 @@ class ContinuousBatch:
         return True
 
     def _has_page_ahead(self, sequence: RunningSequence) -> bool:
-        """Allocate the page that the next launched token needs; False if none is free."""
         if len(sequence.pages) * PAGE <= sequence.computed + sequence.in_flight:
             sequence.pages += self.cache.take(1) or []
         return len(sequence.pages) * PAGE > sequence.computed + sequence.in_flight
 
     def _land(self, landed: Landed) -> None:
-        """Append the tokens that came back; those of sequences that ended meanwhile are dropped."""
         for sequence, token, logprob in landed:
             if sequence.pages and not sequence.reason:
-                sequence.computed += 1
-                self._remember(sequence, 1)
+                self._computed(sequence, 1)
                 self._append(sequence, token, logprob)
         self._finish()
 
@@ -291,46 +264,37 @@ class ContinuousBatch:
     def _grow(self, sequence: RunningSequence) -> None:
         """Allocate the page that a sequence's next token needs; preempt the youngest if none is free."""
         while len(sequence.pages) * PAGE < sequence.length:
-            page = self.cache.take(1)
-            if page:
+            if page := self.cache.take(1):
                 sequence.pages += page
                 continue
-            victim = self.running[-1]
-            self._preempt(victim)
+            victim = self.running[-1]  # first in the queue now, and recomputed later
+            self.preemptions += 1
+            self._stop_running(victim)
+            self.waiting.appendleft(victim)
             if victim is sequence:
                 return
 
-    def _preempt(self, sequence: RunningSequence) -> None:
-        """Free a running sequence's pages and put it first in the queue; it is recomputed later."""
-        self.preemptions += 1
-        self._stop_running(sequence)
-        self.waiting.appendleft(sequence)
-
     @torch.inference_mode()
     def _forward(self, plan: Plan) -> Tensor:
-        """The final hidden states of the planned tokens."""
         pieces = [TokenSpan(s.pages, s.computed, count) for s, count in plan]
         tokens = np.concatenate([s.ids(s.computed, s.computed + count) for s, count in plan])
-        backend = self.decoder.backend
-        lora = lora_of(self.decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])
+        decoder = self.decoder
+        lora = lora_of(decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])
         h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
-            windows = self.decoder.config.windows
             min_split_keys = 0 if self._prefill is None else self._prefill.min_split_keys
-            h_TD = self.decoder(
-                to_device(tokens.astype(np.int64), self._device),
-                to_device(positions, self._device),
-                backend.paged_attend(self.cache, pieces, windows, min_split_keys),
-                lora,
-            )
+            windows = decoder.config.windows
+            attend = decoder.backend.paged_attend(self.cache, pieces, windows, min_split_keys)
+            read = (to_device(ids, self._device) for ids in (tokens.astype(np.int64), positions))
+            h_TD = decoder(*read, attend, lora)
         for sequence, count in plan:
-            sequence.computed += count
-            self._remember(sequence, count)
+            self._computed(sequence, count)
         return h_TD
 
-    def _remember(self, sequence: RunningSequence, count: int) -> None:
-        """Enter the pages that just became full into the prefix cache."""
+    def _computed(self, sequence: RunningSequence, count: int) -> None:
+        """Note `count` computed tokens, and enter the pages that became full into the prefix cache."""
+        sequence.computed += count
         first, full = (sequence.computed - count) // PAGE, sequence.computed // PAGE
         if first < full:
             links = self._links(sequence, full * PAGE)
@@ -338,11 +302,8 @@ class ContinuousBatch:
                 self.cache.pages.remember(sequence.pages[page], links[page])
 
     def _links(self, sequence: RunningSequence, stop: int) -> list[bytes]:
-        """The digests of a sequence's full pages up to position `stop`."""
         fresh = sequence.ids(len(sequence.links) * PAGE, stop)
         return chain(sequence.request.root, fresh, sequence.links)
-
-    # -- logits ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _score(self, plan: Plan, h_TD: Tensor) -> None:
@@ -357,11 +318,10 @@ class ContinuousBatch:
             stop = min(prompt, sequence.computed + 1)
             while scores.next < stop:
                 rows = min(self._at_once, stop - scores.next)
-                first = start + scores.next - 1 - offset
-                h_ND = h_TD[first : first + rows]
-                backend, vocab = self.decoder.backend, self.decoder.config.vocab_size
-                logits_NV = self.decoder.logits(h_ND, lora_of(self.decoder.backend, [sequence], [rows]))
-                scores.add(TorchRows(logits_NV, vocab, backend), rows)
+                first, backend = start + scores.next - 1 - offset, self.decoder.backend
+                lora = lora_of(backend, [sequence], [rows])
+                logits_NV = self.decoder.logits(h_TD[first : first + rows], lora)
+                scores.add(TorchRows(logits_NV, self.decoder.config.vocab_size, backend), rows)
 
     @torch.inference_mode()
     def _draw(self, plan: Plan, h_TD: Tensor) -> None:
@@ -384,8 +344,7 @@ class ContinuousBatch:
         vocab, backend = self.decoder.config.vocab_size, self.decoder.backend
         drawn = draw_next(sequences, logits_NV, vocab, backend, self._compiled)
         for sequence, token, logprob, top in drawn:
-            if top is not None:
-                sequence.top.append(top)
+            sequence.top += [top] if top is not None else []
             self._append(sequence, token, logprob)
 
     def _fork(self, first: RunningSequence) -> Iterator[RunningSequence]:
@@ -415,10 +374,7 @@ class ContinuousBatch:
         sequence.links = first.links[:full]
         return True
 
-    # -- ending ----------------------------------------------------------------------------------------
-
     def _append(self, sequence: RunningSequence, token: int, logprob: float) -> None:
-        """Append a drawn token, and pass it to the request's listener."""
         request = sequence.request
         if request not in self._requests:  # another of its samples failed it in this step
             return
@@ -432,7 +388,6 @@ class ContinuousBatch:
                 self._fail(request, EngineError(f"streaming failed: {type(error).__name__}: {error}"))
 
     def _finish(self) -> None:
-        """Free the sequences that ended, and resolve the requests whose last one did."""
         ended = [s for s in self.running if s.reason]
         for sequence in ended:
             self._stop_running(sequence)
@@ -447,7 +402,6 @@ class ContinuousBatch:
         settle(request.future, copy.copy(error))  # each its own traceback
 
     def _end(self, request: RunningRequest) -> None:
-        """Remove a request and free its pages."""
         self._requests.discard(request)
         for sequence in request.sequences:
             if sequence.pages:

@@ -1,13 +1,10 @@
 """How many CPU threads compute: as many as there are cores that other processes leave idle.
 
 OpenMP threads wait for each other by spinning, so one thread too many slows a pass down many times over (two
-threads on a busy two-core machine: 19 times). The first choice comes from the load average, which also counts
-our own start; later ones from the CPU time that other processes used in the last seconds. A number given by
-the user (`EngineConfig.threads`) is final. OpenMP counts per thread, so the computing thread itself sets it.
-
-OpenMP also keeps a team for every live thread that ever computed. Once all teams together have more threads
-than there are cores, none spins any more: every operation wakes its helpers, and a small pass takes three
-times as long. So only the engine's own thread may keep a team; other threads compute inside `apart`.
+threads on a busy two-core machine: 19 times). OpenMP counts per thread, so the computing thread itself sets
+the number. It also keeps a team for every live thread that ever computed, and once all teams together have
+more threads than there are cores, a small pass takes three times as long: so only the engine's own thread may
+keep a team, and other threads compute inside `apart`.
 """
 
 from __future__ import annotations
@@ -37,7 +34,8 @@ class ComputeThreads:
     def __init__(self, given: int | None) -> None:
         self._fixed = given
         self.cores = usable_cores()
-        self.count = given or threads_beside(_load_average(), self.cores)
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        self.count = given or threads_beside(load, self.cores)
         self._last, self._wait = self._used(), _FIRST
         torch.set_num_threads(self.count)
 
@@ -105,13 +103,6 @@ def usable_cores() -> int:
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no control groups, or "max"
         return cores
-
-
-def _load_average() -> float:
-    try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):
-        return 0.0
 
 
 def _cpu_seconds() -> float | None:

@@ -10,13 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
-from tinkex.engine.protocol import (
-    Command,
-    EngineConfig,
-    Heartbeat,
-    ModelInfo,
-    R,
-)
+from tinkex.engine.protocol import Command, EngineConfig, Heartbeat, ModelInfo, R
 from tinkex.engine.request import user_error
 from tinkex.engine.token_bytes import TokenTable
 from tinkex.engine.torch import memory
@@ -32,17 +26,13 @@ from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.errors import InvalidInputError
 
-_DEVICES = "auto, cpu, cuda, cuda:N"
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
 _KV_SHARE, _ADAPTER_SHARE = 0.25, 0.25  # of the free memory after that
 
 
 class TorchEngine:
-    """An engine on the CPU or on one CUDA device.
-
-    >>> engine = TorchEngine(EngineConfig("models/SmolLM2-135M-Instruct"))    # doctest: +SKIP
-    """
+    """An engine on the CPU or on one CUDA device."""
 
     def __init__(self, config: EngineConfig, decoder: Decoder | None = None) -> None:
         """`decoder` is used instead of loading the model that `config` names."""
@@ -65,35 +55,23 @@ class TorchEngine:
         self._memory = plan_memory(config, decoder, context)
         self._memory["weights"] += compiled.nbytes if compiled else 0
         shape = decoder.config
-        pages = self._memory["kv"] // page_bytes(shape.layers, shape.kv_heads, shape.head_dim, dtype)
-        cache = KVCache(
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            pages,
-            device,
-            dtype,
-            clears=decoder.backend.clears_pages,
-        )
+        sizes = shape.layers, shape.kv_heads, shape.head_dim
+        pages = self._memory["kv"] // page_bytes(*sizes, dtype)
+        cache = KVCache(*sizes, pages, device, dtype, clears=decoder.backend.clears_pages)
         limits = StepLimits(context, config.max_batch, **_large_steps(decoder))
         pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits)
         lost = lambda: probe(device)  # noqa: E731
         self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost)
         # Sums depend on the number of threads, so a deterministic engine keeps it fixed.
         threads = config.threads or (usable_cores() if config.deterministic else None)
-        self._trainer = TorchTrainer(
-            decoder,
-            config.name or config.model,
-            max_context=context,
-            max_pass_tokens=config.max_pass_tokens,
-            share_from=0 if config.deterministic else SHARED,
-        )
+        bounds = {"max_context": context, "max_pass_tokens": config.max_pass_tokens}
+        share_from = 0 if config.deterministic else SHARED
+        self._trainer = TorchTrainer(decoder, config.name or config.model, **bounds, share_from=share_from)
         self._published: dict[str, PublishedAdapter] = {}
         self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self._stats)
         self.trainer = QueuedTrainer(self._thread, self._trainer)
-        self.sampler = TorchSampler(
-            self._thread, self._trainer, self._batch, self._published, TokenTable(config)
-        )
+        table = TokenTable(config)
+        self.sampler = TorchSampler(self._thread, self._trainer, self._batch, self._published, table)
         self.info = ModelInfo(
             arch=shape.arch,
             vocab_size=shape.vocab_size,
@@ -137,7 +115,7 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     """The device and dtype that `config` asks for, or the best there is."""
     cuda, asked = torch.cuda.is_available(), config.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
-        raise user_error(f"there is no device {asked!r}; allowed: {_DEVICES}")
+        raise user_error(f"there is no device {asked!r}; allowed: auto, cpu, cuda, cuda:N")
     device = torch.device(asked) if asked != "auto" else torch.device("cuda" if cuda else "cpu")
     if device.type == "cuda" and not cuda:
         raise user_error(f"device {asked!r} was asked for, and this machine has no CUDA device")
@@ -151,12 +129,8 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
 def check_deterministic(decoder: Decoder) -> None:
     """Refuse a model that cannot be batch-invariant on CUDA."""
     weight, shape = decoder.unembed_weight, decoder.config
-    odd = [
-        part.name
-        for in_features, parts in decoder.sites().values()
-        for part in parts
-        if in_features % 8 or (part.kind != "unembed" and part.out_features % 8)
-    ]
+    parts = [(part, i) for i, site in decoder.sites().values() for part in site]
+    odd = [part.name for part, i in parts if i % 8 or (part.kind != "unembed" and part.out_features % 8)]
     problem = None
     if weight.dtype != torch.bfloat16:
         problem = f"this one is in {str(weight.dtype).removeprefix('torch.')}"

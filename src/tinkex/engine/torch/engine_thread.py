@@ -1,9 +1,7 @@
 """The one thread of an engine: it executes training commands in order and decodes between any two of them.
 
-Other threads hand it functions in two ways. `submit` queues a command: one runs per turn, after the commands
-before it. `post` hands over something short (a request that arrives or is cancelled), which runs before the
-next decode step. Promises: when the thread ends, everything that was not done fails with EngineLost; an error
-after which the device cannot be used any more ends the thread. Knows nothing of models.
+When the thread ends, everything that was not done fails with EngineLost; an error after which the device
+cannot be used any more ends it. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,9 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex.engine.protocol import EngineError, EngineLost
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.continuous_batch import ContinuousBatch
 
 log = logging.getLogger("tinkex")
 # A burst of requests ends when none has come for `_PAUSE` seconds, or after `_LONGEST`.
@@ -26,27 +28,15 @@ T = TypeVar("T")
 Queue = deque[tuple[Callable[[], Any], Future[Any]]]
 
 
-class DecodeLoop(Protocol):
-    """What the thread does between two commands, and whenever there is no command."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def step(self) -> None: ...
-
-    def fail_all(self, error: EngineError) -> None: ...
-
-
 class EngineThread:
-    """Starts its thread at once.
+    """`begin` runs on the thread first; what it returns runs before every turn.
 
-    `begin` runs on it first; what it returns runs before every turn. `probe` raises if the device is lost; it
-    is called after each unexpected failure. `report` gives the stats that `stats` caches.
+    `probe`, called after each unexpected failure, raises if the device is lost. `report` gives `stats`.
     """
 
     def __init__(
         self,
-        decoding: DecodeLoop,
+        decoding: ContinuousBatch,
         begin: Callable[[], Callable[[], None]] = lambda: lambda: None,
         probe: Callable[[], None] = lambda: None,
         report: Callable[[], Mapping[str, float]] = dict,
@@ -57,7 +47,8 @@ class EngineThread:
         self._commands: Queue = deque()
         self._posted: Queue = deque()
         self._closed = False
-        self._stats, self._reported = report(), 0.0
+        # The last report: taken after each command, on going idle, and regularly while decoding.
+        self.stats, self._reported = report(), 0.0
         self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
         self._thread.start()
 
@@ -66,17 +57,12 @@ class EngineThread:
         """Why the thread can do nothing any more; "" while it can."""
         return self._why if self._closed else ""
 
-    @property
-    def stats(self) -> Mapping[str, float]:
-        """The last report: taken after each command, on going idle, and regularly while decoding."""
-        return self._stats
-
     def submit(self, command: Callable[[], T]) -> Future[T]:
-        """Queue a command."""
+        """Queue a command: one runs per turn, after the commands before it."""
         return self._put(self._commands, command)
 
     def post(self, function: Callable[[], T]) -> Future[T]:
-        """Run something short before the next decode step."""
+        """Run something short, such as admitting a request, before the next decode step."""
         return self._put(self._posted, function)
 
     def _put(self, queue: Queue, function: Callable[[], T]) -> Future[T]:
@@ -96,13 +82,16 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # -- on the thread ---------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             self._loop(self._begin())
         finally:
-            self._end()
+            with self._wake:
+                self._closed = True  # also when the thread dies of a bug: nothing more is accepted
+            self._run_posted()  # so that requests that just came are among those that fail
+            self._decoding.fail_all(EngineLost(self._why))
+            for _, future in self._commands:
+                settle(future, EngineLost(self._why))
 
     def _loop(self, look: Callable[[], None]) -> None:
         while not self._closed:
@@ -128,14 +117,6 @@ class EngineThread:
                 self._wake.wait_for(lambda: self._posted or self._commands or self._closed, _PAUSE)
             if not self._posted:
                 return
-
-    def _end(self) -> None:
-        with self._wake:
-            self._closed = True  # also when the thread dies of a bug: nothing more is accepted
-        self._run_posted()  # so that requests that just came are among those that fail
-        self._decoding.fail_all(EngineLost(self._why))
-        for _, future in self._commands:
-            settle(future, EngineLost(self._why))
 
     def _run_posted(self) -> None:
         while self._posted:
@@ -168,7 +149,7 @@ class EngineThread:
         settle(future, outcome)
 
     def _take_report(self) -> None:
-        self._stats, self._reported = self._report(), time.monotonic()
+        self.stats, self._reported = self._report(), time.monotonic()
 
     def _device_works(self) -> bool:
         """Close if not: some errors of a GPU last for the rest of the process."""
@@ -183,10 +164,8 @@ class EngineThread:
 
 def settle(future: Future[Any], outcome: Any) -> None:
     """Give a future its result or error; one that was cancelled meanwhile is left alone."""
-    try:
+    with suppress(InvalidStateError):
         if isinstance(outcome, EngineError):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-    except InvalidStateError:
-        pass

@@ -1,6 +1,5 @@
 """The decoder's products and elementwise steps, as autograd sees them: lean in time and memory.
 
-Each Function keeps as little as its backward needs and writes gradients of fused projections into one buffer.
 `impl` is the module that computes: `plain`, or `engine.cuda.elementwise`, which has the same functions.
 The base model's weights are frozen, so none of them gets a gradient.
 
@@ -56,7 +55,7 @@ class Stream(NamedTuple):
 def rms_norm(stream: Stream, weight: Tensor, eps: float, impl: ModuleType = plain) -> Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32."""
     if stream.x.requires_grad:
-        return _RmsNorm.apply(*stream, weight, eps, impl)
+        return _AddRmsNorm.apply(*stream, None, weight, eps, impl)[2]
     return impl.normalise(*stream, None, weight, eps)[2]
 
 
@@ -102,20 +101,13 @@ def swiglu(gate_up: Tensor | PartialProjection, impl: ModuleType = plain) -> Ten
     return _SwiGlu.apply(gate_up, impl) if gate_up.requires_grad else impl.swiglu(gate_up)
 
 
-# -- matrix products -----------------------------------------------------------------------------------
-
 _PACK_ROWS = 64  # what the blocked layout is chosen for; any number of rows can use it
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _use_onednn(weight: Tensor) -> bool:
-    # below this size the call costs more than it saves
-    return (
-        _ONEDNN
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.numel() >= 1 << 16
-    )
+    suits = _ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return suits and weight.numel() >= 1 << 16  # below, the call costs more than it saves
 
 
 def pack(weight: Tensor) -> Tensor | None:
@@ -123,9 +115,9 @@ def pack(weight: Tensor) -> Tensor | None:
 
     Few rows then multiply 1.1 to 1.6 times as fast. Only a oneDNN product can read it.
     """
-    return (
-        torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS) if _use_onednn(weight) else None
-    )
+    if not _use_onednn(weight):
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -145,32 +137,15 @@ class _Linear(Function):
         return product(grads[0], weight.t()), None, None
 
 
-# -- elementwise steps ---------------------------------------------------------------------------------
-
-
-class _RmsNorm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rest: Tensor | None, weight: Tensor, eps: float, impl: ModuleType
-    ) -> Tensor:
-        _, _, y, rstd = impl.normalise(x, rest, None, weight, eps)
-        ctx.save_for_backward(x, rstd, weight)
-        ctx.impl = impl
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, rstd, weight = ctx.saved_tensors
-        return ctx.impl.normalise_backward(grads[0], x, rstd, weight, None), None, None, None, None
-
-
 class _AddRmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x, rest, delta, weight, eps, impl: ModuleType):  # type: ignore[override]
         total, rest, y, rstd = impl.normalise(x, rest, delta, weight, eps)
         ctx.save_for_backward(total, rstd, weight)
-        ctx.impl = impl
+        ctx.impl, ctx.adds = impl, delta is not None
         ctx.set_materialize_grads(False)
+        if delta is None:
+            return None, None, y
         if rest is not None:
             ctx.mark_non_differentiable(rest)
         return total, rest, y
@@ -178,11 +153,10 @@ class _AddRmsNorm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         total, rstd, weight = ctx.saved_tensors
-        grad_total, _, grad_y = grads
-        if grad_y is None:
-            return grad_total, None, grad_total, None, None, None
-        grad = ctx.impl.normalise_backward(grad_y, total, rstd, weight, grad_total)
-        return grad, None, grad, None, None, None
+        grad, _, grad_y = grads
+        if grad_y is not None:
+            grad = ctx.impl.normalise_backward(grad_y, total, rstd, weight, grad)
+        return grad, None, grad if ctx.adds else None, None, None, None
 
 
 class _Add(Function):

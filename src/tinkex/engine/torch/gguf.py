@@ -1,13 +1,11 @@
 """Read a GGUF file as if it were a Hugging Face directory, or convert it to one.
 
-Promises: weights are dequantised one at a time, and named and shaped as in Hugging Face files (llama files
-interleave rotary pairs: these are put back into halves); metadata that changes the numbers and is not
-supported is refused by name. The tokenizer part is in `gguf_tokenizer`.
+Weights are dequantised one at a time, and named and shaped as in Hugging Face files. Metadata that changes
+the numbers and is not supported is refused by name. The tokenizer part is in `gguf_tokenizer`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex import store
+from tinkex.engine.torch.adapter_files import write_json
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.models.architecture import ModelConfig, model_config
 from tinkex.engine.torch.models.decoder import Decoder
@@ -55,6 +54,8 @@ class GgufModel:
             raise InvalidInputError(
                 f"{path}: general.architecture {self.arch!r} is not supported; supported: {supported}"
             )
+        if self.arch == "llama" and self.get("{arch}.expert_count", 0):
+            raise InvalidInputError(f"{path}: llama with experts (Mixtral) is not a supported architecture")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; `{arch}` in the key stands for the architecture's name."""
@@ -68,20 +69,20 @@ class GgufModel:
         return value
 
     def config(self) -> ModelConfig:
-        fields = self.config_fields()
-        return model_config(fields, vocab_size=self.vocab_size(), eos_ids=tuple(fields["eos_token_id"]))
-
-    def vocab_size(self) -> int:
-        """The tokenizer's ids without the padding at the end."""
-        types = self.require("tokenizer.ggml.token_type")
-        return 1 + max((i for i, kind in enumerate(types) if kind != _UNUSED), default=-1)
+        fields, types = self.config_fields(), self.require("tokenizer.ggml.token_type")
+        used = (i for i, kind in enumerate(types) if kind != _UNUSED)
+        return model_config(fields, vocab_size=1 + max(used, default=-1))
 
     def config_fields(self) -> dict[str, Any]:
         """The file's metadata as the fields of a `config.json`."""
         model_type, class_name = ARCHITECTURES[self.arch]
         heads, width = self.require("{arch}.attention.head_count"), self.require("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", width // heads)
-        self._refuse(head_dim)
+        if (rotated := self.get("{arch}.rope.dimension_count", head_dim)) != head_dim:
+            raise InvalidInputError(
+                f"{self.path}: {rotated} rotated dimensions of {head_dim} are not supported"
+            )
+        ends = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
         fields = {
             "architectures": [class_name],
             "model_type": model_type,
@@ -101,32 +102,11 @@ class GgufModel:
             "attention_bias": "blk.0.attn_output.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self._tensors,
             "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self._eos_ids(),
+            "eos_token_id": sorted({int(end) for key in ends if (end := self.get(key)) is not None}),
         }
-        return fields | (self._expert_fields() if self.arch == "qwen3moe" else {})
-
-    def _refuse(self, head_dim: int) -> None:
-        """Refuse metadata that changes the numbers and is not supported."""
-        if (rotated := self.get("{arch}.rope.dimension_count", head_dim)) != head_dim:
-            raise InvalidInputError(
-                f"{self.path}: {rotated} rotated dimensions of {head_dim} are not supported"
-            )
-        if self.arch == "llama" and self.get("{arch}.expert_count", 0):
-            raise InvalidInputError(
-                f"{self.path}: llama with experts (Mixtral) is not a supported architecture"
-            )
-
-    def _rows(self, name: str) -> int:
-        if name not in self._tensors:
-            raise InvalidInputError(f"{self.path} has no tensor {name}")
-        return int(self._tensors[name].shape[-1])  # GGUF lists dimensions from the innermost
-
-    def _eos_ids(self) -> list[int]:
-        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-        return sorted({int(value) for key in keys if (value := self.get(key)) is not None})
-
-    def _expert_fields(self) -> dict[str, Any]:
-        return {
+        if self.arch != "qwen3moe":
+            return fields
+        return fields | {
             "num_experts": self.require("{arch}.expert_count"),
             "num_experts_per_tok": self.require("{arch}.expert_used_count"),
             "moe_intermediate_size": self.require("{arch}.expert_feed_forward_length"),
@@ -135,11 +115,15 @@ class GgufModel:
             "mlp_only_layers": [],
         }
 
+    def _rows(self, name: str) -> int:
+        if name not in self._tensors:
+            raise InvalidInputError(f"{self.path} has no tensor {name}")
+        return int(self._tensors[name].shape[-1])  # GGUF lists dimensions from the innermost
+
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        kind = self.get("{arch}.rope.scaling.type", "none")
         if "rope_freqs.weight" in self._tensors:
             return self._llama3_scaling(head_dim)
-        if kind == "none":
+        if (kind := self.get("{arch}.rope.scaling.type", "none")) == "none":
             return None
         scaling = {"rope_type": kind, "factor": self.require("{arch}.rope.scaling.factor")}
         if (original := self.get("{arch}.rope.scaling.original_context_length")) is not None:
@@ -161,8 +145,6 @@ class GgufModel:
         if not torch.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4):
             raise InvalidInputError(f"{self.path}: rope_freqs.weight does not follow Llama 3's rope scaling")
         return scaling
-
-    # -- tensors ---------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, dequantised to fp32 one at a time.
@@ -214,9 +196,6 @@ class GgufModel:
         return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-# -- conversion ----------------------------------------------------------------------------------------
-
-
 def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a GGUF file out as a Hugging Face directory: config, weights, tokenizer and chat template.
 
@@ -229,8 +208,8 @@ def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = t
     ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if fields[key] is not None}
     try:
         with store.atomic_directory(directory) as part:
-            _write_json(part / "config.json", fields | {"dtype": str(dtype).removeprefix("torch.")})
-            _write_json(part / "generation_config.json", ids)
+            write_json(part / "config.json", fields | {"dtype": str(dtype).removeprefix("torch.")})
+            write_json(part / "generation_config.json", ids)
             write_tokenizer(model, part)
             _write_weights(model, part, dtype)
     except store.LocationExistsError:
@@ -245,26 +224,18 @@ def _write_weights(model: GgufModel, directory: Path, dtype: torch.dtype) -> Non
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 
-    def flush() -> None:
-        file = f"model-{len(set(places.values())) + 1:05}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(shard, file))
-        shard.clear()
+    def flush(least: int) -> None:
+        if sum(tensor.nbytes for tensor in shard.values()) >= least:
+            file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            save_file(shard, directory / file, metadata={"format": "pt"})
+            places.update(dict.fromkeys(shard, file))
+            shard.clear()
 
-    size = 0
     for name, tensor in model.tensors():
         shard[name] = tensor.to(dtype).contiguous()
-        size += shard[name].nbytes
-        if size >= _SHARD_BYTES:
-            flush()
-            size = 0
-    if shard:
-        flush()
+        flush(_SHARD_BYTES)
+    flush(1)
     if len(set(places.values())) == 1:
         (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
     else:
-        _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})

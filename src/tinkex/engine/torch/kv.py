@@ -1,10 +1,8 @@
 """The paged KV cache: page allocation with prefix caching, the tensors, and attention over page tables.
 
-A page holds the keys and values of PAGE consecutive tokens of every layer. Pages are reference-counted:
-samples of one prompt share its full pages. A full page stays in the prefix cache, keyed by a hash chained
-over the adapter and all tokens so far, until it is evicted, least recently used first. Promises: a page with
-two owners is only read; `Pages.check` proves that no page is lost. Knows nothing of requests or adapters'
-weights.
+A page holds the keys and values of PAGE consecutive tokens of every layer. Pages are reference-counted: a
+page with two owners is only read. A full page stays in the prefix cache, keyed by a hash chained over the
+adapter and all tokens so far, until it is evicted, least recently used first.
 
 Shapes: T tokens in the step, H query heads, G kv heads, C head dim, B sequences of a group, L padded length.
 """
@@ -12,8 +10,9 @@ Shapes: T tokens in the step, H query heads, G kv heads, C head dim, B sequences
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -54,9 +53,7 @@ class Pages:
 
     def take(self, n: int) -> list[int] | None:
         """Allocate `n` pages, evicting cached ones as needed; None if there are not as many."""
-        if n > self.available:
-            return None
-        return [self._take_one() for _ in range(n)]
+        return None if n > self.available else [self._take_one() for _ in range(n)]
 
     def _take_one(self) -> int:
         if self._free:
@@ -68,7 +65,6 @@ class Pages:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add an owner to each of `pages`."""
         for page in pages:
             self._refs[page] += 1
             self._idle.pop(page, None)
@@ -78,20 +74,14 @@ class Pages:
         for page in reversed(pages):  # the end of a sequence is evicted before its prefix
             assert self._refs[page] > 0, f"page {page} released twice"
             self._refs[page] -= 1
-            if self._refs[page] == 0:
-                if page in self._digest:
-                    self._idle[page] = None
-                else:
-                    self._free.append(page)
+            if self._refs[page] == 0 and page in self._digest:
+                self._idle[page] = None
+            elif self._refs[page] == 0:
+                self._free.append(page)
 
     def find(self, links: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest known prefix of `links`; the caller becomes an owner."""
-        found: list[int] = []
-        for digest in links:
-            page = self._by_digest.get(digest)
-            if page is None:
-                break
-            found.append(page)
+        found = [self._by_digest[digest] for digest in takewhile(self._by_digest.__contains__, links)]
         self.share(found)
         return found
 
@@ -100,14 +90,6 @@ class Pages:
         if digest not in self._by_digest and page not in self._digest:
             self._by_digest[digest] = page
             self._digest[page] = digest
-
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that the owners are exactly `holders`, and that every page is free, idle or owned."""
-        held = Counter(page for pages in holders for page in pages)
-        assert all(self._refs[p] == held.get(p, 0) for p in range(self.count)), "references leak"
-        assert sorted([*self._free, *self._idle, *held]) == list(range(self.count)), "pages lost or doubled"
-        assert {d: p for p, d in self._digest.items()} == self._by_digest, "digests disagree"
-        assert all(page in self._digest for page in self._idle), "an idle page cannot be found"
 
 
 class KVCache:
@@ -138,12 +120,10 @@ class KVCache:
         otherwise spoil the sequences that get its pages next.
         """
         taken = self.pages.take(n)
-        if not self._clears:
-            return taken
-        stale = self._used.intersection(taken or ())
-        if stale:
-            self._pool[:, torch.tensor(sorted(stale), device=self._pool.device)] = 0.0
-        self._used.update(taken or ())
+        if self._clears and taken:
+            if stale := self._used.intersection(taken):
+                self._pool[:, torch.tensor(sorted(stale), device=self._pool.device)] = 0.0
+            self._used.update(taken)
         return taken
 
     def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
@@ -170,14 +150,9 @@ def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    if device.type == "cpu" and dtype == torch.float32:
-        return torch.from_numpy(
-            np.zeros(shape, np.float32)
-        )  # the system allocates a page when it is first written
+    if device.type == "cpu" and dtype == torch.float32:  # numpy's take memory when first written to
+        return torch.from_numpy(np.zeros(shape, np.float32))
     return torch.zeros(shape, device=device, dtype=dtype)
-
-
-# -- attention -----------------------------------------------------------------------------------------
 
 
 class TokenSpan(NamedTuple):
@@ -213,18 +188,13 @@ class _SpanGroup:
             hidden = seen > at
             if window is not None:
                 hidden |= seen <= at - window
-            self._masks[window] = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-                hidden, float("-inf")
-            )
+            shown = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            self._masks[window] = shown.masked_fill_(hidden, float("-inf"))
         return self._masks[window]
 
 
 class PagedAttend:
-    """Attention of one step's tokens over the cache; it writes their keys and values first.
-
-    The step's tokens are its spans' tokens, one span after the other. `windows` is each layer's sliding
-    window, or None.
-    """
+    """Attention of one step's tokens, its spans' one after the other; writes their keys and values first."""
 
     def __init__(
         self, cache: KVCache, pieces: Sequence[TokenSpan], windows: Sequence[int | None], device: torch.device
@@ -259,21 +229,16 @@ class PagedAttend:
 
     def _prefill(self, group: _SpanGroup, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         """Many queries of one sequence; earlier keys and values are read from the cache."""
-        window = self._windows[layer]
-        causal = group.no_history and (window is None or group.new <= window)
-        if causal:
-            k, v, mask = k_TGC.transpose(0, 1)[None], v_TGC.transpose(0, 1)[None], None
-        else:
+        window, (q, k, v) = self._windows[layer], (x.transpose(0, 1)[None] for x in (q_THC, k_TGC, v_TGC))
+        causal, mask = group.no_history and (window is None or group.new <= window), None
+        if not causal:
             k, v = self._cache.read(layer, group.table_BN)
-            mask = group.mask(window, q_THC.dtype)
-        o = F.scaled_dot_product_attention(
-            q_THC.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )
+            mask = group.mask(window, q.dtype)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
         return o[0].transpose(0, 1)
 
 
 def slots_of(piece: TokenSpan) -> np.ndarray:
-    """The cache slots of a span's new tokens."""
     at = np.arange(piece.start, piece.start + piece.new)
     return np.asarray(piece.pages, np.int64)[at // PAGE] * PAGE + at % PAGE
 
@@ -281,8 +246,7 @@ def slots_of(piece: TokenSpan) -> np.ndarray:
 def group_pieces(pieces: Sequence[TokenSpan]) -> list[list[int]]:
     """Which spans attend in one call: a prefill span alone, decoding ones grouped by similar length.
 
-    A group costs a few calls per layer; padding costs memory traffic. Spans are sorted by length, and a group
-    ends where padding would waste more than a third of it.
+    A group costs a few calls per layer; it ends where padding would waste more than a third of it.
     """
     groups = [[i] for i, piece in enumerate(pieces) if piece.new > 1]
     singles = sorted((i for i, p in enumerate(pieces) if p.new == 1), key=lambda i: -pieces[i].start)

@@ -1,8 +1,7 @@
 """Load a decoder from a Hugging Face directory or a GGUF file, straight onto its device.
 
-Promises: weights are mapped, converted and copied into place one at a time, so the model is never in memory
-twice; missing and unexpected tensors are named; a path without a model, or with a quantised one that cannot
-be loaded, is refused with InvalidInputError. Reads of a tokenizer only how many ids it has.
+Weights are mapped, converted and copied into place one at a time, so the model is never in memory twice.
+What cannot be loaded is refused with InvalidInputError. Reads of a tokenizer only how many ids it has.
 """
 
 from __future__ import annotations
@@ -58,7 +57,8 @@ def fill(
     for name, tensor in tensors:
         place = places.pop(name, None)
         if place is None:
-            if not _ignored(name, config):
+            # Redundant are rotary tables of old files, and the copy of a tied embedding.
+            if not name.endswith("rotary_emb.inv_freq") and not (config.tied and name == "lm_head.weight"):
                 unexpected.append(name)
             continue
         if place.shape != tensor.shape:
@@ -75,24 +75,15 @@ def fill(
 
 
 def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
-    """A decoder in place, its weights still to be filled."""
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
         decoder = Decoder(config, choose_backend(device, dtype))
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.
     return decoder.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)).eval()
 
 
-def _ignored(name: str, config: ModelConfig) -> bool:
-    """Redundant tensors: rotary tables of old files, and the copy of a tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
-
-
 def _some(names: list[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "none") + more
-
-
-# -- Hugging Face directories --------------------------------------------------------------------------
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -102,20 +93,13 @@ def read_config(directory: Path) -> ModelConfig:
             f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file"
         )
     fields = _json(directory / "config.json")
-    _refuse_quantised(directory, fields)
-    eos_ids = None
-    if (directory / "generation_config.json").is_file():
-        given = _json(directory / "generation_config.json").get("eos_token_id")
-        if given is not None:
-            eos_ids = tuple(given) if isinstance(given, list) else (given,)
-    return model_config(fields, vocab_size=_tokenizer_size(directory), eos_ids=eos_ids)
-
-
-def _refuse_quantised(directory: Path, fields: dict[str, Any]) -> None:
-    scheme = fields.get("quantization_config")
-    if scheme:
+    if scheme := fields.get("quantization_config"):
         method = scheme.get("quant_method") or scheme.get("quant_type") or "an unnamed scheme"
         raise InvalidInputError(f"{directory} is quantised ({method}, by its config.json); {_LOADABLE}")
+    if (directory / "generation_config.json").is_file():
+        given = _json(directory / "generation_config.json").get("eos_token_id")
+        fields |= {} if given is None else {"eos_token_id": given}
+    return model_config(fields, vocab_size=_tokenizer_size(directory))
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -134,7 +118,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index, whole = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         names = sorted(set(_json(index)["weight_map"].values()))
         if absent := [name for name in names if not (directory / name).is_file()]:
@@ -142,10 +126,10 @@ def _weight_files(directory: Path) -> list[Path]:
                 f"{directory}: {index.name} names files that are not there: {_some(absent)}"
             )
         return [directory / name for name in names]
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
+    if whole.is_file():
+        return [whole]
     raise InvalidInputError(
-        f"{directory} has no model.safetensors and no {index.name}; weights in other formats are not read"
+        f"{directory} has no {whole.name} and no {index.name}; weights in other formats are not read"
     )
 
 

@@ -1,9 +1,8 @@
 """Logprobs of target tokens from hidden states, and their gradient, a chunk of tokens at a time.
 
-There is never a [T, V] tensor: each chunk's logits (with the unembedding's adapters) are computed, read for
-the targets' logprobs, and overwritten by their own gradient. If a cell's gradient depends on its logprob
-alone (`grad_of`), logits are computed once; otherwise the caller calls twice, the second time with a gradient
-computed from all logprobs. Ids of the padded vocabulary take part in the normaliser. Knows nothing of losses.
+There is never a [T, V] tensor: each chunk's logits are computed, read for the targets' logprobs, and
+overwritten by their own gradient. If a cell's gradient depends on its logprob alone, logits are computed
+once; otherwise the caller calls twice. Ids of the padded vocabulary take part in the normaliser.
 
 Shapes: T tokens, D width, V padded vocabulary, M target cells, N rows of a chunk.
 """
@@ -83,42 +82,25 @@ def logprob_chunk(
     grads: Callable[[Tensor], Tensor] | None,
     out_ND: Tensor | None,
 ) -> Tensor:
-    """The logprobs of one chunk's cells (row, id); with `grads`, their gradient to h_ND goes to `out_ND`."""
-    logp_NV = _log_softmax(h_ND, weight_VD, lora, start)
-    lp = logp_NV[cells]
-    if grads is not None and out_ND is not None:
-        _backward(logp_NV, (*cells, grads(lp)), h_ND, weight_VD, lora, start, out_ND)
-    return lp
+    """The logprobs of one chunk's cells (row, id); with `grads`, their gradient to h_ND goes to `out_ND`.
 
-
-def _log_softmax(h_ND: Tensor, weight_VD: Tensor, lora: LoraBatch, start: int) -> Tensor:
-    """All logprobs of the rows from `start` on, in fp32."""
+    The adapters' gradients are added to theirs; `out_ND` comes with zeros.
+    """
     logits_NV = linear(h_ND, weight_VD)
     add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
     if logits_NV.dtype == torch.float32:  # in place: a row is read before it is written
-        return torch.log_softmax(logits_NV, -1, out=logits_NV)
-    return torch.log_softmax(logits_NV, -1, dtype=torch.float32)
-
-
-def _backward(
-    logp_NV: Tensor,
-    cells: tuple[Tensor, Tensor, Tensor],
-    h_ND: Tensor,
-    weight_VD: Tensor,
-    lora: LoraBatch,
-    start: int,
-    out_ND: Tensor,
-) -> None:
-    """Write the gradient to h_ND into `out_ND` (zeros) and add the adapters'; overwrites `logp_NV`.
-
-    Rows without a gradient, such as a prompt's, take no part in the products.
-    """
-    rows, ids, grad_M = cells
-    chosen = grad_M != 0
-    rows, ids, grad_M = rows[chosen], ids[chosen], grad_M[chosen]
+        logp_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
+    else:
+        logp_NV = torch.log_softmax(logits_NV, -1, dtype=torch.float32)
+    lp = logp_NV[cells]
+    if grads is None or out_ND is None:
+        return lp
+    grad_M = grads(lp)
+    chosen = grad_M != 0  # rows without a gradient, such as a prompt's, take no part in the products
+    rows, ids, grad_M = (column[chosen] for column in (*cells, grad_M))
     live, rows = torch.unique_consecutive(rows, return_inverse=True)
     if not len(live):
-        return
+        return lp
     some = len(live) < len(h_ND)
     if some:
         logp_NV, h_ND = logp_NV[live], h_ND[live]
@@ -132,3 +114,4 @@ def _backward(
         out_ND.index_copy_(0, live, grad_ND)
     else:
         out_ND.copy_(grad_ND)
+    return lp

@@ -1,9 +1,8 @@
 """Many adapters on one frozen Linear in one pass.
 
-`LoraBatch` is the hook that a decoder calls at each of its sites: it adds scale·x·Aᵀ·Bᵀ to every contiguous
-segment of tokens with that segment's adapter, of any rank; the backward adds gradients to that adapter's
-buffer alone. Only x and its down-projection x·Aᵀ ("shrink") are saved for the backward. Knows nothing of
-losses, runs or files.
+`LoraBatch` adds scale·x·Aᵀ·Bᵀ to every contiguous segment of tokens with that segment's adapter, of any rank;
+the backward adds gradients to that adapter's buffer alone. Only x and its down-projection x·Aᵀ ("shrink") are
+saved for the backward.
 
 Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a site, E experts.
 """
@@ -51,9 +50,7 @@ class LoraBatch(LoraHook):
         if train:
             for adapter in {a for a in adapters if a is not None}:
                 adapter.open_grad()
-        self._anchor = torch.zeros(
-            (), requires_grad=train
-        )  # makes autograd record functions of frozen inputs
+        self._anchor = torch.zeros((), requires_grad=train)  # makes autograd record frozen inputs' functions
 
     def __call__(
         self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
@@ -93,7 +90,7 @@ class LoraBatch(LoraHook):
         ]
 
     def _row_jobs(self, site: Site, rows: Tensor, experts: Tensor | None) -> list[AdapterRows]:
-        if not any(adapter is not None and site in adapter.shapes for adapter, _, _ in self.segments):
+        if not self.jobs(site):
             return []
         ends = torch.tensor([last for _, _, last in self.segments], device=rows.device)
         segment = torch.searchsorted(ends, rows, right=True)
@@ -152,7 +149,6 @@ def add_backward(
 
 
 def _rows(x: Tensor, jobs: Sequence[AdapterRows]) -> list[Tensor]:
-    """The rows of each adapter, as views made in one call."""
     sizes, done = [], 0
     for job in jobs:
         sizes += [job.start - done, job.stop - job.start]
@@ -169,7 +165,6 @@ def _parts(matrices: Matrices, y: Tensor, *us: Tensor) -> list[Sequence[Tensor]]
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total (fp32) += scale · left · right."""
     if left.dtype == total.dtype:
         total.addmm_(left, right, alpha=scale)
     else:
@@ -180,19 +175,15 @@ class _Apply(torch.autograd.Function):
     """`add`, in place on y, with a backward that writes straight into the adapters' gradient buffers."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, site: Site, jobs: list[AdapterRows]
-    ) -> Tensor:
-        kept = add(site, jobs, x, y)
-        ctx.save_for_backward(x, *kept)
+    def forward(ctx: Any, y, x, anchor: Tensor, site: Site, jobs: list[AdapterRows]) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, *add(site, jobs, x, y))
         ctx.site, ctx.jobs = site, jobs
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, *kept = ctx.saved_tensors
-        grad_y = grads[0]
+        (x, *kept), (grad_y,) = ctx.saved_tensors, grads
         grad_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
         add_backward(ctx.site, ctx.jobs, grad_y, x, kept, grad_x)
         return grad_y, grad_x, None, None, None
@@ -202,9 +193,7 @@ class _Project(torch.autograd.Function):
     """A frozen product and `add` to it; the backward makes one gradient to x instead of two to be summed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, frozen: Frozen, site: Site, jobs: list[AdapterRows]
-    ) -> Tensor:
+    def forward(ctx: Any, x, anchor, frozen: Frozen, site: Site, jobs: list[AdapterRows]) -> Tensor:  # type: ignore[override]
         y = frozen_product(x, frozen.weight, frozen.bias, frozen.packed)
         ctx.save_for_backward(x, *add(site, jobs, x, y))
         ctx.weight, ctx.site, ctx.jobs = frozen.weight, site, jobs
@@ -212,8 +201,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, *kept = ctx.saved_tensors
-        grad_y = grads[0]
+        (x, *kept), (grad_y,) = ctx.saved_tensors, grads
         grad_x = frozen_product(grad_y, ctx.weight.t()) if ctx.needs_input_grad[0] else None
         add_backward(ctx.site, ctx.jobs, grad_y, x, kept, grad_x)
         return grad_x, None, None, None, None

@@ -1,9 +1,9 @@
 """The allow-list of operations that an uploaded loss may use, and `call`, which executes one.
 
-The tables map wire names to functions and are built once, from the names below: no name that a client sends
-reaches getattr. `call` refuses what the tables cannot: Python containers and huge integers in arithmetic, and
-math functions of tensors. In-place methods, random numbers, results whose shape depends on values, and
-everything that touches files, devices or other code are not on the list.
+The tables are built once, from the names below: no name that a client sends reaches getattr. `call` refuses
+what they cannot: Python containers and huge integers in arithmetic, and math functions of tensors. In-place
+methods, random numbers, results whose shape depends on values, and all that touches files, devices or other
+code are not on the list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.protocol import EngineError
+from tinkex.engine.request import user_error
 
 # Both torch functions and tensor methods.
 _BOTH = """
@@ -57,9 +57,6 @@ isfinite isinf isnan ldexp log log10 log1p log2 pow sin sinh sqrt tan tanh trunc
 # Functions that create a tensor: their device is set, or the check of sizes would allocate memory.
 FACTORIES = ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
 ATTRIBUTES = ("shape", "ndim", "dtype", "device", "T", "mT", "values", "indices")
-_DTYPES = "float16 bfloat16 float32 float64 int32 int64 bool"
-_LAYOUTS = "strided contiguous_format preserve_format"
-_PRODUCTS = "matmul mm bmm mv dot inner"
 
 
 def _read_attribute(value: Any, name: str) -> Any:
@@ -67,10 +64,10 @@ def _read_attribute(value: Any, name: str) -> Any:
     assert name in ATTRIBUTES
     if name in ("values", "indices"):  # of what max, sort, topk and the like return
         if not isinstance(value, tuple) or len(value) != 2:
-            raise EngineError(f"{type(value).__name__} has no {name}", "user")
+            raise user_error(f"{type(value).__name__} has no {name}")
         return value[name == "indices"]
     if not isinstance(value, Tensor):
-        raise EngineError(f"{name} may be read of tensors, not of {type(value).__name__}", "user")
+        raise user_error(f"{name} may be read of tensors, not of {type(value).__name__}")
     return getattr(value, name)
 
 
@@ -81,7 +78,7 @@ def _item(container: Any, index: Any) -> Any:
         if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
             index = tuple(_without_mask(part) for part in parts)
     elif not isinstance(container, Tensor | tuple):
-        raise EngineError(f"tensors and tuples may be indexed, not {type(container).__name__}", "user")
+        raise user_error(f"tensors and tuples may be indexed, not {type(container).__name__}")
     return container[cast(Any, index)]
 
 
@@ -89,7 +86,7 @@ def _without_mask(part: Any) -> Any:
     if not isinstance(part, Tensor) or part.dtype != torch.bool:
         return part
     if part.dim() != 1:
-        raise EngineError(f"a mask used as an index must have one dimension, got {part.dim()}", "user")
+        raise user_error(f"a mask used as an index must have one dimension, got {part.dim()}")
     return torch.empty(part.shape, dtype=torch.int64, device="meta")
 
 
@@ -102,8 +99,8 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return tensor.to(*(a for a in args if not isinstance(a, str)), **kwargs)
 
 
-DTYPES: dict[str, torch.dtype] = _table("", torch, _DTYPES)
-LAYOUTS: dict[str, Any] = _table("", torch, _LAYOUTS)
+DTYPES: dict[str, torch.dtype] = _table("", torch, "float16 bfloat16 float32 float64 int32 int64 bool")
+LAYOUTS: dict[str, Any] = _table("", torch, "strided contiguous_format preserve_format")
 METHODS: dict[str, Callable[..., Any]] = _table("", Tensor, _BOTH, _METHODS) | {"to": _to}
 FUNCTIONS: dict[str, Callable[..., Any]] = (
     _table("torch.", torch, _BOTH, _FUNCTIONS)
@@ -117,29 +114,27 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
 FUNCTIONS |= {f"{f.__module__}.{f.__name__}": f for n, f in FUNCTIONS.items() if n.startswith("torch.")}
 _SCALAR_ONLY = {f for name, f in FUNCTIONS.items() if name.startswith("math.")}
 _ARITHMETIC = _SCALAR_ONLY | {f for name, f in FUNCTIONS.items() if name.startswith("operator.")} - {_item}
-_MULTIPLIES = {f for owner in (torch, Tensor) for f in _table("", owner, _PRODUCTS).values()} | {
-    operator.matmul
-}
+_PRODUCTS = [_table("", owner, "matmul mm bmm mv dot inner").values() for owner in (torch, Tensor)]
+_MULTIPLIES = {operator.matmul}.union(*_PRODUCTS)
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call one operation of the tables."""
     if function in _ARITHMETIC:
         _check_arithmetic(function, args)
     result = function(*args, **kwargs)
     if isinstance(result, int) and abs(result) >= 2**63:
-        raise EngineError("the result is too large a number", "user")
+        raise user_error("the result is too large a number")
     return result
 
 
 def _check_arithmetic(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     for value in args:
         if not isinstance(value, Tensor | int | float):
-            raise EngineError(f"takes tensors and numbers, got {type(value).__name__}", "user")
+            raise user_error(f"takes tensors and numbers, got {type(value).__name__}")
         if isinstance(value, Tensor) and function in _SCALAR_ONLY:
-            raise EngineError("takes numbers; use the torch function of that name for tensors", "user")
+            raise user_error("takes numbers; use the torch function of that name for tensors")
     if function is operator.pow and all(isinstance(v, int) for v in args) and abs(args[1]) > 62:
-        raise EngineError(f"the exponent {args[1]} is too large for whole numbers", "user")
+        raise user_error(f"the exponent {args[1]} is too large for whole numbers")
 
 
 def product_work(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -1,26 +1,12 @@
 """The losses: pure functions of the trainer's logprobs, a datum's inputs and the loss's settings.
 
-Every loss is a sum over target cells (a position of a datum, or a position and one of its K candidates) and
-over datums, to be minimised. A loss function returns one term per cell; autograd computes its gradient. A
-cell whose weight or advantage is zero contributes exactly 0, whatever its logprobs are. Knows nothing of
-models, adapters, batches or memory.
+docs/engine.md has the formulas. Each is a sum over target cells (a position of a datum, or a position and one
+of its K candidates), to be minimised. A function returns one term per cell, and autograd computes its
+gradient. A cell whose weight or advantage is zero contributes exactly 0, whatever its logprobs are.
 
-For one cell: lp the trainer's logprob of the target, lq the input `logprobs`, A `advantages`, w `weights`,
-r = exp(lp − lq), sg(x) = x without gradient, lo and hi `clip_low_threshold` and `clip_high_threshold`
-(absolute bounds of the ratio; one value in the settings, or one per position in the inputs).
-
-    cross_entropy         −Σ w·lp
-    importance_sampling   −Σ r·A
-    ppo                   −Σ min(r·A, clip(r, lo, hi)·A)                       lo 0.8, hi 1.2
-    cispo                 −Σ sg(clip(r, lo, hi))·lp·A                          lo 0.0, hi 4.0
-    dro                   −Σ (lp·A − ½·β·(lp − lq)²) over cells with A ≠ 0     β required
-    gspo                  −Σ min(s·A, clip(s, lo, hi)·A), with one ratio per datum,
-                          s = exp(mean of lp − lq over `sequence_ratio_mask`)  lo 0.8, hi 1.2
-                          (no mask given: the positions with A ≠ 0)
-    kl_divergence         Σ w·exp(lq)·(lq − lp): the forward KL(teacher ‖ trainer) restricted to the listed
-                          candidates, lq being the teacher's logprobs. Neither side is renormalised, so the
-                          gradient is that of cross_entropy with weights w·exp(lq), and with candidates that
-                          cover the vocabulary it is the exact divergence.
+For one cell, lp is the trainer's logprob of the target, lq the input `logprobs`, and A `advantages`.
+kl_divergence is the forward KL(teacher ‖ trainer) restricted to the listed candidates; neither side is
+renormalised, so its gradient is that of cross_entropy with weights w·exp(lq).
 
 Shapes: M target cells.
 """
@@ -109,9 +95,6 @@ def _clip_bound(log_ratio: Tensor, x: Inputs) -> Tensor:
     return torch.where((advantages < 0) & (ratio < low), low, bound)
 
 
-# -- metrics -------------------------------------------------------------------------------------------
-
-
 def _weight_metrics(lp: Tensor, x: Inputs) -> Metrics:
     active = x["weights"] != 0
     return {"active:sum": float(active.sum()), "nll:mean": _mean(-lp[active])}
@@ -137,10 +120,8 @@ def _ppo_metrics(lp: Tensor, x: Inputs) -> Metrics:
 
 def _gspo_metrics(lp: Tensor, x: Inputs) -> Metrics:
     log_ratio = _sequence_log_ratio(lp, x)
-    per_datum = torch.exp(log_ratio[x["advantages"] != 0])
-    return (
-        _ratio_metrics(lp, x) | _clip_metrics(log_ratio, x) | {"sequence_ratio:mean": _mean(per_datum, 1.0)}
-    )
+    sequence = {"sequence_ratio:mean": _mean(torch.exp(log_ratio[x["advantages"] != 0]), 1.0)}
+    return _ratio_metrics(lp, x) | _clip_metrics(log_ratio, x) | sequence
 
 
 def _cispo_metrics(lp: Tensor, x: Inputs) -> Metrics:
@@ -156,9 +137,6 @@ def _clip_metrics(log_ratio: Tensor, x: Inputs) -> Metrics:
 
 def _mean(values: Tensor, of_nothing: float = 0.0) -> float:
     return float(values.double().mean()) if values.numel() else of_nothing
-
-
-# -- the table -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

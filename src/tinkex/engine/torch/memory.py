@@ -1,7 +1,6 @@
 """Memory estimates: what a pass needs and what is free, for the sizes of micro-batches and for recomputation.
 
-Estimates are on the safe side, and nothing is allocated here. `keep_pages` makes malloc keep the memory that
-every pass needs again. Knows shapes, not tensors.
+Estimates are on the safe side, and nothing is allocated here. Knows shapes, not tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ _KEEPING = {-1: _KEPT, -2: 64 << 20, -3: 32 << 20}
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that could be allocated now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats_as_nested_dict(device)  # ten times as fast as memory_reserved()
@@ -44,16 +43,11 @@ def container_free(group: Path) -> float:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no such group, or the limit is "max"
         return math.inf
-    return max(0, limit - used + _page_cache(group))
-
-
-def _page_cache(group: Path) -> int:
-    """Page cache: counted as used, but given up as soon as memory is needed."""
-    try:
+    cached = 0  # counted as used, but given up as soon as memory is needed
+    with suppress(OSError, ValueError):
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return sum(int(size) for name, size in lines if name in ("inactive_file", "active_file"))
-    except (OSError, ValueError):
-        return 0
+        cached = sum(int(size) for name, size in lines if name in ("inactive_file", "active_file"))
+    return max(0, limit - used + cached)
 
 
 def activation_bytes(config: ModelConfig, itemsize: int, *, recompute: bool) -> int:

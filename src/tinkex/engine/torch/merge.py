@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex.engine.request import user_error
-from tinkex.engine.torch.adapter_files import WEIGHTS, new_directory, read_peft_config
+from tinkex.engine.torch.adapter_files import WEIGHTS, new_directory, read_peft_config, write_json
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -54,15 +53,17 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
         if deltas:
             raise user_error(f"{adapter_dir} adapts {sorted(deltas)[0]}, which {base_dir} does not have")
         if len(shards) > 1:
-            _write(
-                temporary / _INDEX, {"metadata": _size(temporary), "weight_map": dict(sorted(index.items()))}
-            )
-        _write(temporary / "config.json", config)
-        _copy_rest(base_dir, temporary)
+            size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
+            places = dict(sorted(index.items()))
+            write_json(temporary / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        write_json(temporary / "config.json", config)
+        for path in base_dir.iterdir():
+            copied = path.name.endswith(_WEIGHT_FILES) or (temporary / path.name).exists()
+            if path.is_file() and not copied:
+                shutil.copy2(path, temporary / path.name)
 
 
 def _shards(base_dir: Path) -> dict[str, list[str]]:
-    """Every weight file and the tensors in it."""
     files = sorted(base_dir.glob("*.safetensors")) if base_dir.is_dir() else []
     if not files or not (base_dir / "config.json").exists():
         raise user_error(
@@ -87,7 +88,9 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
         suffix = ".lora_A.weight"
         for key in file.keys():  # noqa: SIM118
             if not key.endswith(suffix):
-                _check_known(key, adapter_dir)
+                # PEFT also writes the base weights of an adapted head; merging would lose anything else.
+                if not key.endswith((".lora_B.weight", ".base_layer.weight")):
+                    raise user_error(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter")
                 continue
             name = key.removeprefix("base_model.model.").removesuffix(suffix)
             a = file.get_tensor(key).float()
@@ -102,28 +105,8 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
     return deltas
 
 
-def _check_known(key: str, adapter_dir: Path) -> None:
-    """Refuse tensors that merging would lose; PEFT also writes the base weights of an adapted head."""
-    if not key.endswith((".lora_B.weight", ".base_layer.weight")):
-        raise user_error(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter")
-
-
 def _merged(weight: Tensor, delta: Delta | None) -> Tensor:
     if delta is None:
         return weight
     a, b = delta
     return torch.addmm(weight.float(), b, a).to(weight.dtype).contiguous()
-
-
-def _size(directory: Path) -> dict[str, int]:
-    return {"total_size": sum(file.stat().st_size for file in directory.glob("*.safetensors"))}
-
-
-def _copy_rest(base_dir: Path, out_dir: Path) -> None:
-    for path in base_dir.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHT_FILES) and not (out_dir / path.name).exists():
-            shutil.copy2(path, out_dir / path.name)
-
-
-def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,9 +1,8 @@
 """From logits to next tokens and to the logprobs that a request asked for.
 
-Promises: a row's draw depends on its own logits and its own random stream alone; reported logprobs are
-log_softmax(logits / T) over all logits, before any top-k or top-p cut, at T = 1 when greedy; ids at or beyond
-`vocab` (padding) take part in the normaliser and are never drawn or listed. Knows nothing of steps, pages or
-how logits are computed.
+A row's draw depends on its own logits and its own random stream alone. Reported logprobs are log_softmax(
+logits / T) over all logits, before any top-k or top-p cut, at T = 1 when greedy. Ids at or beyond `vocab`
+(padding) take part in the normaliser and are never drawn or listed.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, B blocks, S block size, K candidates.
 """
@@ -42,8 +41,16 @@ class Choice:
     top_p: Tensor  # float32 [N]
     keys: np.ndarray  # uint64 [N]: one random stream per row (engine/rng.py)
 
-
-# -- rows of logits ------------------------------------------------------------------------------------
+    @classmethod
+    def of(cls, sequences: Sequence[RunningSequence], device: torch.device) -> Choice:
+        params = [s.request.work.params for s in sequences]
+        keys = [stream_key(s.request.seed, s.index, s.length) for s in sequences]
+        return cls(
+            to_device(np.array([p.temperature for p in params], np.float32), device),
+            to_device(np.array([p.top_k for p in params]), device),
+            to_device(np.array([p.top_p for p in params], np.float32), device),
+            np.array(keys, np.uint64),
+        )
 
 
 def scaled_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
@@ -108,9 +115,6 @@ def likeliest(logprobs_NV: Tensor, k: int, vocab: int) -> Top:
     return padded_top(ids.cpu().numpy(), values.cpu().numpy(), k)
 
 
-# -- sequences -----------------------------------------------------------------------------------------
-
-
 def draw_next(
     sequences: Sequence[RunningSequence],
     logits_NV: Tensor,
@@ -129,17 +133,18 @@ def draw_next(
     others = sorted(set(range(len(sequences))).difference(plain))
     if plain:
         some, logits = _rows(sequences, logits_NV, plain)
-        tokens, logprobs = _draw_plain(some, logits, vocab, backend, compiled)
+        choice = Choice.of(some, logits.device)
+        if compiled is None:
+            tokens, logprobs = backend.draw(logits, choice, vocab)
+        else:
+            tokens, logprobs = compiled.draw(logits, choice.temperature.numpy(), choice.keys)
         yield from zip(some, tokens, logprobs, [None] * len(some), strict=True)
     if others:
         some, logits = _rows(sequences, logits_NV, others)
-        choice = _choice(some, logits.device)
-        logprobs_NV = backend.logprobs(logits, choice.temperature)
-        if not backend.invariant:
-            yield from _draw_listed(some, logprobs_NV, choice, vocab)
-            return
-        for sequence, row_1V in zip(some, logprobs_NV.split(1), strict=True):
-            yield from _draw_listed([sequence], row_1V, _choice([sequence], logits.device), vocab)
+        logprobs_NV = backend.logprobs(logits, Choice.of(some, logits.device).temperature)
+        at_once = 1 if backend.invariant else len(some)
+        for i in range(0, len(some), at_once):
+            yield from _draw_listed(some[i : i + at_once], logprobs_NV[i : i + at_once], vocab)
 
 
 def _rows(
@@ -148,24 +153,10 @@ def _rows(
     return [sequences[i] for i in rows], logits_NV if len(rows) == len(sequences) else logits_NV[rows]
 
 
-def _draw_plain(
-    sequences: Sequence[RunningSequence],
-    logits_NV: Tensor,
-    vocab: int,
-    backend: Backend,
-    compiled: CompiledStep | None,
-) -> tuple[list[int], list[float]]:
-    """Tokens and logprobs of sequences without top-k, top-p and lists."""
-    if compiled is None:
-        return backend.draw(logits_NV, _choice(sequences, logits_NV.device), vocab)
-    temperature = np.array([s.request.work.params.temperature for s in sequences], np.float32)
-    return compiled.draw(logits_NV, temperature, _keys(sequences))
-
-
 def _draw_listed(
-    sequences: Sequence[RunningSequence], logprobs_NV: Tensor, choice: Choice, vocab: int
+    sequences: Sequence[RunningSequence], logprobs_NV: Tensor, vocab: int
 ) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
-    tokens_N = draw(logprobs_NV, choice, vocab)
+    tokens_N = draw(logprobs_NV, Choice.of(sequences, logprobs_NV.device), vocab)
     chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
     most = max(s.request.work.topk_sample_logprobs for s in sequences)
     ids, logprobs = likeliest(logprobs_NV, most, vocab) if most else (None, None)
@@ -173,20 +164,6 @@ def _draw_listed(
         k = sequence.request.work.topk_sample_logprobs
         top = (ids[i, :k], logprobs[i, :k]) if k and ids is not None and logprobs is not None else None
         yield sequence, token, chosen[i], top
-
-
-def _keys(sequences: Sequence[RunningSequence]) -> np.ndarray:
-    return np.array([stream_key(s.request.seed, s.index, s.length) for s in sequences], np.uint64)
-
-
-def _choice(sequences: Sequence[RunningSequence], device: torch.device) -> Choice:
-    params = [s.request.work.params for s in sequences]
-    return Choice(
-        to_device(np.array([p.temperature for p in params], np.float32), device),
-        to_device(np.array([p.top_k for p in params]), device),
-        to_device(np.array([p.top_p for p in params], np.float32), device),
-        _keys(sequences),
-    )
 
 
 class TorchRows:
@@ -203,9 +180,8 @@ class TorchRows:
             self._parts = (self._logprobs_NV,)
 
     def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        device = self._logprobs_NV.device
-        at = torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
-        return self._logprobs_NV[at].cpu().numpy()
+        at = [torch.from_numpy(index).to(self._logprobs_NV.device) for index in (rows, tokens)]
+        return self._logprobs_NV[at[0], at[1]].cpu().numpy()
 
     def top(self, k: int) -> Top:
         ids, logprobs = zip(*(likeliest(part, k, self._vocab) for part in self._parts), strict=True)

@@ -1,8 +1,7 @@
 """AdamW on an adapter's flat buffer, by torch.optim's fused kernel.
 
-Decoupled weight decay, bias correction, eps outside the square root, clipping by the global norm. A step
-either happens or changes nothing: one whose gradient, or its square, is not finite is refused. The kernel
-itself skips a refused step, so the device never waits for the host. Knows nothing of models or names.
+Clips by the global norm. A step either happens or changes nothing: one whose gradient, or its square, is not
+finite is refused. The kernel itself skips a refused step, so the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 
 
 @torch.no_grad()
 def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
-    """Update `adapter` from its gradients and clear them; returns the step's metrics.
-
-    >>> adamw_step(adapter, AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))     # doctest: +SKIP
-    {'grad_norm': 2.31, 'learning_rate': 0.001, 'grad_clipped': 1.0, 'skipped': 0.0, 'optimizer_step': 1.0}
-    """
+    """Update `adapter` from its gradients and clear them; returns the step's metrics."""
     grad = adapter.take_grad()
     if grad is None:
         return _metrics(adapter, params, grad_norm=0.0, skipped=1.0)
@@ -86,26 +81,12 @@ def _global_norm(grad: Tensor) -> Tensor:
 
 
 def _update(adapter: Adapter, grad: Tensor, params: AdamParams, refused: Tensor) -> None:
-    """Parameters and moments of the next step; as they were if `refused` is 1."""
     moments, squares = adapter.moments()
     step = torch.full((), float(adapter.step), device=grad.device)
-    adamw(
-        [adapter.flat],
-        [grad],
-        [moments],
-        [squares],
-        [],
-        [step],
-        fused=True,
-        found_inf=refused,
-        amsgrad=False,
-        maximize=False,
-        lr=params.learning_rate,
-        beta1=params.beta1,
-        beta2=params.beta2,
-        eps=max(params.eps, _TINY),
-        weight_decay=params.weight_decay,
-    )
+    options = {"fused": True, "found_inf": refused, "amsgrad": False, "maximize": False}
+    rates = {"lr": params.learning_rate, "beta1": params.beta1, "beta2": params.beta2}
+    decay = {"eps": max(params.eps, _TINY), "weight_decay": params.weight_decay}
+    adamw([adapter.flat], [grad], [moments], [squares], [], [step], **options, **rates, **decay)
 
 
 def _metrics(adapter: Adapter, params: AdamParams, *, grad_norm: float, **more: float) -> dict[str, float]:

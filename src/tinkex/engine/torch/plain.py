@@ -1,7 +1,6 @@
 """The decoder's elementwise steps written out in torch operations, forward and backward, for any device.
 
-`cuda.elementwise` has the same functions as single kernels. `functions` picks one of the two and wraps it in
-autograd. Base weights are frozen: no function computes a gradient for one.
+`cuda.elementwise` has the same functions as single kernels; `functions` wraps either in autograd.
 
 Shapes: T tokens, H query heads, G kv heads, P = H + G, C head dim, F MLP width.
 """
@@ -13,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.hooks import Norms
-
-# -- RMSNorm -------------------------------------------------------------------------------------------
 
 
 def normalise(
@@ -29,18 +26,15 @@ def normalise(
 
 def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor | None]:
     """x + rest + delta in x's dtype, and what rounding took from it: None in fp32, where nothing is."""
-    return _rounded(_sum(x, rest, delta), x.dtype)
+    wide = _sum(x, rest, delta)
+    total = wide.to(x.dtype)
+    return total, None if x.dtype == torch.float32 else (wide - total).to(x.dtype)
 
 
 def _sum(x: Tensor, rest: Tensor | None, delta: Tensor | None) -> Tensor:
     wide = x.float()
     wide = wide if rest is None else wide + rest
     return wide if delta is None else wide + delta
-
-
-def _rounded(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    total = wide.to(dtype)
-    return total, None if dtype == torch.float32 else (wide - total).to(dtype)
 
 
 def normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, more: Tensor | None) -> Tensor:
@@ -51,9 +45,6 @@ def normalise_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, mo
     if more is not None:
         out += more
     return out
-
-
-# -- rotation ------------------------------------------------------------------------------------------
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
@@ -109,11 +100,7 @@ def rotate_backward(
     return fused.view(tokens, -1)
 
 
-# -- SwiGLU --------------------------------------------------------------------------------------------
-
-
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

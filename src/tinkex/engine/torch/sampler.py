@@ -1,8 +1,7 @@
 """The contract's sampler over a continuous batch: tasks on event loops wait, the engine's thread computes.
 
-Promises: a request that cannot be served is refused at once; cancelling the task that awaits a sample, or
-closing its stream, frees the request's pages before the next decode step; a published adapter is dropped only
-when the last request that uses it is done. Knows nothing of models or of how requests are batched.
+A request that cannot be served is refused at once. Cancelling the task that awaits a sample, or closing its
+stream, frees the request's pages before the next decode step.
 """
 
 from __future__ import annotations

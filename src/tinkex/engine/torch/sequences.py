@@ -1,7 +1,4 @@
-"""The records of continuous batching: requests, their sequences, and published adapters.
-
-Knows nothing of steps or of the cache's tensors.
-"""
+"""The records of continuous batching: requests, their sequences, and published adapters."""
 
 from __future__ import annotations
 
@@ -38,16 +35,12 @@ class PublishedAdapter:
 
     def settle(self) -> None:
         """Resolve the calls of `retire` if no request uses it any more."""
-        if self.users == 0:
-            for future in self.retired:
-                settle(future, None)
-            self.retired = []
+        while self.users == 0 and self.retired:
+            settle(self.retired.pop(), None)
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One `SampleWork` under way."""
-
     work: SampleWork
     future: Future[SampleResponse]
     published: PublishedAdapter | None
@@ -92,7 +85,6 @@ class RunningSequence(Sample):
 
     @property
     def length(self) -> int:
-        """Of prompt and sampled tokens together."""
         return len(self.request.work.prompt) + len(self.tokens)
 
     @property
@@ -107,10 +99,8 @@ class RunningSequence(Sample):
     def ids(self, start: int, stop: int) -> np.ndarray:
         """Token ids of positions start:stop, over prompt and samples."""
         prompt = self.request.work.prompt
-        if start >= len(prompt):
-            return np.asarray(self.tokens[start - len(prompt) : stop - len(prompt)], np.int32)
-        rest = self.tokens[: max(0, stop - len(prompt))]
-        return np.concatenate([prompt[start:stop], np.asarray(rest, np.int32)])
+        drawn = self.tokens[max(0, start - len(prompt)) : max(0, stop - len(prompt))]
+        return np.concatenate([prompt[start:stop], np.asarray(drawn, np.int32)])
 
 
 Landed = list[tuple[RunningSequence, int, float]]  # sequences, their new tokens and these logprobs
@@ -119,6 +109,5 @@ Landed = list[tuple[RunningSequence, int, float]]  # sequences, their new tokens
 def lora_of(
     backend: Backend, sequences: Sequence[RunningSequence], counts: Sequence[int]
 ) -> LoraBatch | None:
-    """The adapters of some sequences' tokens; None if all use the base model."""
     adapters = [sequence.request.adapter for sequence in sequences]
     return backend.lora(adapters, counts) if any(adapters) else None

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from tinkex.engine import protocol as p
-from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass, TrainingExample, read_pass
+from tinkex.engine.commands import (
+    CommandTrainer,
+    PackedExample,
+    RunningPass,
+    TrainingExample,
+    check_size,
+    read_pass,
+)
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
@@ -50,15 +57,14 @@ class TrainingPass(RunningPass):
         return LOSSES.get(self.work.loss_fn)
 
     def gradient(self, lp: Tensor, inputs: Inputs) -> Tensor:
-        """Of a built-in loss."""
         assert self.loss is not None
         return gradient(self.loss, lp, inputs, self.settings)
 
 
 def read_training_pass(work: p.Pass, vocab: int, context: int) -> TrainingPass:
-    """Check a pass; raises EngineError (category "user") at the first thing wrong."""
     if work.loss_fn != "custom":
         return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context))
+    check_size(work)
     if work.custom_loss is None:
         raise user_error("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
@@ -104,18 +110,13 @@ def micro_batch(items: list[PackedExample[TrainingPass]], device: torch.device) 
 def flat_inputs(examples: Sequence[TrainingExample], device: torch.device) -> dict[str, Tensor]:
     """A built-in loss's inputs over the examples' cells, end to end, and each cell's example as "datum"."""
     sizes = [example.targets.size for example in examples]
-    flat = {
-        key: np.concatenate([e.inputs[key].reshape(-1) for e in examples]) for key in examples[0].inputs
-    } | {"datum": np.repeat(np.arange(len(sizes)), sizes)}
-    return {key: to_device(array, device) for key, array in flat.items()}
+    inputs = {key: [e.inputs[key].reshape(-1) for e in examples] for key in examples[0].inputs}
+    inputs["datum"] = [np.repeat(np.arange(len(sizes)), sizes)]
+    return {key: to_device(np.concatenate(arrays), device) for key, arrays in inputs.items()}
 
 
 class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
-    """Trains adapters on `decoder`; `base_model` is its name in checkpoints.
-
-    >>> trainer = TorchTrainer(load_decoder("models/SmolLM2"), "SmolLM2")       # doctest: +SKIP
-    >>> trainer.execute(CreateAdapter("run", LoraConfig(rank=8)))                # doctest: +SKIP
-    """
+    """Trains adapters on `decoder`; `base_model` is its name in checkpoints."""
 
     def __init__(
         self,
@@ -135,8 +136,6 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         self._device, self._itemsize = weight.device, weight.dtype.itemsize
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
         memory.keep_pages(config, self._itemsize, self._pass_tokens(), self._device)
-
-    # -- adapters --------------------------------------------------------------------------------------
 
     @property
     def adapter_bytes(self) -> int:
@@ -167,10 +166,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         return adapter_files.save_adapter(adapter, Path(command.location), self.base, **options)
 
     def load(self, location: p.Location, *, optimizer: bool = False) -> Adapter:
-        sites, head = self.decoder.sites(), self.decoder.unembed_weight
-        return adapter_files.load_adapter(
-            Path(location), sites, self._experts, self.base, head, optimizer=optimizer
-        )
+        model = self.decoder.sites(), self._experts, self.base, self.decoder.unembed_weight
+        return adapter_files.load_adapter(Path(location), *model, optimizer=optimizer)
 
     def _export(self, adapter: Adapter) -> AdapterExport:
         return AdapterExport(adapter.snapshot(), self.base.fingerprint)
@@ -186,8 +183,6 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
                 f"{self.base.name!r} ({self.base.fingerprint})"
             )
         return source.on(lay_out(self.decoder.sites(), source.lora, self._experts), self._device)
-
-    # -- passes ----------------------------------------------------------------------------------------
 
     def _check_loss(self, loss: p.CustomLoss) -> None:
         read_loss_graph(loss)
@@ -240,7 +235,6 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         return memory.must_recompute(self.decoder.config, self._itemsize, self._device, tokens)
 
     def _backward(self, batch: MicroBatch, h_TD: Tensor, lora: LoraBatch) -> None:
-        """Logprobs, losses and gradients."""
         parts = self._pass_cells(batch)
         of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora)
         compute = self.decoder.backend.logprob_chunk
@@ -257,7 +251,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         lp = landed()
         for i, item in enumerate(batch.items):
             cells = lp[batch.cells[i] : batch.cells[i + 1]]
-            item.training.logprobs[item.index] = cells.reshape(item.example.targets.shape)
+            item.training.logprobs[item.datum] = cells.reshape(item.example.targets.shape)
 
     def _pass_cells(self, batch: MicroBatch) -> list[_PassCells]:
         parts, start = [], 0
@@ -280,10 +274,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
             metrics = training.loss.metrics(lp, inputs)
         else:
             total, metrics = sum(training.losses.values()), _reduce(list(training.metrics.values()))
-        sizes = {
-            "tokens:sum": float(sum(example.tokens.size for example in examples)),
-            "datums:sum": float(len(examples)),
-        }
+        tokens = float(sum(example.tokens.size for example in examples))
+        sizes = {"tokens:sum": tokens, "datums:sum": float(len(examples))}
         outputs = [{"logprobs": TensorData.from_numpy(lp)} for lp in logprobs]
         return ForwardBackwardOutput("TorchLossReturn", outputs, {"loss:sum": total} | sizes | metrics)
 
@@ -326,7 +318,6 @@ def _pass_gradient(part: _PassCells, lp_M: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def _graph_gradient(graph: LossGraph, lp_M: Tensor, batch: MicroBatch, i: int) -> Tensor:
-    """Run the uploaded loss on one datum; keeps its loss and metrics."""
     training, index = batch.items[i]
     example = training.examples[index]
     lp = lp_M[batch.cells[i] : batch.cells[i + 1]].reshape(example.targets.shape)

@@ -1,7 +1,7 @@
 """Asynchronous copies between host and device through pinned memory.
 
-torch keeps a pinned buffer until its copy is done, so the caller may change or free the array as soon as a
-call returns. numpy fills the buffers: torch would use threads, whose waking takes longer.
+torch keeps a pinned buffer until its copy is done, so the caller may change the array as soon as a call
+returns. numpy fills the buffers: torch would use threads, whose waking takes longer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The shape of a decoder: `ModelConfig`, read from the fields of a Hugging Face `config.json`.
 
-Promises: every field that changes the numbers is read, in the spellings of transformers 4 and 5, or the model
-is refused with a message that names the field; an unsupported architecture is refused by name.
-Does not know files, weights or torch modules.
+Every field that changes the numbers is read, in the spellings of transformers 4 and 5, or the model is
+refused with a message that names the field.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class ModelConfig:
     experts: Experts | None = None
 
 
-def model_config(
-    fields: Mapping[str, Any], *, vocab_size: int | None = None, eos_ids: tuple[int, ...] | None = None
-) -> ModelConfig:
-    """Read the fields of a `config.json`; `vocab_size` and `eos_ids` override it where known better."""
+def model_config(fields: Mapping[str, Any], *, vocab_size: int | None = None) -> ModelConfig:
+    """Read the fields of a `config.json`; `vocab_size` overrides it where known better."""
     arch = fields.get("model_type")
     if arch not in ARCHITECTURES:
         named = ", ".join(map(str, fields.get("architectures") or ())) or "no architecture named"
@@ -73,7 +70,7 @@ def model_config(
     )
     head_dim = fields.get("head_dim") or (128 if arch == "qwen3" else width // heads)
     padded_vocab = _integer(fields, "vocab_size")
-    qwen2, attention_bias = arch == "qwen2", bool(fields.get("attention_bias", False))
+    attention_bias, eos = bool(fields.get("attention_bias", False)), fields.get("eos_token_id")
     return ModelConfig(
         arch=arch,
         layers=layers,
@@ -89,8 +86,8 @@ def model_config(
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
         rope=read_rope(fields, head_dim),
         windows=_windows(fields, arch, layers),
-        eos_ids=_ids(fields.get("eos_token_id")) if eos_ids is None else eos_ids,
-        qkv_bias=qwen2 or (attention_bias and arch != "mistral"),
+        eos_ids=() if eos is None else tuple(eos if isinstance(eos, list | tuple) else [int(eos)]),
+        qkv_bias=arch == "qwen2" or (attention_bias and arch != "mistral"),
         o_bias=attention_bias and arch not in ("qwen2", "mistral"),
         mlp_bias=bool(fields.get("mlp_bias", False)) and arch == "llama",
         qk_norm=arch in ("qwen3", "qwen3_moe"),
@@ -103,12 +100,6 @@ def _integer(fields: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value <= 0:
         raise InvalidInputError(f"config.json: {key} must be a positive integer, got {value!r}")
     return value
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _experts(fields: Mapping[str, Any], layers: int) -> Experts:

@@ -1,11 +1,9 @@
 """Grouped-query attention: the block of a decoder layer, and attention over packed sequences.
 
 The block projects and rotates; what its queries attend to comes in through the `Attend` hook, packed for
-training and paged for sampling. `attend` goes through torch's fused kernel and skips most of what a query
-cannot see; `attend_plain` writes the formula out and is its oracle. Queries are the last S of L positions.
-Does not know caches, pages or adapters.
+training and paged for sampling.
 
-Shapes: B sequences, S queries of each, L keys of each, T tokens, H query heads, G kv heads, C head dim.
+Shapes: B sequences, L tokens of each, T tokens in all, H query heads, G kv heads, C head dim.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinkex.engine.torch.functions import split_rotate
-from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site, Sites
+from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import ModelConfig
-from tinkex.engine.torch.models.projection import Projection, frozen_parameter
+from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Grouped-query attention with rotated, optionally normalised, queries and keys."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -49,60 +47,30 @@ class Attention(nn.Module):
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
     def weights(self) -> dict[str, Tensor]:
-        named = self.qkv.weights() | self.o.weights()
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None:
-                named[f"{self.name}.{name}.weight"] = norm.detach()
-        return named
-
-    def sites(self) -> Sites:
-        return {p.site: (p.in_features, p.parts) for p in (self.qkv, self.o)}
+        norms = (("q_norm", self.q_norm), ("k_norm", self.k_norm))
+        return {f"{self.name}.{name}.weight": norm.detach() for name, norm in norms if norm is not None}
 
 
-def attend_plain(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
-    """softmax(q·k / √C)·v written out. A query sees itself and earlier positions, `window` in all."""
-    (b, s, h, c), (_, l, g, _) = q_BSHC.shape, k_BLGC.shape
-    q = q_BSHC.reshape(b, s, g, h // g, c)
-    scores = torch.einsum("bsgrc,blgc->bgrsl", q.float(), k_BLGC.float()) / c**0.5
-    scores = scores.masked_fill(~visible(s, l, window, q.device), float("-inf"))
-    o = torch.einsum("bgrsl,blgc->bsgrc", scores.softmax(dim=-1), v_BLGC.float())
-    return o.reshape(b, s, h, c).to(q_BSHC.dtype)
+def attend(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
+    """softmax(q·k / √C)·v. A query sees itself and earlier positions, `window` in all."""
+    length = q_BLHC.shape[1]
+    if window is None or window >= length:
+        return _fused(q_BLHC, k_BLGC, v_BLGC)
+    blocks = []
+    for start in range(0, length, window):  # queries in blocks, each with the keys that any of them sees
+        stop, first = min(start + window, length), max(0, start - window + 1)
+        query = torch.arange(start, stop, device=q_BLHC.device)[:, None]
+        key = torch.arange(first, stop, device=q_BLHC.device)
+        keys = k_BLGC[:, first:stop], v_BLGC[:, first:stop]
+        blocks.append(_fused(q_BLHC[:, start:stop], *keys, (key <= query) & (key > query - window)))
+    return torch.cat(blocks, dim=1)
 
 
-def attend(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:
-    """`attend_plain` through torch's fused kernel."""
-    s, l = q_BSHC.shape[1], k_BLGC.shape[1]
-    if window is not None and window < l:
-        return _attend_window(q_BSHC, k_BLGC, v_BLGC, window)
-    mask = None if s in (1, l) else visible(s, l, None, q_BSHC.device)
-    return _fused(q_BSHC, k_BLGC, v_BLGC, mask, causal=s == l)
-
-
-def visible(s: int, l: int, window: int | None, device: torch.device) -> Tensor:
-    """[S, L]: which of L positions each of the last S sees."""
-    query = torch.arange(l - s, l, device=device)[:, None]
-    key = torch.arange(l, device=device)
-    seen = key <= query
-    return seen if window is None else seen & (key > query - window)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
+    grouped, causal = q.shape[1] != k.shape[1], mask is None
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return o.transpose(1, 2)
-
-
-def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Queries in blocks of a window's length, each with the keys that any of its queries sees."""
-    s, l = q.shape[1], k.shape[1]
-    blocks = []
-    for start in range(0, s, window):
-        stop = min(start + window, s)
-        first, last = max(0, l - s + start - window + 1), l - s + stop
-        mask = visible(stop - start, last - first, window, q.device)
-        blocks.append(_fused(q[:, start:stop], k[:, first:last], v[:, first:last], mask, causal=False))
-    return torch.cat(blocks, dim=1)
 
 
 class PackedAttend:

@@ -1,8 +1,7 @@
 """Our decoder: Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, SmolLM2 and Qwen3-MoE over one ragged packed batch.
 
-The same modules train and sample. Attention comes in through the `Attend` hook (packed for training, paged
-for sampling) and adapters through the `LoraHook`, so this file knows neither sequences nor tenants. The
-weights are frozen; `weights()` gives views of them under their Hugging Face names.
+The same modules train and sample. Attention comes in through the `Attend` hook and adapters through the
+`LoraHook`, so this file knows neither sequences nor tenants. The weights are frozen.
 
 Shapes: T tokens, N rows, D width, C head dim, V padded vocabulary.
 """
@@ -31,7 +30,7 @@ from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
-from tinkex.engine.torch.models.projection import Projection, frozen_parameter
+from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 UNEMBED = Site(-1, "unembed")
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Block):
     """One block. The residual is a pair (stream, term to add), so that one kernel adds and norms."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -73,11 +72,10 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         norms = {"input_layernorm": self.attention_norm, "post_attention_layernorm": self.mlp_norm}
-        named = {f"{self.name}.{name}.weight": weight.detach() for name, weight in norms.items()}
-        return named | self.attention.weights() | self.mlp.weights()
+        return {f"{self.name}.{name}.weight": weight.detach() for name, weight in norms.items()}
 
 
-class Decoder(nn.Module):
+class Decoder(Block):
     """A frozen decoder with uninitialised weights; `load.load_decoder` loads one.
 
     `backend` computes everything that has a faster implementation on some device.
@@ -100,28 +98,20 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_T: Tensor,
-        positions_T: Tensor,
+        positions: Tensor | tuple[Tensor, Tensor],
         attend: Attend,
         lora: LoraHook | None = None,
         *,
         checkpoint: bool = False,
     ) -> Tensor:
-        """The final-normed hidden states [T, D]; `checkpoint` recomputes each layer in the backward."""
-        angles = self.config.rope.angles(positions_T, self.embedding.dtype)
-        return self.at_angles(tokens_T, angles, attend, lora, checkpoint=checkpoint)
+        """The final-normed hidden states [T, D] of tokens at `positions`, or at their cos and sin [T, C / 2].
 
-    def at_angles(
-        self,
-        tokens_T: Tensor,
-        angles: tuple[Tensor, Tensor],
-        attend: Attend,
-        lora: LoraHook | None = None,
-        *,
-        checkpoint: bool = False,
-    ) -> Tensor:
-        """`forward` with the cos and sin of the positions given: [T, C / 2] each, from `Rope.angles`."""
+        `checkpoint` recomputes each layer in the backward.
+        """
+        if isinstance(positions, Tensor):
+            positions = self.config.rope.angles(positions, self.embedding.dtype)
         stream, delta_TD = Stream(F.embedding(tokens_T, self.embedding)), None
-        context, eps = ForwardContext(self.backend, angles, attend, lora), self.config.norm_eps
+        context, eps = ForwardContext(self.backend, positions, attend, lora), self.config.norm_eps
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             if checkpoint:
@@ -139,7 +129,6 @@ class Decoder(nn.Module):
         return y_NV if isinstance(y_NV, Tensor) else y_NV.total()
 
     def with_backend(self, backend: Backend) -> Decoder:
-        """A decoder that shares these weights and computes with `backend`."""
         other = copy.copy(self)
         other.backend = backend
         return other
@@ -149,11 +138,10 @@ class Decoder(nn.Module):
 
         For a decoder on the CPU whose weights will not change any more; elsewhere there is nothing to gain.
         """
-        if self.multiplied_bytes > room:
-            return
-        for projection in self._projections():
-            projection.packed = pack(projection.weight)
-        self.packed_head = pack(self.unembed_weight)
+        if self.multiplied_bytes <= room:
+            for projection in self._projections():
+                projection.packed = pack(projection.weight)
+            self.packed_head = pack(self.unembed_weight)
 
     def _projections(self) -> list[Projection]:
         return [module for module in self.modules() if isinstance(module, Projection)]
@@ -165,27 +153,19 @@ class Decoder(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the copies that `pack` made."""
         packed = [self.packed_head, *(projection.packed for projection in self._projections())]
         return sum(copy.numel() * copy.dtype.itemsize for copy in packed if copy is not None)
 
     def sites(self) -> Sites:
         """Every site that an adapter can train."""
-        sites: Sites = {}
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            sites |= layer.attention.sites() | layer.mlp.sites()
+        sites = {site: shape for block in self._blocks() for site, shape in block.sites().items()}
         return sites | {UNEMBED: (self.config.width, (Part("lm_head", self.config.padded_vocab, "unembed"),))}
 
     def weights(self) -> dict[str, Tensor]:
         """Views of all weights by their Hugging Face names. A tied head has no entry."""
-        named = {
-            "model.embed_tokens.weight": self.embedding.detach(),
-            "model.norm.weight": self.norm.detach(),
-        }
-        if self.head is not None:
-            named["lm_head.weight"] = self.head.detach()
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            named |= layer.weights()
-        return named
+        own = {"model.embed_tokens": self.embedding, "model.norm": self.norm, "lm_head": self.head}
+        named = {f"{name}.weight": weight.detach() for name, weight in own.items() if weight is not None}
+        return named | {name: view for block in self._blocks() for name, view in block.weights().items()}
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.modules() if isinstance(block, Block) and block is not self]

@@ -1,19 +1,16 @@
-"""The dense SwiGLU MLP of a decoder layer.
-
-Shapes: T tokens, D width.
-"""
+"""The dense SwiGLU MLP of a decoder layer."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinkex.engine.torch.functions import swiglu
-from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site, Sites
+from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import ModelConfig
-from tinkex.engine.torch.models.projection import Projection
+from tinkex.engine.torch.models.projection import Block, Projection
 
 
-class Mlp(nn.Module):
+class Mlp(Block):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -26,9 +23,3 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
         return self.down(swiglu(self.gate_up(x_TD, context), context.backend.elementwise), context)
-
-    def weights(self) -> dict[str, Tensor]:
-        return self.gate_up.weights() | self.down.weights()
-
-    def sites(self) -> Sites:
-        return {p.site: (p.in_features, p.parts) for p in (self.gate_up, self.down)}

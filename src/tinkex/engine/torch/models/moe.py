@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
 from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.projection import Block, frozen_parameter
 
 
-class ExpertMlp(nn.Module):
+class ExpertMlp(Block):
     """Top-K routed SwiGLU experts."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -29,9 +30,9 @@ class ExpertMlp(nn.Module):
         self.layer, self.width, self.experts = layer, config.width, config.experts
         self.name = f"model.layers.{layer}.mlp"
         count, inner = self.experts.count, self.experts.width
-        self.router = nn.Parameter(torch.empty(count, self.width), requires_grad=False)
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, self.width), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(count, self.width, inner), requires_grad=False)
+        self.router = frozen_parameter(count, self.width)
+        self.gate_up = frozen_parameter(count, 2 * inner, self.width)
+        self.down = frozen_parameter(count, self.width, inner)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         lora = context.lora
@@ -39,19 +40,15 @@ class ExpertMlp(nn.Module):
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         place_N = torch.empty_like(order_N)  # the inverse permutation of `order_N`
         place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        rows_N, counts_E = (
-            order_N // self.experts.per_token,
-            torch.bincount(expert_N, minlength=self.experts.count),
-        )
+        rows_N = order_N // self.experts.per_token
+        counts_E = torch.bincount(expert_N, minlength=self.experts.count)
 
-        x_ND = _Spread.apply(x_TD, rows_N, place_N)
-        gate_up = context.backend.expert_linear(x_ND, self.gate_up, counts_E)
-        if lora is not None:
-            gate_up = lora(Site(self.layer, "experts_gate_up"), x_ND, gate_up, rows=rows_N, experts=expert_N)
-        a_NF = swiglu(gate_up, context.backend.elementwise)
-        y_ND = context.backend.expert_linear(a_NF, self.down, counts_E)
-        if lora is not None:
-            y_ND = lora(Site(self.layer, "experts_down"), a_NF, y_ND, rows=rows_N, experts=expert_N)
+        def project(group: str, x: Tensor, weight: Tensor) -> Tensor:
+            y = context.backend.expert_linear(x, weight, counts_E)
+            return y if lora is None else lora(Site(self.layer, group), x, y, rows=rows_N, experts=expert_N)
+
+        gate_up = project("experts_gate_up", _Spread.apply(x_TD, rows_N, place_N), self.gate_up)
+        y_ND = project("experts_down", swiglu(gate_up, context.backend.elementwise), self.down)
         y_TKD = _Unsort.apply(y_ND, order_N, place_N).view(*expert_TK.shape, self.width)
         return torch.einsum("tkd,tk->td", y_TKD, weight_TK)
 

@@ -1,7 +1,6 @@
 """A frozen Linear of the decoder, made of one or more Hugging Face modules stacked along the output.
 
-q, k and v are one matrix, gate and up another. `weights()` gives views of the parts under their Hugging Face
-names: a loader fills them in place. Frozen weights never get gradients.
+q, k and v are one matrix, gate and up another. Frozen weights never get gradients.
 
 Shapes: N rows, I in-features, O out-features.
 """
@@ -11,10 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, PartialProjection, Site
+from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, PartialProjection, Site, Sites
 
 
-class Projection(nn.Module):
+class Block(nn.Module):
+    """A module of the decoder."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Views of its own weights by their Hugging Face names: a loader fills them in place."""
+        return {}
+
+    def sites(self) -> Sites:
+        """Its own sites that an adapter can train."""
+        return {}
+
+
+class Projection(Block):
     """One `Site`: the frozen product, and the adapters of the pass on it."""
 
     def __init__(self, site: Site, in_features: int, parts: tuple[Part, ...], bias: bool) -> None:
@@ -31,13 +42,15 @@ class Projection(nn.Module):
         return frozen(x_NI) if lora is None else lora.project(self.site, x_NI, frozen)
 
     def weights(self) -> dict[str, Tensor]:
-        sizes = [part.out_features for part in self.parts]
-        named = {}
+        sizes, named = [part.out_features for part in self.parts], {}
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:
-                views = fused.detach().split(sizes)
-                named |= {f"{part.name}.{kind}": view for part, view in zip(self.parts, views, strict=True)}
+                views = zip(self.parts, fused.detach().split(sizes), strict=True)
+                named |= {f"{part.name}.{kind}": view for part, view in views}
         return named
+
+    def sites(self) -> Sites:
+        return {self.site: (self.in_features, self.parts)}
 
 
 def frozen_parameter(*shape: int) -> nn.Parameter:

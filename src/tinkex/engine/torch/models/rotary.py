@@ -1,7 +1,6 @@
 """Rotary position embeddings: the frequencies that a config.json asks for, and their angles.
 
-Promises: every rope type is computed as transformers computes it, or refused by name. Does not know files or
-the decoder.
+Every rope type is computed as transformers computes it, or refused by name.
 """
 
 from __future__ import annotations
