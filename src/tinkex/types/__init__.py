@@ -81,7 +81,7 @@ _NAMES = {
     "tinkex.types.config": """
         ApiKeyDetails ApiKeyResponse AuthTokenResponse ClientConfigRequest ClientConfigResponse
         ClientDynamicConfigResponse EmptyRequest GetServerCapabilitiesResponse HealthResponse NamedDetails
-        SupportedModel UserDetails WhoamiResponse
+        SupportedModel TokenizerFileRequest UserDetails WhoamiResponse
     """,
     "tinkex.types.reports": """
         AuditEventType AuditLogEntry AuditLogRequest AuditLogResponse BillingEventInfo BillingUsageEvent

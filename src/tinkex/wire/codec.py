@@ -24,15 +24,12 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from tinkex import types as t
 from tinkex.errors import InvalidInputError, RequestErrorCategory
 from tinkex.strict import at
 from tinkex.types.base import WIRE, AnyJson, WireModel, explain
-from tinkex.types.checkpoints import CheckpointArchiveUrlResponse, CopyWeightsRequest
-from tinkex.types.data import EncodedTextChunk, as_tokens
-from tinkex.types.futures import MetadataOnly, PendingFuture, RequestFailedResponse
-from tinkex.types.outputs import ForwardBackwardOutput, NewTokens, SampleResponse
-from tinkex.types.sampling import SampleEvent, SampleRequest
-from tinkex.types.training import ForwardBackwardRequest
+from tinkex.types.data import as_tokens
+from tinkex.types.sampling import SampleEvent
 from tinkex.wire import json_codec, ops, proto_codec
 from tinkex.wire.ops import Op
 
@@ -69,10 +66,10 @@ class Encoded:
 
 def request_size(request: Any, enough: int = sys.maxsize) -> int:
     """Estimate the encoded size of `request` in bytes; counting stops at `enough`."""
-    if isinstance(request, SampleRequest):
+    if isinstance(request, t.SampleRequest):
         return sum(map(_written_size, request.prompt.chunks))
     size = 0
-    for datum in request.forward_backward_input.data if isinstance(request, ForwardBackwardRequest) else ():
+    for datum in request.forward_backward_input.data if isinstance(request, t.ForwardBackwardRequest) else ():
         size += datum.nbytes
         if size >= enough:
             break
@@ -81,7 +78,7 @@ def request_size(request: Any, enough: int = sys.maxsize) -> int:
 
 def _written_size(chunk: Any) -> int:
     """The estimated size of a chunk in a JSON body."""
-    if isinstance(chunk, EncodedTextChunk):
+    if isinstance(chunk, t.EncodedTextChunk):
         return chunk.tokens_np.size * 7  # digits and a comma
     return len(getattr(chunk, "data", b"") or getattr(chunk, "dmel", b"")) * 4 // 3  # base64
 
@@ -89,9 +86,9 @@ def _written_size(chunk: Any) -> int:
 def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compress: bool = False) -> Encoded:
     """Encode `request` for `op`. `proto=False` is for servers that accept only JSON."""
     try:
-        if isinstance(request, ForwardBackwardRequest):
+        if isinstance(request, t.ForwardBackwardRequest):
             encoded = _encode_pass(op, request, proto=proto)
-        elif isinstance(request, SampleRequest):
+        elif isinstance(request, t.SampleRequest):
             encoded = Encoded(op.path, "", _headers(JSON), _dump(json_codec.write_sample_request(request)))
         else:
             encoded = _encode_model(op, request)
@@ -113,7 +110,7 @@ def _dump(value: Any) -> bytes:
     return bytes(memoryview(body)) if len(body) < 1024 else body
 
 
-def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bool) -> Encoded:
+def _encode_pass(op: Op[Any, Any], request: t.ForwardBackwardRequest, *, proto: bool) -> Encoded:
     if proto and op is not ops.FORWARD:
         return Encoded(op.path, "", _headers(PROTO), proto_codec.write_pass(request))
     path = ops.FORWARD.path if request.forward_only else ops.FORWARD_BACKWARD.path
@@ -123,7 +120,7 @@ def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bo
 def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
     fields = request.to_wire()
     headers = _headers(JSON)
-    if isinstance(request, CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
+    if isinstance(request, t.CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
         headers[_ACCESS_TOKEN] = token
     path = op.path
     for name, has_slashes in op.placeholders.items():
@@ -155,16 +152,16 @@ def decode_request(
     try:
         if (encoding := headers.get("content-encoding")) is not None:
             body = unpack(body, encoding, max_body)
-        if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
+        if op.request is t.ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
         fields = load_object(body or b"{}")
         if query or path_params:
             fields = {**(query or {}), **fields, **(path_params or {})}
-        if op.request is ForwardBackwardRequest:
+        if op.request is t.ForwardBackwardRequest:
             return json_codec.read_pass(fields, forward_only=op is ops.FORWARD)
-        if op.request is SampleRequest:
+        if op.request is t.SampleRequest:
             return json_codec.read_sample_request(fields)
-        if op.request is CopyWeightsRequest and _ACCESS_TOKEN in headers:
+        if op.request is t.CopyWeightsRequest and _ACCESS_TOKEN in headers:
             fields["weights_access_token"] = headers[_ACCESS_TOKEN]
         return op.request.model_validate(fields, context=WIRE)  # type: ignore[union-attr]
     except (TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -177,7 +174,7 @@ def peek_turn(
     """The run and seq id of a request that `decode_request` refused, if they can be read."""
     try:
         body = unpack(body, headers.get("content-encoding", ""), max_body)
-        if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
+        if op.request is t.ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_turn(body)
         fields = load_object(body)
     except (ValueError, MemoryError):
@@ -235,17 +232,17 @@ def encode_reply(value: WireModel | bytes | None) -> tuple[str, bytes]:
 def encode_result(value: Any, accept: str = JSON) -> tuple[str, bytes]:
     """Content type and body of a future's result, for a client that accepts `accept`."""
     proto = PROTO in accept
-    if isinstance(value, ForwardBackwardOutput):
+    if isinstance(value, t.ForwardBackwardOutput):
         if proto:
             return PROTO, proto_codec.write_output(value)
         return JSON, _dump(json_codec.write_output(value))
-    if isinstance(value, SampleResponse):
+    if isinstance(value, t.SampleResponse):
         if proto:
             return PROTO, proto_codec.write_samples(value)
         return JSON, _dump(json_codec.write_samples(value))
-    if isinstance(value, PendingFuture):
+    if isinstance(value, t.PendingFuture):
         return JSON, _dump({"type": "try_again", **{k: v for k, v in vars(value).items() if v is not None}})
-    if isinstance(value, MetadataOnly):
+    if isinstance(value, t.MetadataOnly):
         return JSON, _dump({"status": "complete_metadata", "response_payload_size": value.size})
     return encode_reply(value)
 
@@ -266,7 +263,7 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
 
 def decode_result(
     op: Op[Any, Any], status: int, headers: Headers, body: bytes
-) -> PendingFuture | MetadataOnly | RequestFailedResponse | Any:
+) -> t.PendingFuture | t.MetadataOnly | t.RequestFailedResponse | Any:
     """Decode what a retrieval of `op`'s future returned: its result, its failure, or that it is pending."""
     if status == 408:
         return _read_pending(body)
@@ -280,7 +277,7 @@ def decode_result(
         return _read_pending(body)
     if fields.get("status") == "complete_metadata":
         size = fields.get("response_payload_size")
-        return MetadataOnly(size if isinstance(size, int) else 0)
+        return t.MetadataOnly(size if isinstance(size, int) else 0)
     if "error" in fields:
         return _read_failure(fields)
     assert op.result is not None, f"{op.name} has no future"
@@ -289,8 +286,8 @@ def decode_result(
 
 # How results that hold arrays are read: from JSON, from protobuf.
 _READERS: dict[Any, tuple[Callable[[Any], Any], Callable[[bytes], Any]]] = {
-    ForwardBackwardOutput: (json_codec.read_output, proto_codec.read_output),
-    SampleResponse: (json_codec.read_samples, proto_codec.read_samples),
+    t.ForwardBackwardOutput: (json_codec.read_output, proto_codec.read_output),
+    t.SampleResponse: (json_codec.read_samples, proto_codec.read_samples),
 }
 
 
@@ -309,33 +306,33 @@ def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
         raise InvalidInputError(explain(error, kind.__name__)) from None
 
 
-def _read_pending(body: bytes | str) -> PendingFuture:
+def _read_pending(body: bytes | str) -> t.PendingFuture:
     """A pending future. The body is optional."""
     try:
         fields = load_object(body)
     except InvalidInputError:
-        return PendingFuture()
+        return t.PendingFuture()
     request_id, state = fields.get("request_id") or "", fields.get("queue_state") or "active"
     reason = fields.get("queue_state_reason")
-    return PendingFuture(str(request_id), str(state), None if reason is None else str(reason))
+    return t.PendingFuture(str(request_id), str(state), None if reason is None else str(reason))
 
 
-def _read_failure(fields: dict[str, Any]) -> RequestFailedResponse:
+def _read_failure(fields: dict[str, Any]) -> t.RequestFailedResponse:
     error, said = fields["error"], fields.get("category") or "unknown"
     text = error if isinstance(error, str) else orjson.dumps(error).decode()
     category = RequestErrorCategory.parse(said)
     if category is RequestErrorCategory.Unknown and str(said).lower() != category:
         text = f"{text} (category {said!r:.80})"  # a newer server's category, kept for the reader
-    return RequestFailedResponse(error=text, category=category)
+    return t.RequestFailedResponse(error=text, category=category)
 
 
-def _read_redirect(headers: Headers) -> CheckpointArchiveUrlResponse:
+def _read_redirect(headers: Headers) -> t.CheckpointArchiveUrlResponse:
     if not (url := headers.get("location")):
         raise InvalidInputError("a redirect without a location")
     expires: datetime | None = None
     with suppress(ValueError):
         expires = parsedate_to_datetime(headers.get("expires", ""))
-    return CheckpointArchiveUrlResponse(url=url, expires=expires)
+    return t.CheckpointArchiveUrlResponse(url=url, expires=expires)
 
 
 MAX_ERROR_TEXT = 2000
@@ -383,12 +380,12 @@ def _message_of(parsed: AnyJson) -> str:
 
 def write_event(event: SampleEvent) -> tuple[str, Any]:
     """Return an event's name and its fields."""
-    if isinstance(event, NewTokens):
+    if isinstance(event, t.NewTokens):
         fields = {"sequence": event.sequence, "tokens": event.tokens_np, "logprobs": event.logprobs_np}
         return "tokens", fields
-    if isinstance(event, PendingFuture):
+    if isinstance(event, t.PendingFuture):
         return "queue", {"queue_state": event.queue_state, "queue_state_reason": event.queue_state_reason}
-    if isinstance(event, SampleResponse):
+    if isinstance(event, t.SampleResponse):
         ids = [sequence.sequence_id for sequence in event.sequences]
         return "done", {**json_codec.write_samples(event), "sample_sequence_ids": ids}
     return "error", event.to_wire()
@@ -404,16 +401,16 @@ def read_event(name: str, data: str) -> SampleEvent | None:
     if name not in ("done", "error"):
         return None
     event: Any = decode_result(ops.SAMPLE, 200, {}, data.encode())
-    if (name == "error") is isinstance(event, SampleResponse):
+    if (name == "error") is isinstance(event, t.SampleResponse):
         raise InvalidInputError(f"an event named {name} with another content")
     ids: AnyJson = load_object(data).get("sample_sequence_ids")
-    if isinstance(event, SampleResponse) and isinstance(ids, list) and len(ids) == len(event.sequences):
+    if isinstance(event, t.SampleResponse) and isinstance(ids, list) and len(ids) == len(event.sequences):
         named = [replace(one, sequence_id=str(id)) for one, id in zip(event.sequences, ids, strict=True)]
         return replace(event, sequences=named)
     return event
 
 
-def _read_tokens(fields: dict[str, Any]) -> NewTokens:
+def _read_tokens(fields: dict[str, Any]) -> t.NewTokens:
     sequence = fields.get("sequence")
     tokens: AnyJson = fields.get("tokens")
     logprobs: AnyJson = fields.get("logprobs")
@@ -422,4 +419,4 @@ def _read_tokens(fields: dict[str, Any]) -> NewTokens:
     if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
         raise InvalidInputError(f"{len(tokens)} tokens, with these logprobs: {logprobs!r}")
     values = at("logprobs", np.array, [np.nan if n is None else n for n in logprobs], np.float32)
-    return NewTokens(sequence, as_tokens(tokens), values)
+    return t.NewTokens(sequence, as_tokens(tokens), values)

@@ -16,36 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tinkex import types as t
 from tinkex.errors import InvalidInputError
 from tinkex.strict import assemble, at
 from tinkex.types.base import AnyJson, read_plain
-from tinkex.types.data import (
-    Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ForwardBackwardInput,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    LossFnOutput,
-    ModelInput,
-    ModelInputChunk,
-    PromptProvenanceSpan,
-    ProvenanceSpans,
-    SampledProvenanceSpan,
-)
-from tinkex.types.outputs import (
-    TOPK_PADDING,
-    ForwardBackwardOutput,
-    PromptAltTokens,
-    SampledSequence,
-    SampleResponse,
-    StopReason,
-    TopkLogprobs,
-)
-from tinkex.types.params import SamplingParams
-from tinkex.types.sampling import SampleRequest
-from tinkex.types.tensor import TensorData
-from tinkex.types.training import ForwardBackwardRequest
+from tinkex.types.outputs import TOPK_PADDING
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -79,8 +54,8 @@ def _not_a_plain_object(obj: AnyJson, key: str, where: str) -> Any:
 # -- chunks and tensors ----------------------------------------------------------------------------------
 
 
-def write_chunk(chunk: ModelInputChunk) -> Json:
-    if isinstance(chunk, EncodedTextChunk):
+def write_chunk(chunk: t.ModelInputChunk) -> Json:
+    if isinstance(chunk, t.EncodedTextChunk):
         return {"tokens": chunk.tokens_np, "type": "encoded_text"}
     fields = chunk.model_dump(exclude_none=True)
     for name in ("data", "dmel"):
@@ -105,12 +80,12 @@ def _chunk_kind(obj: Any, where: str) -> str:
     return next((kind for key, kind in by_key.items() if obj.get(key) is not None), "encoded_text")
 
 
-def read_chunk(obj: Any, where: str) -> ModelInputChunk:
+def read_chunk(obj: Any, where: str) -> t.ModelInputChunk:
     kind = _chunk_kind(obj, where)
     if kind == "encoded_text":
-        return at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where))
+        return at(f"{where}.tokens", t.EncodedTextChunk, _get(obj, "tokens", list, where))
     if kind == "dmel":
-        return DmelChunk(_bytes(obj, "dmel", where))
+        return t.DmelChunk(_bytes(obj, "dmel", where))
     if kind not in ("image", "image_asset_pointer"):
         raise InvalidInputError(
             f"{where}.type must be encoded_text, image, image_asset_pointer or dmel, got {kind!r}"
@@ -119,20 +94,20 @@ def read_chunk(obj: Any, where: str) -> ModelInputChunk:
     length = _get(obj, "expected_tokens", int, where, _get(obj, "tokens", int, where, None))
     picture = _get(obj, "format", str, where)
     if kind == "image":
-        return at(where, ImageChunk, _bytes(obj, "data", where), picture, length)
-    return at(where, ImageAssetPointerChunk, picture, _get(obj, "location", str, where), length)
+        return at(where, t.ImageChunk, _bytes(obj, "data", where), picture, length)
+    return at(where, t.ImageAssetPointerChunk, picture, _get(obj, "location", str, where), length)
 
 
-def write_model_input(value: ModelInput) -> Json:
+def write_model_input(value: t.ModelInput) -> Json:
     return {"chunks": [write_chunk(chunk) for chunk in value.chunks]}
 
 
-def read_model_input(obj: Any, where: str) -> ModelInput:
+def read_model_input(obj: Any, where: str) -> t.ModelInput:
     chunks = _get(obj, "chunks", list, where)
-    return ModelInput([read_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
+    return t.ModelInput([read_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
 
 
-def write_tensor(value: TensorData) -> Json:
+def write_tensor(value: t.TensorData) -> Json:
     out: Json = {"data": value.values_np, "dtype": value.dtype}
     if value.shape is not None:
         out["shape"] = value.shape
@@ -142,10 +117,10 @@ def write_tensor(value: TensorData) -> Json:
     return out
 
 
-def read_tensor(obj: Any, where: str) -> TensorData:
+def read_tensor(obj: Any, where: str) -> t.TensorData:
     return at(
         where,
-        TensorData,
+        t.TensorData,
         _get(obj, "data", list, where),
         _get(obj, "dtype", str, where, None),
         _get(obj, "shape", list, where, None),
@@ -157,27 +132,27 @@ def read_tensor(obj: Any, where: str) -> TensorData:
 # -- passes ----------------------------------------------------------------------------------------------
 
 
-def _write_spans(spans: ProvenanceSpans) -> list[Json]:
-    kinds = {PromptProvenanceSpan: "prompt", SampledProvenanceSpan: "sampled"}
+def _write_spans(spans: t.ProvenanceSpans) -> list[Json]:
+    kinds = {t.PromptProvenanceSpan: "prompt", t.SampledProvenanceSpan: "sampled"}
     return [{"type": kinds[type(span)], **vars(span)} for span in spans]
 
 
-def _read_spans(obj: Any, key: str, where: str) -> ProvenanceSpans | None:
+def _read_spans(obj: Any, key: str, where: str) -> t.ProvenanceSpans | None:
     items = _get(obj, key, list, where, None)
     if items is None:
         return None
-    spans: ProvenanceSpans = []
+    spans: t.ProvenanceSpans = []
     for i, item in enumerate(items):
         place = f"{where}.{key}[{i}]"
         prompt = _get(item, "type", str, place) == "prompt"
-        cls = PromptProvenanceSpan if prompt else SampledProvenanceSpan
+        cls = t.PromptProvenanceSpan if prompt else t.SampledProvenanceSpan
         length = _get(item, "length", int, place)
         where_from = _get(item, "sequence_id", str, place), _get(item, "offset", int, place, 0)
         spans.append(at(place, cls, *where_from, length=length))
     return spans
 
 
-def _write_datum(datum: Datum) -> Json:
+def _write_datum(datum: t.Datum) -> Json:
     out: Json = {
         "loss_fn_inputs": {key: write_tensor(value) for key, value in datum.loss_fn_inputs.items()},
         "model_input": write_model_input(datum.model_input),
@@ -188,11 +163,11 @@ def _write_datum(datum: Datum) -> Json:
     return out
 
 
-def _read_datum(obj: Any, where: str) -> Datum:
+def _read_datum(obj: Any, where: str) -> t.Datum:
     inputs = _get(obj, "loss_fn_inputs", dict, where, {})
     return at(
         where,
-        Datum,
+        t.Datum,
         read_model_input(_get(obj, "model_input", dict, where), f"{where}.model_input"),
         {key: read_tensor(value, f"{where}.loss_fn_inputs[{key!r}]") for key, value in inputs.items()},
         _read_spans(obj, "model_input_spans", where),
@@ -200,7 +175,7 @@ def _read_datum(obj: Any, where: str) -> Datum:
     )
 
 
-def write_pass(request: ForwardBackwardRequest) -> Json:
+def write_pass(request: t.ForwardBackwardRequest) -> Json:
     """The body of /forward_backward, or of /forward if the pass computes no gradients."""
     work = request.forward_backward_input
     body: Json = {"data": [_write_datum(datum) for datum in work.data], "loss_fn": work.loss_fn}
@@ -210,7 +185,7 @@ def write_pass(request: ForwardBackwardRequest) -> Json:
     return {name: body, "model_id": request.model_id, "seq_id": request.seq_id}
 
 
-def read_pass(obj: Any, *, forward_only: bool) -> ForwardBackwardRequest:
+def read_pass(obj: Any, *, forward_only: bool) -> t.ForwardBackwardRequest:
     name = "forward_input" if forward_only else "forward_backward_input"
     work = _get(obj, name, dict, "body")
     config: Json | None = _get(work, "loss_fn_config", dict, name, None)
@@ -219,8 +194,8 @@ def read_pass(obj: Any, *, forward_only: bool) -> ForwardBackwardRequest:
             raise InvalidInputError(
                 f"{name}.loss_fn_config[{key!r}] must be a number or a string, got {value!r}"
             )
-    return ForwardBackwardRequest(
-        ForwardBackwardInput(
+    return t.ForwardBackwardRequest(
+        t.ForwardBackwardInput(
             [_read_datum(d, f"data[{i}]") for i, d in enumerate(_get(work, "data", list, name))],
             _get(work, "loss_fn", str, name),
             config or None,
@@ -241,7 +216,7 @@ def _seq_id(obj: Any, limit: int) -> int:
 # -- samples ---------------------------------------------------------------------------------------------
 
 
-def write_sample_request(request: SampleRequest) -> Json:
+def write_sample_request(request: t.SampleRequest) -> Json:
     params: Json = request.sampling_params.__dict__.copy()
     out: Json = {**request.__dict__, "type": "sample", "sampling_params": params}
     out["prompt"] = write_model_input(request.prompt)
@@ -254,8 +229,8 @@ def write_sample_request(request: SampleRequest) -> Json:
     return out
 
 
-_OPTIONAL_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.default is None)
-_OPTIONAL = tuple(f.name for f in fields(SampleRequest) if f.default is None)
+_OPTIONAL_PARAMS = tuple(f.name for f in fields(t.SamplingParams) if f.default is None)
+_OPTIONAL = tuple(f.name for f in fields(t.SampleRequest) if f.default is None)
 _SAMPLE_FIELDS: dict[str, type] = {  # optional: their defaults are SampleRequest's
     "num_samples": int, "sampling_session_id": str, "seq_id": int, "base_model": str, "model_path": str,
     "prompt_logprobs": bool, "topk_prompt_logprobs": int, "topk_sample_logprobs": int,
@@ -263,11 +238,11 @@ _SAMPLE_FIELDS: dict[str, type] = {  # optional: their defaults are SampleReques
 }  # fmt: skip
 
 
-def read_sample_request(obj: Any) -> SampleRequest:
+def read_sample_request(obj: Any) -> t.SampleRequest:
     params = _get(obj, "sampling_params", dict, "body", {})
     fields: Json = {
         "prompt": read_model_input(_get(obj, "prompt", dict, "body"), "prompt"),
-        "sampling_params": at("sampling_params", read_plain, SamplingParams, params, lenient=True),
+        "sampling_params": at("sampling_params", read_plain, t.SamplingParams, params, lenient=True),
     }
     for name, kind in _SAMPLE_FIELDS.items():
         if (value := obj.get(name)) is not None:
@@ -276,13 +251,13 @@ def read_sample_request(obj: Any) -> SampleRequest:
         fields["seq_id"] = _seq_id(obj, 2**63)
     if (target := _get(obj, "target_prompt_logprobs", dict, "body", None)) is not None:
         fields["target_prompt_logprobs"] = read_tensor(target, "target_prompt_logprobs")
-    return assemble(SampleRequest, fields)
+    return assemble(t.SampleRequest, fields)
 
 
 # -- results ---------------------------------------------------------------------------------------------
 
 
-def write_output(value: ForwardBackwardOutput) -> Json:
+def write_output(value: t.ForwardBackwardOutput) -> Json:
     return {
         "loss_fn_output_type": value.loss_fn_output_type,
         "loss_fn_outputs": [
@@ -293,8 +268,8 @@ def write_output(value: ForwardBackwardOutput) -> Json:
     }
 
 
-def read_output(obj: Any) -> ForwardBackwardOutput:
-    outputs: list[LossFnOutput] = []
+def read_output(obj: Any) -> t.ForwardBackwardOutput:
+    outputs: list[t.LossFnOutput] = []
     records: list[AnyJson] = _get(obj, "loss_fn_outputs", list, "body")
     for i, record in enumerate(records):
         if not isinstance(record, Mapping):
@@ -302,10 +277,10 @@ def read_output(obj: Any) -> ForwardBackwardOutput:
         outputs.append({k: _read_logprobs(v, f"loss_fn_outputs[{i}][{k!r}]") for k, v in record.items()})
     metrics = _get(obj, "metrics", dict, "body", {})
     numbers = {name: float(n) for name, n in metrics.items() if isinstance(n, int | float)}
-    return ForwardBackwardOutput(_get(obj, "loss_fn_output_type", str, "body", ""), outputs, numbers)
+    return t.ForwardBackwardOutput(_get(obj, "loss_fn_output_type", str, "body", ""), outputs, numbers)
 
 
-def _read_logprobs(obj: AnyJson, where: str) -> TensorData:
+def _read_logprobs(obj: AnyJson, where: str) -> t.TensorData:
     """A tensor in which null stands for NaN or an infinity."""
     data: AnyJson
     if isinstance(obj, Mapping) and isinstance(data := obj.get("data"), list) and None in data:
@@ -313,7 +288,7 @@ def _read_logprobs(obj: AnyJson, where: str) -> TensorData:
     return read_tensor(obj, where)
 
 
-def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | None:
+def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> t.TopkLogprobs | None:
     if rows is None:
         return None
     k = max((len(row) for row in rows if row), default=0)
@@ -324,13 +299,13 @@ def _read_topk(rows: Sequence[Sequence[Any] | None] | None) -> TopkLogprobs | No
     for i, row in enumerate(rows):
         for j, (token, logprob) in enumerate(row or ()):
             ids[i, j], logprobs[i, j] = token, math.nan if logprob is None else logprob
-    return TopkLogprobs(ids, logprobs)
+    return t.TopkLogprobs(ids, logprobs)
 
 
 _STOP_FIELDS = ("stop_detail", "stop_match")  # our extension; other clients ignore them
 
 
-def write_samples(value: SampleResponse) -> Json:
+def write_samples(value: t.SampleResponse) -> Json:
     sequences: list[Json] = []
     for sequence in value.sequences:
         item: Json = {
@@ -357,7 +332,7 @@ def write_samples(value: SampleResponse) -> Json:
 
 
 # Stop reasons of other servers, some of them more specific.
-_STOP_REASONS: dict[str, StopReason] = {
+_STOP_REASONS: dict[str, t.StopReason] = {
     "stop": "stop", "length": "length", "max_tokens": "length", "stop_sequence": "stop", "eos": "stop",
 }  # fmt: skip
 
@@ -366,13 +341,13 @@ def _read_floats(values: list[Any] | None) -> np.ndarray | None:
     return np.array([math.nan if v is None else v for v in values], np.float32) if values else None
 
 
-def _read_sequence(obj: Any, where: str) -> SampledSequence:
+def _read_sequence(obj: Any, where: str) -> t.SampledSequence:
     reason = _get(obj, "stop_reason", str, where)
     if reason not in _STOP_REASONS:
         raise InvalidInputError(f"{where}.stop_reason must be 'stop' or 'length', got {reason!r}")
-    return SampledSequence(
+    return t.SampledSequence(
         _STOP_REASONS[reason],
-        tokens_np=at(f"{where}.tokens", EncodedTextChunk, _get(obj, "tokens", list, where)).tokens_np,
+        tokens_np=at(f"{where}.tokens", t.EncodedTextChunk, _get(obj, "tokens", list, where)).tokens_np,
         logprobs_np=at(f"{where}.logprobs", _read_floats, _get(obj, "logprobs", list, where, None)),
         topk_logprobs_np=at(where, _read_topk, _get(obj, "topk_logprobs", list, where, None)),
         stop_detail=_get(obj, "stop_detail", str, where, None if reason in ("stop", "length") else reason),
@@ -380,15 +355,15 @@ def _read_sequence(obj: Any, where: str) -> SampledSequence:
     )
 
 
-def read_samples(obj: Any) -> SampleResponse:
+def read_samples(obj: Any) -> t.SampleResponse:
     target = _get(obj, "target_prompt_logprobs", dict, "body", None)
     topk = _get(obj, "topk_prompt_logprobs", list, "body", None)
     if (alt := _get(obj, "prompt_alt_tokens", dict, "body", None)) is not None:
-        alt = PromptAltTokens(
+        alt = t.PromptAltTokens(
             read_tensor(alt.get("tokens"), "prompt_alt_tokens.tokens"),
             _read_logprobs(alt.get("logprobs"), "prompt_alt_tokens.logprobs"),
         )
-    return SampleResponse(
+    return t.SampleResponse(
         [_read_sequence(s, f"sequences[{i}]") for i, s in enumerate(_get(obj, "sequences", list, "body"))],
         at("prompt_logprobs", _read_floats, _get(obj, "prompt_logprobs", list, "body", None)),
         at("topk_prompt_logprobs", _read_topk, topk),

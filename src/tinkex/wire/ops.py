@@ -13,9 +13,7 @@ from functools import cached_property
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
-from tinkex.types import checkpoints, config, futures, reports, sampling, sessions, training
-from tinkex.types.futures import UntypedAPIFuture
-from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
+from tinkex import types as t
 
 Req = TypeVar("Req")
 Reply = TypeVar("Reply")
@@ -69,8 +67,8 @@ class Op(Generic[Req, Reply]):
 
 def _with_future(
     request: type[Req], result: type[Any], path: str = "", pool: Pool = Pool.TRAIN
-) -> Op[Req, UntypedAPIFuture]:
-    return Op(request, UntypedAPIFuture, "POST", path, pool, result=result)
+) -> Op[Req, t.UntypedAPIFuture]:
+    return Op(request, t.UntypedAPIFuture, "POST", path, pool, result=result)
 
 
 _RUN = "training_runs/{training_run_id}"
@@ -78,100 +76,83 @@ _CHECKPOINT = f"{_RUN}/checkpoints/{{checkpoint_id:path}}"
 _SESSION = "sessions/{session_id}"
 
 # fmt: off
-# -- server and credentials ------------------------------------------------------------------------------
-
-GET_CLIENT_CONFIG = Op(config.ClientConfigRequest, config.ClientConfigResponse, "POST", "client/config",
-                       Pool.SESSION)
-GET_DYNAMIC_CONFIG = Op(config.ClientConfigRequest, config.ClientDynamicConfigResponse, "POST",
+# Server and credentials
+GET_CLIENT_CONFIG = Op(t.ClientConfigRequest, t.ClientConfigResponse, "POST", "client/config", Pool.SESSION)
+GET_DYNAMIC_CONFIG = Op(t.ClientConfigRequest, t.ClientDynamicConfigResponse, "POST",
                         "client/dynamic_config", Pool.SESSION, retry=False)
-GET_AUTH_TOKEN = Op(config.EmptyRequest, config.AuthTokenResponse, "POST", "auth/token", Pool.SESSION)
-GET_API_KEY = Op(config.EmptyRequest, config.ApiKeyResponse, "GET", "auth/apikey/me")
-DELETE_API_KEY = Op(config.EmptyRequest, NoneType, "DELETE", "auth/apikey/me")
-GET_HEALTH = Op(config.EmptyRequest, config.HealthResponse, "GET", "healthz")
-GET_SERVER_CAPABILITIES = Op(config.EmptyRequest, config.GetServerCapabilitiesResponse, "GET")
-GET_TOKENIZER_FILE = Op(config.TokenizerFileRequest, bytes, "GET",  # our extension
+GET_AUTH_TOKEN = Op(t.EmptyRequest, t.AuthTokenResponse, "POST", "auth/token", Pool.SESSION)
+GET_API_KEY = Op(t.EmptyRequest, t.ApiKeyResponse, "GET", "auth/apikey/me")
+DELETE_API_KEY = Op(t.EmptyRequest, NoneType, "DELETE", "auth/apikey/me")
+GET_HEALTH = Op(t.EmptyRequest, t.HealthResponse, "GET", "healthz")
+GET_SERVER_CAPABILITIES = Op(t.EmptyRequest, t.GetServerCapabilitiesResponse, "GET")
+GET_TOKENIZER_FILE = Op(t.TokenizerFileRequest, bytes, "GET",  # our extension
                         "models/{model_name:path}/tokenizer/{file}")
-SEND_TELEMETRY = Op(reports.TelemetrySendRequest, reports.TelemetryResponse, "POST", "telemetry",
-                    Pool.TELEMETRY)
+SEND_TELEMETRY = Op(t.TelemetrySendRequest, t.TelemetryResponse, "POST", "telemetry", Pool.TELEMETRY)
 
-# -- sessions --------------------------------------------------------------------------------------------
-
-CREATE_SESSION = Op(sessions.CreateSessionRequest, sessions.CreateSessionResponse, pool=Pool.SESSION)
-SESSION_HEARTBEAT = Op(sessions.SessionHeartbeatRequest, sessions.SessionHeartbeatResponse,
-                       pool=Pool.SESSION, retry=False)
-FINISH_SESSION = Op(sessions.FinishSessionRequest, NoneType, "POST", f"{_SESSION}/finish", Pool.SESSION)
-SEARCH_SESSIONS = Op(sessions.SessionSearchRequest, sessions.SessionSearchResponse, "POST", "sessions/search")
-LIST_SESSIONS = Op(sessions.ListSessionsRequest, sessions.ListSessionsResponse, "GET", "sessions")
-GET_SESSION = Op(sessions.GetSessionRequest, sessions.GetSessionResponse, "GET", _SESSION)
-ASSIGN_SESSION_PROJECT = Op(sessions.AssignSessionProjectRequest, NoneType, "PUT", f"{_SESSION}/project")
-EXPORT_SESSION_TRACE = Op(sessions.ExportSessionTraceRequest, sessions.SessionTraceExportResponse, "GET",
+# Sessions
+CREATE_SESSION = Op(t.CreateSessionRequest, t.CreateSessionResponse, pool=Pool.SESSION)
+SESSION_HEARTBEAT = Op(t.SessionHeartbeatRequest, t.SessionHeartbeatResponse, pool=Pool.SESSION, retry=False)
+FINISH_SESSION = Op(t.FinishSessionRequest, NoneType, "POST", f"{_SESSION}/finish", Pool.SESSION)
+SEARCH_SESSIONS = Op(t.SessionSearchRequest, t.SessionSearchResponse, "POST", "sessions/search")
+LIST_SESSIONS = Op(t.ListSessionsRequest, t.ListSessionsResponse, "GET", "sessions")
+GET_SESSION = Op(t.GetSessionRequest, t.GetSessionResponse, "GET", _SESSION)
+ASSIGN_SESSION_PROJECT = Op(t.AssignSessionProjectRequest, NoneType, "PUT", f"{_SESSION}/project")
+EXPORT_SESSION_TRACE = Op(t.ExportSessionTraceRequest, t.SessionTraceExportResponse, "GET",
                           f"{_SESSION}/trace_export")
 
-# -- runs ------------------------------------------------------------------------------------------------
-
-CREATE_MODEL = _with_future(training.CreateModelRequest, training.CreateModelResponse)
+# Runs
+CREATE_MODEL = _with_future(t.CreateModelRequest, t.CreateModelResponse)
 # Used by clients up to 0.25.0
-UNLOAD_MODEL = _with_future(training.UnloadModelRequest, training.UnloadModelResponse)
-GET_INFO = Op(training.GetInfoRequest, training.GetInfoResponse)
-FORWARD_BACKWARD = _with_future(training.ForwardBackwardRequest, ForwardBackwardOutput)
+UNLOAD_MODEL = _with_future(t.UnloadModelRequest, t.UnloadModelResponse)
+GET_INFO = Op(t.GetInfoRequest, t.GetInfoResponse)
+FORWARD_BACKWARD = _with_future(t.ForwardBackwardRequest, t.ForwardBackwardOutput)
 # Used by clients up to 0.24.1; newer ones set forward_only
-FORWARD = _with_future(training.ForwardBackwardRequest, ForwardBackwardOutput)
-OPTIM_STEP = _with_future(training.OptimStepRequest, training.OptimStepResponse)
-CREATE_CUSTOM_LOSS = _with_future(training.CreateCustomLossRequest, training.CreateCustomLossResponse)
-LIST_TRAINING_RUNS = Op(training.ListTrainingRunsRequest, training.TrainingRunsResponse, "GET",
-                        "training_runs")
-GET_TRAINING_RUN = Op(training.GetTrainingRunRequest, training.TrainingRun, "GET", _RUN)
+FORWARD = _with_future(t.ForwardBackwardRequest, t.ForwardBackwardOutput)
+OPTIM_STEP = _with_future(t.OptimStepRequest, t.OptimStepResponse)
+CREATE_CUSTOM_LOSS = _with_future(t.CreateCustomLossRequest, t.CreateCustomLossResponse)
+LIST_TRAINING_RUNS = Op(t.ListTrainingRunsRequest, t.TrainingRunsResponse, "GET", "training_runs")
+GET_TRAINING_RUN = Op(t.GetTrainingRunRequest, t.TrainingRun, "GET", _RUN)
 # Our extension: JSON lines, one per step
-GET_RUN_METRICS = Op(training.GetTrainingRunRequest, bytes, "GET", f"{_RUN}/metrics")
+GET_RUN_METRICS = Op(t.GetTrainingRunRequest, bytes, "GET", f"{_RUN}/metrics")
 
-# -- checkpoints -----------------------------------------------------------------------------------------
-
-SAVE_WEIGHTS = _with_future(checkpoints.SaveWeightsRequest, checkpoints.SaveWeightsResponse)
-SAVE_WEIGHTS_FOR_SAMPLER = _with_future(checkpoints.SaveWeightsForSamplerRequest,
-                                        checkpoints.SaveWeightsForSamplerResponseInternal)
-SAVE_WEIGHTS_EXTERNAL = _with_future(checkpoints.SaveWeightsExternalRequest,
-                                     checkpoints.SaveWeightsExternalResponseInternal)
-LOAD_WEIGHTS = _with_future(checkpoints.LoadWeightsRequest, checkpoints.LoadWeightsResponse)
-GET_WEIGHTS_INFO = Op(checkpoints.WeightsInfoRequest, checkpoints.WeightsInfoResponse, "POST", "weights_info")
-COPY_WEIGHTS = Op(checkpoints.CopyWeightsRequest, checkpoints.CopyWeightsResponse)
-LIST_CHECKPOINTS = Op(checkpoints.ListCheckpointsRequest, checkpoints.CheckpointsListResponse, "GET",
-                      f"{_RUN}/checkpoints")
-LIST_USER_CHECKPOINTS = Op(checkpoints.ListUserCheckpointsRequest, checkpoints.CheckpointsListResponse, "GET",
-                           "checkpoints")
+# Checkpoints
+SAVE_WEIGHTS = _with_future(t.SaveWeightsRequest, t.SaveWeightsResponse)
+SAVE_WEIGHTS_FOR_SAMPLER = _with_future(t.SaveWeightsForSamplerRequest,
+                                        t.SaveWeightsForSamplerResponseInternal)
+SAVE_WEIGHTS_EXTERNAL = _with_future(t.SaveWeightsExternalRequest, t.SaveWeightsExternalResponseInternal)
+LOAD_WEIGHTS = _with_future(t.LoadWeightsRequest, t.LoadWeightsResponse)
+GET_WEIGHTS_INFO = Op(t.WeightsInfoRequest, t.WeightsInfoResponse, "POST", "weights_info")
+COPY_WEIGHTS = Op(t.CopyWeightsRequest, t.CopyWeightsResponse)
+LIST_CHECKPOINTS = Op(t.ListCheckpointsRequest, t.CheckpointsListResponse, "GET", f"{_RUN}/checkpoints")
+LIST_USER_CHECKPOINTS = Op(t.ListUserCheckpointsRequest, t.CheckpointsListResponse, "GET", "checkpoints")
 # Before DELETE_CHECKPOINT: its placeholder would match these longer paths too.
-PUBLISH_CHECKPOINT = Op(checkpoints.CheckpointRequest, NoneType, "POST", f"{_CHECKPOINT}/publish")
-UNPUBLISH_CHECKPOINT = Op(checkpoints.CheckpointRequest, NoneType, "DELETE", f"{_CHECKPOINT}/publish")
-SET_CHECKPOINT_TTL = Op(checkpoints.SetCheckpointTTLRequest, NoneType, "PUT", f"{_CHECKPOINT}/ttl")
-GET_EXTERNAL_WEIGHTS_URLS = Op(checkpoints.CheckpointRequest, checkpoints.ExternalWeightsUrlsResponse, "GET",
+PUBLISH_CHECKPOINT = Op(t.CheckpointRequest, NoneType, "POST", f"{_CHECKPOINT}/publish")
+UNPUBLISH_CHECKPOINT = Op(t.CheckpointRequest, NoneType, "DELETE", f"{_CHECKPOINT}/publish")
+SET_CHECKPOINT_TTL = Op(t.SetCheckpointTTLRequest, NoneType, "PUT", f"{_CHECKPOINT}/ttl")
+GET_EXTERNAL_WEIGHTS_URLS = Op(t.CheckpointRequest, t.ExternalWeightsUrlsResponse, "GET",
                                f"{_CHECKPOINT}/external_weights_urls")
 # Used by clients up to 0.35.0; a server may reply 302
-GET_CHECKPOINT_ARCHIVE_URL = Op(checkpoints.CheckpointRequest, checkpoints.CheckpointArchiveUrlResponse,
+GET_CHECKPOINT_ARCHIVE_URL = Op(t.CheckpointRequest, t.CheckpointArchiveUrlResponse,
                                 "GET", f"{_CHECKPOINT}/archive")
-DELETE_CHECKPOINT = Op(checkpoints.CheckpointRequest, NoneType, "DELETE", _CHECKPOINT)
+DELETE_CHECKPOINT = Op(t.CheckpointRequest, NoneType, "DELETE", _CHECKPOINT)
 
-# -- sampling --------------------------------------------------------------------------------------------
-
-CREATE_SAMPLING_SESSION = Op(sampling.CreateSamplingSessionRequest, sampling.CreateSamplingSessionResponse,
+# Sampling
+CREATE_SAMPLING_SESSION = Op(t.CreateSamplingSessionRequest, t.CreateSamplingSessionResponse,
                              pool=Pool.SAMPLE)
-JOIN_SAMPLING_SESSION = Op(sampling.JoinSamplingSessionRequest, sampling.JoinSamplingSessionResponse,
-                           pool=Pool.SAMPLE)
-SAMPLE = _with_future(sampling.SampleRequest, SampleResponse, "asample", Pool.SAMPLE)
-GET_SAMPLER = Op(sampling.GetSamplerRequest, sampling.GetSamplerResponse, "GET", "samplers/{sampler_id}")
+JOIN_SAMPLING_SESSION = Op(t.JoinSamplingSessionRequest, t.JoinSamplingSessionResponse, pool=Pool.SAMPLE)
+SAMPLE = _with_future(t.SampleRequest, t.SampleResponse, "asample", Pool.SAMPLE)
+GET_SAMPLER = Op(t.GetSamplerRequest, t.GetSamplerResponse, "GET", "samplers/{sampler_id}")
 
-# -- futures ---------------------------------------------------------------------------------------------
+# Futures
+RETRIEVE_FUTURE = Op(t.FutureRetrieveRequest, object, pool=Pool.RETRIEVE)
+RETRIEVE_FUTURES = Op(t.FuturesRetrieveRequest, t.FuturesRetrieveResponse, pool=Pool.POLL, retry=False)
+CANCEL_FUTURE = Op(t.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, retry=False)
 
-RETRIEVE_FUTURE = Op(futures.FutureRetrieveRequest, object, pool=Pool.RETRIEVE)
-RETRIEVE_FUTURES = Op(futures.FuturesRetrieveRequest, futures.FuturesRetrieveResponse, pool=Pool.POLL,
-                      retry=False)
-CANCEL_FUTURE = Op(futures.CancelFutureRequest, NoneType, pool=Pool.RETRIEVE, retry=False)
-
-# -- audit and billing -----------------------------------------------------------------------------------
-
-GET_AUDIT_LOG = Op(reports.AuditLogRequest, reports.AuditLogResponse, "GET", "audit")
-GET_BILLING_USAGE = Op(reports.GetBillingUsageRequest, reports.BillingUsageResponse, "GET",
-                       "billing/usage/events")
-GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(reports.GetCurrentCheckpointStorageUsageRequest,
-                                          reports.CurrentCheckpointStorageUsageResponse, "GET",
+# Audit and billing
+GET_AUDIT_LOG = Op(t.AuditLogRequest, t.AuditLogResponse, "GET", "audit")
+GET_BILLING_USAGE = Op(t.GetBillingUsageRequest, t.BillingUsageResponse, "GET", "billing/usage/events")
+GET_CURRENT_CHECKPOINT_STORAGE_USAGE = Op(t.GetCurrentCheckpointStorageUsageRequest,
+                                          t.CurrentCheckpointStorageUsageResponse, "GET",
                                           "billing/usage/checkpoints/current")
 # fmt: on
 

@@ -14,31 +14,9 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from tinkex import types as t
 from tinkex.errors import InvalidInputError
 from tinkex.strict import at
-from tinkex.types.data import (
-    Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ForwardBackwardInput,
-    ImageChunk,
-    LossFnOutput,
-    ModelInput,
-    ModelInputChunk,
-    PromptProvenanceSpan,
-    ProvenanceSpans,
-    SampledProvenanceSpan,
-)
-from tinkex.types.outputs import (
-    ForwardBackwardOutput,
-    PromptAltTokens,
-    SampledSequence,
-    SampleResponse,
-    StopReason,
-    TopkLogprobs,
-)
-from tinkex.types.tensor import TensorData
-from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import tinkex_pb2
 
 pb: Any = tinkex_pb2  # protobuf creates its classes at import, where a type checker does not see them
@@ -47,7 +25,7 @@ MAX_DATUMS = 1 << 20  # in one output record, so that a forged count cannot allo
 FEW_BYTES = 4096  # a datum up to this size is joined at once: cheaper than sending it in pieces
 _I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
-_ENDS: dict[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
+_ENDS: dict[int, t.StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
 def _parse(kind: Any, body: bytes) -> Any:
@@ -136,14 +114,14 @@ def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
     return array.data.cast("B") if array.size else b""
 
 
-def _write_datum(datum: Datum) -> Pieces:
+def _write_datum(datum: t.Datum) -> Pieces:
     """A datum as a field of its pass; text with dense tensors takes the fast path of cached frames."""
     if datum.model_input_spans is not None:
         return _write_any_datum(datum)
     arrays: Pieces = []
     layout: list[int | tuple[str, str, int, tuple[int, ...]]] = []
     for chunk in datum.model_input.chunks:
-        if not isinstance(chunk, EncodedTextChunk):
+        if not isinstance(chunk, t.EncodedTextChunk):
             return _write_any_datum(datum)
         arrays.append(tokens := _view(chunk.tokens_np, _I32))
         layout.append(len(tokens))
@@ -157,15 +135,15 @@ def _write_datum(datum: Datum) -> Pieces:
     return pieces if datum.nbytes > FEW_BYTES else [b"".join(pieces)]
 
 
-def _write_any_datum(datum: Datum) -> Pieces:
+def _write_any_datum(datum: t.Datum) -> Pieces:
     message = pb.Datum()
     for chunk in datum.model_input.chunks:
-        if isinstance(chunk, EncodedTextChunk):
+        if isinstance(chunk, t.EncodedTextChunk):
             part = {"encoded_text": pb.EncodedTextChunk(tokens=_packed(chunk.tokens_np, _I32))}
-        elif isinstance(chunk, ImageChunk):
+        elif isinstance(chunk, t.ImageChunk):
             length = chunk.expected_tokens
             part = {"image": pb.ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=length)}
-        elif isinstance(chunk, DmelChunk):
+        elif isinstance(chunk, t.DmelChunk):
             part = {"dmel": pb.DmelChunk(dmel=chunk.dmel)}
         else:
             raise InvalidInputError(
@@ -179,7 +157,7 @@ def _write_any_datum(datum: Datum) -> Pieces:
         (message.loss_fn_input_spans, datum.loss_fn_input_spans),
     ):
         for span in given or ():
-            kind = "prompt_tokens" if isinstance(span, PromptProvenanceSpan) else "sampled_tokens"
+            kind = "prompt_tokens" if isinstance(span, t.PromptProvenanceSpan) else "sampled_tokens"
             spans.add(**{kind: vars(span)})
     body = message.SerializeToString()
     return [_head(3, len(body)), body]
@@ -189,7 +167,7 @@ def _packed(array: Any, dtype: np.dtype) -> bytes:
     return array.astype(dtype, copy=False).tobytes()
 
 
-def _write_tensor(tensor: TensorData) -> Any:
+def _write_tensor(tensor: t.TensorData) -> Any:
     values = _packed(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64)
     message = pb.Tensor(dtype=_DTYPES[tensor.dtype], shape=tensor.shape)
     if tensor.is_sparse:
@@ -201,7 +179,7 @@ def _write_tensor(tensor: TensorData) -> Any:
     return message
 
 
-def write_pass(request: ForwardBackwardRequest) -> Pieces:
+def write_pass(request: t.ForwardBackwardRequest) -> Pieces:
     """The request as pieces to join: small bytes and views of the arrays."""
     work = request.forward_backward_input
     if not 0 <= request.seq_id < 2**31:
@@ -225,55 +203,55 @@ def write_pass(request: ForwardBackwardRequest) -> Pieces:
 # -- reading a pass --------------------------------------------------------------------------------------
 
 
-def _read_tensor(tensor: Any, where: str) -> TensorData:
+def _read_tensor(tensor: Any, where: str) -> t.TensorData:
     shape = list(tensor.shape) or None
     if tensor.WhichOneof("encoding") == "sparse_csr":
         csr = tensor.sparse_csr
         values = _typed_array(csr.values, tensor.dtype, where)
         crow, col = _array(csr.crow_indices, _I64, where), _array(csr.col_indices, _I64, where)
-        return at(where, TensorData, values, None, shape, crow, col)
-    return at(where, TensorData, _typed_array(tensor.dense, tensor.dtype, where), None, shape)
+        return at(where, t.TensorData, values, None, shape, crow, col)
+    return at(where, t.TensorData, _typed_array(tensor.dense, tensor.dtype, where), None, shape)
 
 
-def _read_chunk(chunk: Any, where: str) -> ModelInputChunk:
+def _read_chunk(chunk: Any, where: str) -> t.ModelInputChunk:
     kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
-        return at(where, EncodedTextChunk, _array(chunk.encoded_text.tokens, _I32, where))
+        return at(where, t.EncodedTextChunk, _array(chunk.encoded_text.tokens, _I32, where))
     if kind == "image":
         image = chunk.image
         length = image.expected_tokens if image.HasField("expected_tokens") else None
-        return at(where, ImageChunk, image.data, image.format, length)
+        return at(where, t.ImageChunk, image.data, image.format, length)
     if kind == "dmel":
-        return DmelChunk(chunk.dmel.dmel)
+        return t.DmelChunk(chunk.dmel.dmel)
     raise InvalidInputError(f"{where} holds nothing that this version understands")
 
 
-def _read_spans(spans: Any, where: str) -> ProvenanceSpans:
-    out: ProvenanceSpans = []
+def _read_spans(spans: Any, where: str) -> t.ProvenanceSpans:
+    out: t.ProvenanceSpans = []
     for i, span in enumerate(spans):
         kind = span.WhichOneof("span")
         if kind is None:
             raise InvalidInputError(f"{where}[{i}] holds nothing that this version understands")
         held = getattr(span, kind)
-        cls = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+        cls = t.PromptProvenanceSpan if kind == "prompt_tokens" else t.SampledProvenanceSpan
         out.append(at(f"{where}[{i}]", cls, held.sequence_id, held.offset, length=held.length))
     return out
 
 
-def _read_datum(datum: Any, where: str) -> Datum:
+def _read_datum(datum: Any, where: str) -> t.Datum:
     chunks = [_read_chunk(c, f"{where}.model_input[{j}]") for j, c in enumerate(datum.model_input)]
-    inputs = {k: _read_tensor(t, f"{where}.loss_fn_inputs[{k!r}]") for k, t in datum.loss_fn_inputs.items()}
+    inputs = {k: _read_tensor(v, f"{where}.loss_fn_inputs[{k!r}]") for k, v in datum.loss_fn_inputs.items()}
     if not datum.model_input_spans and not datum.loss_fn_input_spans:
-        return Datum(ModelInput(chunks), inputs)
-    return Datum(
-        ModelInput(chunks),
+        return t.Datum(t.ModelInput(chunks), inputs)
+    return t.Datum(
+        t.ModelInput(chunks),
         inputs,
         _read_spans(datum.model_input_spans, f"{where}.model_input_spans"),
         _read_spans(datum.loss_fn_input_spans, f"{where}.loss_fn_input_spans"),
     )
 
 
-def read_pass(body: bytes) -> ForwardBackwardRequest:
+def read_pass(body: bytes) -> t.ForwardBackwardRequest:
     message = _parse(pb.ForwardBackwardRequest, body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
@@ -284,8 +262,8 @@ def read_pass(body: bytes) -> ForwardBackwardRequest:
     if message.seq_id < 0:
         raise InvalidInputError(f"seq_id must not be negative, got {message.seq_id}")
     data = [_read_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
-    work = ForwardBackwardInput(data, message.loss_fn, config or None)
-    return ForwardBackwardRequest(work, message.model_id, message.seq_id, message.forward_only)
+    work = t.ForwardBackwardInput(data, message.loss_fn, config or None)
+    return t.ForwardBackwardRequest(work, message.model_id, message.seq_id, message.forward_only)
 
 
 def read_turn(body: bytes) -> tuple[str, int] | None:
@@ -297,12 +275,12 @@ def read_turn(body: bytes) -> tuple[str, int] | None:
 # -- a pass's outputs ------------------------------------------------------------------------------------
 
 
-def _layout(record: LossFnOutput) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def _layout(record: t.LossFnOutput) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """What datums of one record share: names, dtypes, and the dimensions after the first."""
     return tuple((name, tensor.dtype, tensor.dense_shape[1:]) for name, tensor in sorted(record.items()))
 
 
-def write_output(value: ForwardBackwardOutput) -> bytes:
+def write_output(value: t.ForwardBackwardOutput) -> bytes:
     message = pb.ForwardBackwardOutput(loss_fn_output_type=value.loss_fn_output_type, metrics=value.metrics)
     for layout, group in itertools.groupby(value.loss_fn_outputs, _layout):
         outputs = list(group)
@@ -317,7 +295,7 @@ def write_output(value: ForwardBackwardOutput) -> bytes:
     return message.SerializeToString(deterministic=True)  # equal values give equal bytes
 
 
-def _read_field(field: Any, where: str) -> list[TensorData]:
+def _read_field(field: Any, where: str) -> list[t.TensorData]:
     """Split one output field into its datums."""
     offsets = _array(field.offsets, _I64, where)
     size = {pb.DTYPE_BFLOAT16: 2, pb.DTYPE_INT64: 8}.get(field.dtype, 4)
@@ -331,12 +309,12 @@ def _read_field(field: Any, where: str) -> list[TensorData]:
     if any(n < 0 for n in trailing) or (np.diff(bounds) % max(row, 1)).any():
         raise InvalidInputError(f"{where}: trailing_shape {trailing} does not fit its values")
     flat.flags.writeable = False
-    return TensorData.split(flat, bounds.tolist(), trailing)
+    return t.TensorData.split(flat, bounds.tolist(), trailing)
 
 
-def read_output(body: bytes) -> ForwardBackwardOutput:
+def read_output(body: bytes) -> t.ForwardBackwardOutput:
     message = _parse(pb.ForwardBackwardOutput, body)
-    outputs: list[LossFnOutput] = []
+    outputs: list[t.LossFnOutput] = []
     for i, record in enumerate(message.loss_fn_outputs):
         where = f"loss_fn_outputs[{i}]"
         fields = {name: _read_field(f, f"{where}[{name!r}]") for name, f in record.fields.items()}
@@ -345,18 +323,18 @@ def read_output(body: bytes) -> ForwardBackwardOutput:
             raise InvalidInputError(f"{where}: says {count} datums, but its fields have another number")
         outputs += [{name: tensors[n] for name, tensors in fields.items()} for n in range(count)]
     kind = message.loss_fn_output_type.rpartition(":")[2] or "ArrayRecord"
-    return ForwardBackwardOutput(kind, outputs, dict(message.metrics))
+    return t.ForwardBackwardOutput(kind, outputs, dict(message.metrics))
 
 
 # -- samples ---------------------------------------------------------------------------------------------
 
 
-def _write_topk(value: TopkLogprobs) -> Any:
+def _write_topk(value: t.TopkLogprobs) -> Any:
     ids, logprobs = _packed(value.token_ids, _I32), _packed(value.logprobs, _F32)
     return pb.TopkLogprobs(token_ids=ids, logprobs=logprobs, k=value.k, length=value.length)
 
 
-def write_samples(value: SampleResponse) -> bytes:
+def write_samples(value: t.SampleResponse) -> bytes:
     message = pb.SampleResponse(prompt_cache_hit_tokens=value.prompt_cache_hit_tokens)
     for sequence in value.sequences:
         ended = pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH
@@ -385,7 +363,7 @@ def write_samples(value: SampleResponse) -> bytes:
     return message.SerializeToString()
 
 
-def _read_topk(message: Any, where: str) -> TopkLogprobs | None:
+def _read_topk(message: Any, where: str) -> t.TopkLogprobs | None:
     cells = message.k * message.length
     if not cells:
         return None
@@ -393,14 +371,14 @@ def _read_topk(message: Any, where: str) -> TopkLogprobs | None:
     if min(ids.size, logprobs.size) < cells:
         raise InvalidInputError(f"{where}: fewer than {message.length} rows of {message.k}")
     shape = message.length, message.k
-    return TopkLogprobs(ids[:cells].reshape(shape), logprobs[:cells].reshape(shape))
+    return t.TopkLogprobs(ids[:cells].reshape(shape), logprobs[:cells].reshape(shape))
 
 
 def _floats(data: bytes, where: str) -> np.ndarray | None:
     return _array(data, _F32, where) if data else None
 
 
-def _read_sequence(sequence: Any, where: str) -> SampledSequence:
+def _read_sequence(sequence: Any, where: str) -> t.SampledSequence:
     reason = _ENDS.get(sequence.stop_reason)
     if reason is None:
         raise InvalidInputError(f"{where}: unknown stop_reason {sequence.stop_reason}")
@@ -408,7 +386,7 @@ def _read_sequence(sequence: Any, where: str) -> SampledSequence:
     if sequence.HasField("topk_sampled_logprobs"):
         topk = _read_topk(sequence.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
     at_token = sequence.HasField("stop_token")
-    return SampledSequence(
+    return t.SampledSequence(
         reason,
         tokens_np=_array(sequence.tokens, _I32, f"{where}.tokens"),
         logprobs_np=_floats(sequence.logprobs, f"{where}.logprobs"),
@@ -418,17 +396,17 @@ def _read_sequence(sequence: Any, where: str) -> SampledSequence:
     )
 
 
-def read_samples(body: bytes) -> SampleResponse:
+def read_samples(body: bytes) -> t.SampleResponse:
     message = _parse(pb.SampleResponse, body)
     target, alt = None, None
     if message.HasField("target_prompt_logprobs"):
         target = _read_tensor(message.target_prompt_logprobs, "target_prompt_logprobs")
     if message.HasField("prompt_alt_tokens"):
-        alt = PromptAltTokens(
+        alt = t.PromptAltTokens(
             _read_tensor(message.prompt_alt_tokens.tokens, "prompt_alt_tokens.tokens"),
             _read_tensor(message.prompt_alt_tokens.logprobs, "prompt_alt_tokens.logprobs"),
         )
-    return SampleResponse(
+    return t.SampleResponse(
         [_read_sequence(sequence, f"sequences[{i}]") for i, sequence in enumerate(message.sequences)],
         _floats(message.prompt_logprobs, "prompt_logprobs"),
         _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs"),
