@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from tinkex.client.future import APIFuture, owned, resolve, start
 from tinkex.client.loop import in_own_thread
+from tinkex.client.queue import RunWatch
 from tinkex.client.rest import RestClient
 from tinkex.client.retry import RetryPolicy
-from tinkex.client.run_watch import RunWatch
 from tinkex.client.service import RemoteServiceClient
 from tinkex.client.training import TrainingClient
 from tinkex.errors import (
@@ -304,7 +304,7 @@ class _RecoveredLoop:
         def tell(error: RunLostError) -> None:
             self._policy._tell(RunLost(error.run_id, error.reason, error))
 
-        return RunWatch(client, self._policy.watch, tell) if self._policy.watch else None
+        return RunWatch(client._queue, self._policy.watch, tell) if self._policy.watch else None
 
     # -- on the background loop --------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import numpy as np
 from tinkex import tracing
 from tinkex.client import loop as background
 from tinkex.client import passes
-from tinkex.client.future import APIFuture, drive, fail, traced
+from tinkex.client.future import APIFuture, drive, fail, start, traced
 from tinkex.client.polling import QueueStats, retrieve
 from tinkex.client.session import Session
 from tinkex.client.transport import CallContext
@@ -27,7 +27,9 @@ from tinkex.errors import (
     BadRequestError,
     ConflictError,
     CredentialError,
+    ExpiredError,
     InvalidInputError,
+    NotFoundError,
     PassIncompleteError,
     RunLostError,
     TinkerError,
@@ -35,8 +37,14 @@ from tinkex.errors import (
 )
 from tinkex.types.data import Datum, ForwardBackwardInput, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.sessions import SessionHeartbeatRequest
 from tinkex.types.tensor import TensorData
-from tinkex.types.training import ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
+from tinkex.types.training import (
+    ForwardBackwardRequest,
+    GetTrainingRunRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
@@ -116,7 +124,7 @@ class RunQueue(SendQueue):
         super().__init__()
         self.session = session
         self._connection = session.connection
-        self._model_id = model_id
+        self.model_id = model_id
         self._watch = session.watch(f"run {model_id}")
         self._submitting = CallContext(owner=model_id, observer=self._watch.submitting)
         self._seq = 1  # create_model had seq id 0
@@ -125,7 +133,7 @@ class RunQueue(SendQueue):
         self._failed: str | None = None  # why the last pass failed; refuses steps that were called before
         self._failures = 0
         self._cause: Exception | None = None  # the error behind `_incomplete` or `_failed`
-        self._lost: RunLostError | None = None
+        self.lost: RunLostError | None = None  # refuses every later call
         self._loss_threads: set[int] = set()  # threads that run a custom loss of this run
 
     # -- queueing, from any thread -----------------------------------------------------------------------
@@ -133,8 +141,8 @@ class RunQueue(SendQueue):
     def enqueue(self, what: str, send: Send[T]) -> APIFuture[T]:
         """Queue a send, unless the client is closed, the run is lost or the call could never be sent."""
         self._connection.check_open()
-        if self._lost is not None:
-            raise RunLostError(self._lost.run_id, self._lost.reason)
+        if self.lost is not None:
+            raise RunLostError(self.lost.run_id, self.lost.reason)
         if threading.get_ident() in self._loss_threads:
             raise TinkerError(
                 f"{what} was called inside a custom loss of the same run, and could only be sent after it. "
@@ -168,10 +176,6 @@ class RunQueue(SendQueue):
         """Queue an optim_step."""
         failures = self._failures
         return self.enqueue("optim_step", lambda: self._send_step(request, failures))
-
-    def mark_lost(self, error: RunLostError) -> None:
-        """Refuse every later call with this error."""
-        self._lost = error
 
     def queue_stats(self) -> QueueStats:
         return self._watch.stats()
@@ -209,7 +213,7 @@ class RunQueue(SendQueue):
         first, self._seq = self._seq, self._seq + len(chunks)
         works = (ForwardBackwardInput(chunk, loss_fn, config) for chunk in chunks)
         requests = [
-            ForwardBackwardRequest(work, self._model_id, first + n, forward_only)
+            ForwardBackwardRequest(work, self.model_id, first + n, forward_only)
             for n, work in enumerate(works)
         ]
         promises = await self._post_chunks(requests, parallel=limits.parallel_fwdbwd_chunks)
@@ -248,7 +252,7 @@ class RunQueue(SendQueue):
         raise errors[0]
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
-        return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self._model_id)
+        return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self.model_id)
 
     # -- gaps --------------------------------------------------------------------------------------------
 
@@ -266,7 +270,7 @@ class RunQueue(SendQueue):
         inputs = {"target_tokens": np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}
         nothing = Datum(ModelInput.from_ints([0]), {name: TensorData(x) for name, x in inputs.items()})
         work = ForwardBackwardInput([nothing], "cross_entropy")
-        request = ForwardBackwardRequest(work, self._model_id, seq_id, forward_only=True)
+        request = ForwardBackwardRequest(work, self.model_id, seq_id, forward_only=True)
         try:
             await self._connection.transport.call(ops.FORWARD_BACKWARD, request)
         except (BadRequestError, ConflictError, UnprocessableEntityError):
@@ -318,3 +322,57 @@ class RunQueue(SendQueue):
                 self._loss_threads.discard(threading.get_ident())
 
         return await background.in_own_thread(run)
+
+
+class RunWatch:
+    """Notices that the server has lost a run, though nobody makes a call: asks every `every` seconds.
+
+    A run is lost only if the server says so after it has known the run; an unreachable or restarting server
+    is asked again. `tell` is called once, before the run's next call raises RunLostError.
+    """
+
+    def __init__(self, run: RunQueue, every: float, tell: Callable[[RunLostError], object]) -> None:
+        self._run, self._every, self._tell = run, every, tell
+        self._session_id = run.session.session_id or ""  # of now: the client may open another one
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._known = False  # has the server ever had its record?
+        self._lost: RunLostError | None = None
+        self.ended = start(self._watch, "run_watch")  # resolves after the callback, or after `stop`
+
+    def stop(self) -> RunLostError | None:
+        """Stop; returns why the run is lost, if that was noticed (the callback has run, or is running)."""
+        with self._lock:
+            self._stopped = True
+            if self._lost is None:
+                self.ended.cancel()
+            return self._lost
+
+    async def _watch(self) -> None:
+        while (reason := await self._why_lost()) is None:
+            await asyncio.sleep(self._every)
+        with self._lock:
+            if self._stopped:
+                return
+            self._lost = RunLostError(self._run.model_id, reason)
+        await background.in_own_thread(self._tell, self._lost)
+        self._run.lost = self._lost
+
+    async def _why_lost(self) -> str | None:
+        call, run_id = self._run.session.connection.call, self._run.model_id
+        try:
+            record = await call(ops.GET_TRAINING_RUN, GetTrainingRunRequest(training_run_id=run_id))
+            self._known = True
+            if record.corrupted:
+                return "the server could not restore it"
+        except NotFoundError:
+            return "the server does not know it any more" if self._known else None
+        except TinkerError:
+            return None
+        try:
+            await call(ops.SESSION_HEARTBEAT, SessionHeartbeatRequest(session_id=self._session_id))
+        except (ExpiredError, NotFoundError):
+            return "its session has ended"
+        except TinkerError:
+            pass
+        return None

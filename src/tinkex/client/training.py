@@ -21,7 +21,7 @@ from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.twins import awaited, blocking, queued
-from tinkex.errors import InvalidInputError, RunLostError, TinkerError
+from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -304,10 +304,6 @@ class TrainingClient(ModelClient):
     create_sampling_client_async = awaited(create_sampling_client)
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
     get_info_async = awaited(get_info)
-
-    def _lose(self, error: RunLostError) -> None:
-        """Refuse later calls: the server has lost this run (see recovery.py)."""
-        self._queue.mark_lost(error)
 
     @property
     def queue_stats(self) -> QueueStats:
