@@ -1,8 +1,7 @@
 """Finds and loads a model's tokenizer: from a directory, the hub's cache or the hub.
 
 Promises: a tokenizer is a transformers one and is loaded once, however many threads ask for it; an empty one
-is refused; offline means no network access. transformers is imported with the first load. Only `render_chat`
-applies a chat template, and always the tokenizer's own.
+is refused; offline means no network access. transformers is imported with the first load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`BaseClient`, which ServiceClient, RestClient and AdminClient extend, and checks that clients share.
 
 Promises: a client made on its own sends nothing until its first call and opens no session; one made by a
-ServiceClient uses that client's connection and leaves it open. Knows no operation in particular.
+ServiceClient uses that client's connection and leaves it open.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class BaseClient:
         return self._connection.submit(op, _request(op, fields), CallContext(method or op.name))
 
     def _convert(self, op: Op[Any, Any], convert: Callable[[Any], T], /, **fields: Any) -> APIFuture[T]:
-        """Do an operation and convert its reply."""
         request = _request(op, fields)
 
         async def call() -> T:
@@ -103,7 +102,6 @@ def _request(op: Op[Any, Any], fields: dict[str, Any]) -> Any:
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse anything but a string or None."""
     if value is not None and not isinstance(value, str):
         raise InvalidInputError(f"{name} must be a string or None, got {value!r:.80}")
 

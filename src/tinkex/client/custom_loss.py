@@ -1,11 +1,9 @@
 """Losses that the user writes, computed on the client and trained on any server.
 
 A loss C of the target logprobs is linearised: a cross_entropy pass with weights -∂C/∂logprob has exactly the
-gradients of C. So a custom pass is a forward pass, the user's function, and a forward_backward on those
-weights, all in one entry of the run's queue. A traced loss (`LossHandle`) that the server has accepted is
-named in the request and computed there instead. Promises: the user's function runs in a thread of its own,
-and its return value is checked; no gradient is sent if the pass is cancelled while the function runs.
-Imports torch only when a loss needs it.
+gradients of C. So a custom pass is a forward pass, the user's function in a thread of its own, and a
+forward_backward on those weights, all in one entry of the run's queue. A traced loss (`LossHandle`) that the
+server has accepted is computed there instead. Imports torch only when a loss needs it.
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class LossHandle:
 
     @cached_property
     def wire(self) -> CustomLossGraph:
-        """The graph as it is uploaded."""
         from tinkex.client import loss_tracing
 
         return loss_tracing.to_wire(self.name, self.graph)
@@ -155,7 +152,6 @@ CustomLoss = CustomLossFnV1 | LossHandle | ArrayLoss
 
 
 def submit(queue: RunQueue, given: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
-    """Check a custom pass and queue it."""
     if not callable(loss_fn) and not isinstance(loss_fn, LossHandle | ArrayLoss):
         raise InvalidInputError(
             f"loss_fn must be a function, a LossHandle or an ArrayLoss, got {type(loss_fn).__name__}"

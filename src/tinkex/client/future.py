@@ -1,9 +1,7 @@
-"""APIFuture: the one future type of the SDK, for blocking and for awaiting.
+"""APIFuture: the one future type of the SDK, a `concurrent.futures.Future` that any event loop can await.
 
-Promises: it is a `concurrent.futures.Future` that any event loop can also await. A wait that times out
-cancels nothing: the request goes on and can be waited for again. Waiting where the result could never arrive
-(on the background thread, in a forked child) raises instead of hanging. A failure that nobody reads is logged
-after a while. Knows nothing of requests.
+Promises: a wait that times out cancels nothing and can be repeated; waiting where the result could never
+arrive (on the background thread, in a forked child) raises; an unread failure is logged (unread.py).
 """
 
 from __future__ import annotations
@@ -287,7 +285,6 @@ async def owned(future: APIFuture[T], timeout: float | None) -> T:
 
 
 def completed(value: T, what: str = "request") -> APIFuture[T]:
-    """A future that is already resolved."""
     future: APIFuture[T] = APIFuture(what)
     future.set_result(value)
     return future

@@ -1,8 +1,7 @@
 """Traces a user's torch function with torch.fx, checks the graph, and converts it to the wire format.
 
-Promises: an untraceable function is refused with the operation, its source line and what to write instead;
-the wire format is the official client's, node by node. Imports torch, so the client imports this module only
-when a loss is created. Does not know which operations a server allows.
+Promises: an untraceable function is refused with the operation, its source line and what to write instead.
+Imports torch, so the client imports this module only when a loss is created.
 """
 
 from __future__ import annotations
@@ -206,7 +205,6 @@ class _Tracer(fx.Tracer):
 
 
 def _function_name(function: Callable[..., Any]) -> str:
-    """The name of a function in the wire format."""
     name = _get_qualified_name(function)
     if name == "getattr":
         return name
@@ -231,7 +229,6 @@ def _line(file: str, number: int) -> str:
 
 
 def to_wire(name: str, graph: fx.GraphModule) -> CustomLossGraph:
-    """Convert the graph to the wire format."""
     nodes: list[CustomLossNode] = []
     for node in graph.graph.nodes:
         try:

@@ -1,7 +1,7 @@
 """Checks a pass before it is sent, splits it into chunks, and joins the outputs of the chunks.
 
-Promises: an error names the datum, the key, what was given and what is allowed; metrics are reduced by their
-suffix, and no metric can make a finished pass fail. Pure functions; knows nothing of requests.
+Promises: an error names the datum, the key, what was given and what is allowed; no metric can make a finished
+pass fail.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[D
 
 
 def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Join the outputs of a pass's chunks."""
     return ForwardBackwardOutput(
         loss_fn_output_type=outputs[0].loss_fn_output_type,
         loss_fn_outputs=[record for output in outputs for record in output.loss_fn_outputs],

@@ -1,8 +1,7 @@
-"""RestClient: look up and manage runs, checkpoints, sessions and samplers.
+"""RestClient: look up and manage runs, checkpoints, sessions and samplers. Needs no session.
 
 Promises: the official names, parameters and defaults; `x()` returns a future at once, `await x_async()` the
-result; an impossible path or id is refused at the call. `iter_…` methods fetch listings page by page. Needs
-no session.
+result; an impossible path or id is refused at the call. `iter_…` methods fetch listings page by page.
 """
 
 from __future__ import annotations
@@ -414,7 +413,6 @@ class RestClient(BaseClient):
 
 
 def _ids(tinker_path: str) -> dict[str, str]:
-    """The fields of a request that name a checkpoint."""
     parsed = _parse(tinker_path)
     return {"training_run_id": parsed.training_run_id, "checkpoint_id": parsed.checkpoint_id}
 

@@ -1,8 +1,7 @@
 """What RestClient returns beyond plain values: lazy listings, and a run's metrics that can be plotted.
 
 Promises: a listing fetches a page only when its items are needed, and yields an item once even if it moved
-to a later page meanwhile. Deleting while iterating shifts later pages: take `list(…)` first. Knows nothing
-of what is listed, and nothing of how a page is fetched.
+to a later page meanwhile. Deleting while iterating shifts later pages: take `list(…)` first.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Promises: samples are independent and bounded in number; one whose result the server no longer has is sent
 again; a cancelled one is cancelled on the server; if none finishes for `RetryConfig.progress_timeout`
-seconds, all fail with an APIConnectionError. Runs on the background loop. Knows nothing of HTTP.
+seconds, all fail with an APIConnectionError.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class SampleSender:
     # -- whole samples -----------------------------------------------------------------------------------
 
     async def send(self, request: SampleRequest) -> SampleResponse:
-        """Send a sample and return its response."""
         await self._open()
         if self._first_seq:
             request = replace(request, seq_id=self._first_seq + (request.seq_id or 0))

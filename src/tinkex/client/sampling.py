@@ -1,8 +1,7 @@
 """SamplingClient: samples from a base model or a published adapter, thousands of requests at a time.
 
-Promises: the official names, parameters and defaults; bad input is refused at the call; a sampler can be
-pickled, or described by a handle, and used in other processes. A pickle or handle holds the source of the
-credential, never the credential. sample_sender.py sends the requests.
+Promises: the official names, parameters and defaults; a sampler can be pickled, or described by a handle, and
+used in other processes. A pickle or handle holds the source of the credential, never the credential.
 """
 
 from __future__ import annotations

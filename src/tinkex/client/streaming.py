@@ -1,8 +1,7 @@
 """SampleStream: the tokens of a sample as the server draws them, and the whole response at the end.
 
-Promises: one object for `for` and `async for`, from any thread and event loop; closing it (by `close`, the
-end of its `with` block, or garbage collection) cancels the sample on the server at once. A stream that breaks
-off after its first token raises an error that holds the received tokens. Knows nothing of HTTP.
+Promises: one object for `for` and `async for`, from any thread and event loop; closing it, or dropping it,
+cancels the sample on the server at once. A stream that breaks off raises an error with the received tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """TrainingClient: one run.
 
 Promises: the official names, parameters and defaults; the server executes requests in the order of the
-calls; a call validates its input, queues the request and returns a future at once. A request goes from here
-to the run's queue (queue.py), which posts it through the connection and polls for the result.
+calls; a call validates its input, puts the request into the run's queue (queue.py) and returns a future.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client import custom_loss, passes
@@ -37,6 +36,7 @@ from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LossFnType
 from tinkex.types.training import GetInfoRequest, GetInfoResponse, OptimStepRequest, OptimStepResponse
 from tinkex.wire import ops
+from tinkex.wire.ops import Op
 
 
 class TrainingClient(ModelClient):
@@ -142,8 +142,10 @@ class TrainingClient(ModelClient):
         """
         if not isinstance(overwrite, bool):
             raise InvalidInputError(f"overwrite must be True or False, got {overwrite!r:.80}")
-        fields = {"overwrite": overwrite, "user_metadata": user_metadata}
-        return self._save("save_state", ops.SAVE_WEIGHTS, name, ttl_seconds, fields)
+        return self._save(
+            "save_state", ops.SAVE_WEIGHTS, SaveWeightsResponse, name, ttl_seconds,
+            overwrite=overwrite, user_metadata=user_metadata,
+        )  # fmt: skip
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -182,9 +184,10 @@ class TrainingClient(ModelClient):
         >>> path = run.save_weights_for_sampler("v1").result().path     # doctest: +SKIP
         >>> sampler = run.create_sampling_client(path)
         """
-        op, fields = ops.SAVE_WEIGHTS_FOR_SAMPLER, {"user_metadata": user_metadata}
-        kind = SaveWeightsForSamplerResponse
-        return self._save("save_weights_for_sampler", op, name, ttl_seconds, fields, kind)
+        return self._save(
+            "save_weights_for_sampler", ops.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSamplerResponse, name,
+            ttl_seconds, user_metadata=user_metadata,
+        )  # fmt: skip
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
@@ -194,20 +197,14 @@ class TrainingClient(ModelClient):
         >>> path = run.save_weights_external("export").result().path    # doctest: +SKIP
         >>> rest.get_external_weights_urls(path).result().urls
         """
-        op, fields = ops.SAVE_WEIGHTS_EXTERNAL, {"age_encryption_recipients": age_encryption_recipients}
-        kind = SaveWeightsExternalResponse
-        return self._save("save_weights_external", op, name, ttl_seconds, fields, kind)
+        return self._save(
+            "save_weights_external", ops.SAVE_WEIGHTS_EXTERNAL, SaveWeightsExternalResponse, name,
+            ttl_seconds, age_encryption_recipients=age_encryption_recipients,
+        )  # fmt: skip
 
     def _save(
-        self,
-        what: str,
-        op: ops.Op[Any, Any],
-        name: str,
-        ttl_seconds: int | None,
-        fields: dict[str, Any],
-        kind: Callable[..., Any] | None = None,
+        self, what: str, op: Op[Any, Any], kind: type[Any], name: str, ttl_seconds: int | None, **fields: Any
     ) -> APIFuture[Any]:
-        """Queue a save; `kind`: what the caller gets with the path, if it is not the server's own result."""
         if not isinstance(name, str) or not name or "/" in name:
             raise InvalidInputError(f"a checkpoint's name must be a string without '/', got {name!r}")
         request = op.request(model_id=self.model_id, path=name, ttl_seconds=check_ttl(ttl_seconds), **fields)
@@ -215,7 +212,7 @@ class TrainingClient(ModelClient):
         def convert(reply: Any) -> Any:
             if not reply.path:
                 raise TinkerError("the server saved the weights, but gave no path for them")
-            return kind(path=reply.path) if kind else reply
+            return reply if isinstance(reply, kind) else kind(path=reply.path)
 
         return self._queue.submit(what, op, request, convert)
 

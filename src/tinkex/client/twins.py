@@ -3,8 +3,8 @@
     def get_session(self, session_id: str) -> APIFuture[GetSessionResponse]: …
     get_session_async = awaited(get_session)        # await rest.get_session_async("s-1", timeout=5)
 
-Promises: a made method has the name, signature and docstring that it would have if it were written out; one
-that waits takes `timeout`, and refuses a bad one before anything is sent.
+Promises: it has the name, signature and docstring that it would have if it were written out; one that waits
+takes `timeout`, and refuses a bad one before anything is sent.
 """
 
 from __future__ import annotations
