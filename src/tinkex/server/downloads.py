@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
@@ -18,18 +17,9 @@ from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.server.signing import DOWNLOADS, DownloadSigner
 from tinkex.service.archive import Archive
-from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.refusal import Refusal
 
 _NO_LINK = "this link is wrong or has expired: ask for a new one"
-
-
-def link_maker(signer: DownloadSigner, home: Path) -> Callable[[Caller, Path, float], str]:
-    """The function with which the service makes a link to a path below the home, valid until a unix time."""
-
-    def link(caller: Caller, path: Path, expires: float) -> str:
-        return caller.public_url + signer.sign(path.relative_to(home).as_posix(), expires)
-
-    return link
 
 
 def download_routes(gateway: Gateway, home: Path, signer: DownloadSigner) -> list[Route]:

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.responses import Response
@@ -27,7 +28,7 @@ from tinkex.errors import TinkerError
 from tinkex.server.api_keys import Authenticator
 from tinkex.server.bodies import MAX_BODY, BodyCodec, IncomingRequest
 from tinkex.server.console import console_routes
-from tinkex.server.downloads import download_routes, link_maker
+from tinkex.server.downloads import download_routes
 from tinkex.server.gateway import Endpoint, Gateway, build_app, is_loopback_host
 from tinkex.server.metrics import Metrics
 from tinkex.server.openai.routes import openai_routes
@@ -35,7 +36,7 @@ from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
 from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
-from tinkex.service.refusal import Refusal
+from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import ServerHooks, Service
 from tinkex.wire import ops
 
@@ -92,18 +93,16 @@ class Server:
         home = config.service.home
         try:
             home.mkdir(parents=True, exist_ok=True)
-            self._secret = home_secret(home)
+            secret = home_secret(home)
         except (OSError, ValueError) as error:
             raise StartError(f"the home {home} cannot be used: {error}") from None
-        self._metrics = Metrics()
-        hooks = ServerHooks(
-            link_maker(DownloadSigner(self._secret), home), WeightsTokens(self._secret).run_of, self._metrics
-        )
+        self._metrics, self._signer = Metrics(), DownloadSigner(secret)
+        hooks = ServerHooks(self._link, WeightsTokens(secret).run_of, self._metrics)
         try:
             self.service = Service(config.service, server=hooks)
         except TinkerError as error:
             raise StartError(_first_line(error)) from error
-        authenticator = Authenticator(self.service.ledger, self._secret)
+        authenticator = Authenticator(self.service.ledger, secret)
         if not is_loopback_host(config.host) and authenticator.is_open:
             self.service.ledger.close()
             raise StartError(
@@ -119,13 +118,18 @@ class Server:
         self.gateway = Gateway(self.service, authenticator, bodies, self._metrics, config.public_url)
         self._uvicorn = _UvicornServer(self._uvicorn_config(), self.gateway, config.drain_seconds)
 
+    def _link(self, caller: Caller, path: Path, expires: float) -> str:
+        """A link to a path below the home, valid until a unix time."""
+        below = path.relative_to(self.config.service.home).as_posix()
+        return caller.public_url + self._signer.sign(below, expires)
+
     def _uvicorn_config(self) -> uvicorn.Config:
         gateway = self.gateway
         routes = [
             Route(ops.STREAM_SAMPLE.path, stream_sample_endpoint(gateway), methods=["POST"]),
             Route("/metrics", Endpoint(gateway, "metrics", self._metrics_page), methods=["GET"]),
             *console_routes(gateway),
-            *download_routes(gateway, self.config.service.home, DownloadSigner(self._secret)),
+            *download_routes(gateway, self.config.service.home, self._signer),
             *openai_routes(gateway),
         ]
         return uvicorn.Config(

@@ -21,6 +21,7 @@ from tinkex.service.rows import CheckpointRow, RunRow, SessionRow, texts
 from tinkex.store import atomic_directory
 from tinkex.types import checkpoints as types
 
+_Named = types.CheckpointRequest | types.SetCheckpointTTLRequest
 MAX_NAME = 200
 MAX_RECIPIENTS = 10
 MIN_TTL, MAX_TTL = 3600, int(10 * 365.25 * 24 * 3600)  # seconds
@@ -39,13 +40,7 @@ class Checkpoints:
     _link: Link
     _copying: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    def _find(
-        self,
-        request: types.CheckpointRequest | types.SetCheckpointTTLRequest,
-        caller: Caller,
-        *,
-        to_change: bool = True,
-    ) -> CheckpointRow:
+    def _find(self, request: _Named, caller: Caller, *, to_change: bool = True) -> CheckpointRow:
         path = f"tinker://{request.training_run_id}/{request.checkpoint_id}"
         return self._access.checkpoint(path, caller, to_change=to_change)
 
@@ -65,14 +60,11 @@ class Checkpoints:
 
     async def get_weights_info(self, request: types.WeightsInfoRequest, caller: Caller):
         row = self._access.checkpoint(request.tinker_path, caller)
+        lora = row.lora
         return types.WeightsInfoResponse(
-            base_model=row.base_model,
-            is_lora=True,
-            lora_rank=row.lora.rank,
-            train_unembed=row.lora.train_unembed,
-            train_mlp=row.lora.train_mlp,
-            train_attn=row.lora.train_attn,
-        )
+            base_model=row.base_model, is_lora=True, lora_rank=lora.rank, train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp, train_attn=lora.train_attn,
+        )  # fmt: skip
 
     # -- changing ----------------------------------------------------------------------------------------
 
@@ -199,8 +191,7 @@ class Checkpoints:
 
 def _copy_id(caller: Caller) -> str:
     """The session that holds a copy: one and the same however often a client repeats its request."""
-    made = uuid.uuid5(_COPIES, f"{caller.user}\n{caller.attempt}") if caller.attempt else uuid.uuid4()
-    return str(made)
+    return str(uuid.uuid5(_COPIES, f"{caller.user}\n{caller.attempt}") if caller.attempt else uuid.uuid4())
 
 
 def check_save(request: Any) -> None:
@@ -244,13 +235,10 @@ def shown(row: CheckpointRow) -> types.Checkpoint:
     return types.Checkpoint(
         checkpoint_id=row.checkpoint_id,
         checkpoint_type=kinds[row.kind],  # type: ignore[arg-type]
-        time=datetime.fromtimestamp(row.created_at, UTC),
-        tinker_path=row.tinker_path,
-        size_bytes=row.size_bytes,
-        public=row.public,
-        user_metadata=texts(row.user_metadata) or None,
+        time=datetime.fromtimestamp(row.created_at, UTC), tinker_path=row.tinker_path,
+        size_bytes=row.size_bytes, public=row.public, user_metadata=texts(row.user_metadata) or None,
         expires_at=None if row.expires_at is None else datetime.fromtimestamp(row.expires_at, UTC),
-    )
+    )  # fmt: skip
 
 
 def _copy(source: Path, target: Path) -> None:

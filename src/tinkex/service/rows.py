@@ -212,15 +212,9 @@ def texts(metadata: dict[str, Any] | None) -> dict[str, str]:
 # -- tables ----------------------------------------------------------------------------------------------
 
 TABLES: dict[type, str] = {
-    SessionRow: "sessions",
-    RunRow: "runs",
-    SamplerRow: "samplers",
-    CheckpointRow: "checkpoints",
-    CustomLossRow: "custom_losses",
-    UsageRow: "usage",
-    AuditRow: "audit",
-    KeyRow: "keys",
-}
+    SessionRow: "sessions", RunRow: "runs", SamplerRow: "samplers", CheckpointRow: "checkpoints",
+    CustomLossRow: "custom_losses", UsageRow: "usage", AuditRow: "audit", KeyRow: "keys",
+}  # fmt: skip
 _JSON = frozenset({"tags", "user_metadata", "status", "optimizer_config", "inputs", "nodes", "details"})
 _FLAGS = frozenset({"corrupted", "with_optimizer", "public", "encrypted"})
 _TIMES = frozenset({"created_at", "last_seen_at", "last_request_at", "expires_at", "revoked_at", "at"})

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,13 +113,10 @@ class Sessions:
 
     async def get_session(self, request: types.GetSessionRequest, caller: Caller) -> types.GetSessionResponse:
         row, ledger = self._access.session(request.session_id, caller), self._ledger
+        samplers = ledger.samplers_of_session(row.session_id)
         return types.GetSessionResponse(
             training_run_ids=[run.run_id for run in ledger.runs_of_session(row.session_id)],
-            sampler_ids=[
-                sampler.sampler_id
-                for sampler in ledger.samplers_of_session(row.session_id)
-                if not self._models.has_failed(sampler.base_model)
-            ],
+            sampler_ids=[s.sampler_id for s in samplers if not self._models.has_failed(s.base_model)],
             user_metadata=texts(row.user_metadata),
             display_name=row.display_name,
         )
@@ -137,23 +134,18 @@ class Sessions:
         found, more = self._ledger.search_sessions(request, scope)
         sessions = [
             types.SessionSummary(
-                session_id=item.session.session_id,
-                created_at=datetime.fromtimestamp(item.session.created_at, UTC),
-                owner=item.session.owner,
-                project_id=item.session.project_id or "",
-                status=item.session.status,  # type: ignore[arg-type]
-                checkpoints_count=item.checkpoints,
-                display_name=item.session.display_name,
-                user_metadata=texts(item.session.user_metadata),
-                checkpoint_storage_bytes=item.checkpoint_bytes,
+                session_id=row.session_id, created_at=datetime.fromtimestamp(row.created_at, UTC),
+                owner=row.owner, project_id=row.project_id or "", display_name=row.display_name,
+                status=row.status,  # type: ignore[arg-type]
+                user_metadata=texts(row.user_metadata), checkpoints_count=saved,
+                checkpoint_storage_bytes=saved_bytes,
             )
-            for item in found
-        ]
+            for row, saved, saved_bytes in found
+        ]  # fmt: skip
         cursor = None
-        if more and sessions:
-            cursor = types.SessionSearchCursor(
-                last_created_at=sessions[-1].created_at, last_session_id=sessions[-1].session_id
-            )
+        if more:
+            at, last = sessions[-1].created_at, sessions[-1].session_id
+            cursor = types.SessionSearchCursor(last_created_at=at, last_session_id=last)
         return types.SessionSearchResponse(sessions=sessions, next_cursor=cursor)
 
 
@@ -171,7 +163,9 @@ class SessionTraces:
     _access: Access
     _activity: Activity
     _link: Link
-    _traces: dict[str, deque[TraceEvent]] = field(default_factory=dict[str, deque[TraceEvent]], init=False)
+
+    def __post_init__(self) -> None:
+        self._traces = defaultdict[str, deque[TraceEvent]](lambda: deque(maxlen=TRACE_LENGTH))
 
     def worked(self, work: Execution, seconds: float) -> None:
         """A training request was executed."""
@@ -187,9 +181,7 @@ class SessionTraces:
 
     def _add(self, session_id: str, event: TraceEvent) -> None:
         if session_id:
-            if (trace := self._traces.get(session_id)) is None:
-                trace = self._traces[session_id] = deque(maxlen=TRACE_LENGTH)
-            trace.append(event)
+            self._traces[session_id].append(event)
 
     def forget(self, session_id: str) -> None:
         self._traces.pop(session_id, None)

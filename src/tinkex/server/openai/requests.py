@@ -21,18 +21,10 @@ _IGNORED = {
 }  # fmt: skip
 # Accepted with these values only, which mean that the feature is off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
 # Not allowed in chat_template_kwargs: arguments of `apply_chat_template` itself, not of the template.
 _RESERVED = {
     "self", "tokenizer", "conversation", "messages", "chat_template", "add_generation_prompt",

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
@@ -132,17 +133,17 @@ def openai_routes(gateway: Gateway) -> list[Route]:
             about = _model(name)
         return Response(orjson.dumps(about), 200, JSON)
 
-    async def completions(http: IncomingRequest) -> Response:
-        return await _complete(gateway, samplers, http, CompletionRequest)
-
-    async def chat(http: IncomingRequest) -> Response:
-        return await _complete(gateway, samplers, http, ChatRequest)
-
+    complete = partial(_complete, gateway, samplers)
     table = [
         ("/v1/models", "GET", "openai_models", models),
         ("/v1/models/{model:path}", "GET", "openai_model", model),
-        ("/v1/completions", "POST", "openai_completions", completions),
-        ("/v1/chat/completions", "POST", "openai_chat", chat),
+        (
+            "/v1/completions",
+            "POST",
+            "openai_completions",
+            partial(complete, CompletionRequest),
+        ),
+        ("/v1/chat/completions", "POST", "openai_chat", partial(complete, ChatRequest)),
     ]
     return [
         Route(path, Endpoint(gateway, name, handler, openai_error), methods=[method])
@@ -160,10 +161,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 async def _complete(
-    gateway: Gateway,
-    samplers: SamplerCache,
-    http: IncomingRequest,
-    kind: type[CompletionRequest] | type[ChatRequest],
+    gateway: Gateway, samplers: SamplerCache, kind: type[AnyRequest], http: IncomingRequest
 ) -> Response:
     caller, service = gateway.admit(http), gateway.service
     request = read_request(kind, await _fields(gateway, http))
@@ -216,23 +214,14 @@ def _sample_request(request: AnyRequest, prompt: list[int], sampler: CachedSampl
     alternatives = request.alternatives or 0
     scores_prompt = request.echo and request.alternatives is not None
     params = SamplingParams(
-        max_tokens=request.most_tokens,
-        seed=request.seed,
-        stop=request.stop or None,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k or -1,
-    )
+        max_tokens=request.most_tokens, seed=request.seed, stop=request.stop or None,
+        temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1,
+    )  # fmt: skip
     return SampleRequest(
-        prompt=ModelInput.from_ints(prompt),
-        sampling_params=params,
-        num_samples=request.n,
-        sampling_session_id=sampler.id,
-        seq_id=next(sampler.seq_ids),
-        prompt_logprobs=scores_prompt,
-        topk_prompt_logprobs=alternatives if scores_prompt else 0,
-        topk_sample_logprobs=alternatives,
-    )
+        prompt=ModelInput.from_ints(prompt), sampling_params=params, num_samples=request.n,
+        sampling_session_id=sampler.id, seq_id=next(sampler.seq_ids), prompt_logprobs=scores_prompt,
+        topk_prompt_logprobs=alternatives if scores_prompt else 0, topk_sample_logprobs=alternatives,
+    )  # fmt: skip
 
 
 # -- samples ---------------------------------------------------------------------------------------------
