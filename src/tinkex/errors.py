@@ -105,12 +105,13 @@ class ResultTimeoutError(TinkerError, TimeoutError):
 class RequestFailedError(TinkerError):
     """The server accepted the request and failed it; `category` says whose fault it was."""
 
+    received: Sequence[Any] = ()  # of a stream: what arrived before the failure
+
     def __init__(self, message: str, request_id: str, category: RequestErrorCategory) -> None:
         super().__init__(message)
         self.message = message
         self.request_id = request_id
         self.category = category
-        self.received: Sequence[Any] = ()  # of a stream: what arrived before the failure
 
 
 class RunLostError(TinkerError):
@@ -140,11 +141,8 @@ class APIResponseValidationError(APIError):
     """A reply that does not follow the protocol."""
 
     def __init__(self, response: Any, body: _Body = None, message: str | None = None) -> None:
-        super().__init__(
-            message or "The server's reply does not follow the protocol.",
-            getattr(response, "request", None),
-            body=body,
-        )
+        message = message or "The server's reply does not follow the protocol."
+        super().__init__(message, getattr(response, "request", None), body=body)
         self.response = response
         self.status_code = getattr(response, "status_code", None)
 
@@ -152,23 +150,23 @@ class APIResponseValidationError(APIError):
 class APIConnectionError(APIError):
     """No reply; the message names the URL, the cause and the attempts made."""
 
-    def __init__(self, request: Any = None, message: str = "Connection error.") -> None:
-        super().__init__(message, request)
+    default = "Connection error."
+
+    def __init__(self, request: Any = None, message: str | None = None) -> None:
+        super().__init__(message or self.default, request)
 
 
 class APITimeoutError(APIConnectionError):
     """No reply within the time limit."""
 
-    def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
-        super().__init__(request, message)
+    default = "Request timed out."
 
 
 class StreamBrokenError(APIConnectionError):
     """A stream ended before its result; `received` has what arrived of each sequence that had begun."""
 
-    def __init__(self, request: Any = None, message: str = "The stream broke off.") -> None:
-        super().__init__(request, message)
-        self.received: Sequence[Any] = ()
+    default = "The stream broke off."
+    received: Sequence[Any] = ()
 
 
 class APIStatusError(APIError):

@@ -14,10 +14,8 @@ from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 
 CheckpointType = Literal["training", "sampler", "external"]
 _FOLDERS: dict[str, CheckpointType] = {
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
-}
+    "weights": "training", "sampler_weights": "sampler", "external_weights": "external",
+}  # fmt: skip
 
 
 class Checkpoint(ReplyModel):
@@ -33,9 +31,7 @@ class Checkpoint(ReplyModel):
     expires_at: datetime | None = None
 
 
-class Cursor(ReplyModel):
-    """The position of a page in the whole list."""
-
+class Cursor(ReplyModel):  # a page's position in the whole list
     offset: int
     limit: int
     total_count: int
@@ -72,12 +68,7 @@ class ParsedCheckpointTinkerPath(ReplyModel):
         )
 
 
-# -- saving ----------------------------------------------------------------------------------------------
-
-
-class SaveWeightsRequest(RequestModel):
-    """Save a run with its optimizer state, to resume later."""
-
+class SaveWeightsRequest(RequestModel):  # with the optimizer's state, to resume later
     model_id: str
     path: str | None = None  # the checkpoint's name
     seq_id: Count | None = None
@@ -94,9 +85,7 @@ class SaveWeightsResponse(ReplyModel):
     type: Literal["save_weights"] | None = None
 
 
-class SaveWeightsForSamplerRequest(RequestModel):
-    """Publish a run's adapter: under a name, or unnamed for one sampling session."""
-
+class SaveWeightsForSamplerRequest(RequestModel):  # under a name, or unnamed for one sampling session
     model_id: str
     path: str | None = None
     sampling_session_seq_id: Count | None = None
@@ -119,9 +108,7 @@ class SaveWeightsForSamplerResponseInternal(ReplyModel):  # a path if named, a s
     type: Literal["save_weights_for_sampler"] | None = None
 
 
-class SaveWeightsExternalRequest(RequestModel):
-    """Export a run's adapter as files to download, encrypted if recipients are given."""
-
+class SaveWeightsExternalRequest(RequestModel):  # as files to download, encrypted if recipients are given
     model_id: str
     path: str
     seq_id: Count | None = None
@@ -141,12 +128,7 @@ class SaveWeightsExternalResponseInternal(ReplyModel):
     type: Literal["save_weights_external"] | None = None
 
 
-# -- loading ---------------------------------------------------------------------------------------------
-
-
-class LoadWeightsRequest(RequestModel):
-    """Load a checkpoint into a run, or into a new one (`session_id` and `model_seq_id`)."""
-
+class LoadWeightsRequest(RequestModel):  # into a run, or into a new one (session_id and model_seq_id)
     model_id: str | None = None
     seq_id: Count | None = None
     session_id: str | None = None
@@ -170,9 +152,7 @@ class WeightsInfoRequest(RequestModel):
     tinker_path: str
 
 
-class WeightsInfoResponse(ReplyModel):
-    """The settings that a run must have to load the checkpoint."""
-
+class WeightsInfoResponse(ReplyModel):  # the settings that a run must have to load the checkpoint
     base_model: str
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     is_lora: bool
@@ -182,9 +162,7 @@ class WeightsInfoResponse(ReplyModel):
     train_attn: bool | None = None
 
 
-class CopyWeightsRequest(RequestModel):
-    """Copy a checkpoint into a project, or into a session."""
-
+class CopyWeightsRequest(RequestModel):  # into a project, or into a session
     session_id: str | None = None
     model_seq_id: Count | None = None
     destination_project_id: str | None = None
@@ -195,9 +173,6 @@ class CopyWeightsRequest(RequestModel):
 
 class CopyWeightsResponse(ReplyModel):
     tinker_path: str
-
-
-# -- managing ----------------------------------------------------------------------------------------------
 
 
 class ListCheckpointsRequest(RequestModel):
@@ -214,9 +189,7 @@ class CheckpointsListResponse(ReplyModel):
     cursor: Cursor | None = None
 
 
-class CheckpointRequest(RequestModel):
-    """One checkpoint of a run: to delete, publish, unpublish or download."""
-
+class CheckpointRequest(RequestModel):  # to delete, publish, unpublish or download one
     training_run_id: str
     checkpoint_id: str
 

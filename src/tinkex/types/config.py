@@ -19,8 +19,6 @@ class ClientConfigRequest(RequestModel):  # sent before any other request
 
 
 class ClientConfigResponse(ReplyModel):
-    """Settings for clients of this server."""
-
     pjwt_auth_enabled: bool = False  # exchange the key for a JWT
     credential_default_source: str = "api_key"
     sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
@@ -41,9 +39,7 @@ class ClientConfigResponse(ReplyModel):
     sample_join_sampling_session: bool = False
 
 
-class ClientDynamicConfigResponse(ReplyModel):
-    """Settings that may change while a client runs."""
-
+class ClientDynamicConfigResponse(ReplyModel):  # may change while a client runs
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
     sample_cancel_max_batch_size: int = 64

@@ -28,12 +28,7 @@ class UntypedAPIFuture:
     sample_sequence_ids: list[str] | None = None  # of a sample request: one per sequence, in order
 
     def to_wire(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"request_id": self.request_id}
-        if self.model_id is not None:
-            fields["model_id"] = self.model_id
-        if self.sample_sequence_ids is not None:
-            fields["sample_sequence_ids"] = self.sample_sequence_ids
-        return fields
+        return {name: value for name, value in self.__dict__.items() if value is not None}
 
     @classmethod
     def model_validate(cls, fields: Mapping[str, Any], context: Any = None) -> UntypedAPIFuture:
@@ -92,34 +87,28 @@ class RequestFailedResponse(ReplyModel):
         return RequestErrorCategory.parse(value)
 
 
-class SamplingSessionFuturesTarget(RequestModel):
-    """The futures of one sampler, or of one of its clones."""
-
+class SamplingSessionFuturesTarget(RequestModel):  # the futures of one sampler, or of one of its clones
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
     cloned_sampler_id: Count = 0
 
 
-class FuturesRetrieveRequest(RequestModel):
-    """List futures resolved since `prev_cursor`; the server may drop the results listed as retrieved."""
-
+class FuturesRetrieveRequest(
+    RequestModel
+):  # those resolved since prev_cursor; results listed as retrieved may be dropped
     target: SamplingSessionFuturesTarget
-    prev_cursor: Count = 0
+    prev_cursor: Count = 0  # list what was resolved since
     timeout: float | None = None
-    retrieved_request_ids: list[str] = Field(default_factory=list)
+    retrieved_request_ids: list[str] = Field(default_factory=list)  # the server may drop these results
 
 
 class FutureFinished(ReplyModel):
-    """A future with a result."""
-
     state: Literal["finished"] = "finished"
     request_id: str
     response_payload_uncompressed_size: Count | None = None
 
 
 class FutureFailed(ReplyModel):
-    """A future with a failure."""
-
     state: Literal["failed"] = "failed"
     request_id: str
 
@@ -128,8 +117,6 @@ FutureCompletion = Annotated[FutureFinished | FutureFailed, Field(discriminator=
 
 
 class FuturesRetrieveResponse(ReplyModel):
-    """The resolved futures, and the next cursor."""
-
     completions: list[FutureCompletion]
     cursor: Count
 
@@ -138,7 +125,5 @@ class FuturesRetrieveResponse(ReplyModel):
 FutureRetrieveResponse = PendingFuture | MetadataOnly | RequestFailedResponse | Any
 
 
-class CancelFutureRequest(RequestModel):
-    """Cancel a future: its result will not be retrieved."""
-
+class CancelFutureRequest(RequestModel):  # its result will not be retrieved
     request_id: str

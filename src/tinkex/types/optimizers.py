@@ -24,9 +24,7 @@ class DimuonOptimizerConfig(RequestModel):  # not every server supports it
     version: Literal[1] = 1
 
 
-class OtherOptimizerConfig(RequestModel):
-    """An optimizer that this version does not know, with any settings."""
-
+class OtherOptimizerConfig(RequestModel):  # one that this version does not know, with any settings
     model_config = ConfigDict(extra="allow")
     type: str
 
@@ -38,9 +36,7 @@ class DimuonParams(RequestModel):
     beta1: float = 0.9
 
 
-class OtherOptimParams(RequestModel):
-    """Settings of a step of an optimizer that this version does not know."""
-
+class OtherOptimParams(RequestModel):  # likewise
     model_config = ConfigDict(extra="allow")
     type: str
 

@@ -30,9 +30,6 @@ class AuditLogResponse(ReplyModel):
     entries: list[AuditLogEntry]
 
 
-# -- usage -----------------------------------------------------------------------------------------------
-
-
 class GetBillingUsageRequest(RequestModel):
     starting_on: datetime
     ending_before: datetime
@@ -74,9 +71,7 @@ BillingEventInfo = Annotated[
 ]
 
 
-class BillingUsageEvent(ReplyModel):
-    """Usage of one kind in one period."""
-
+class BillingUsageEvent(ReplyModel):  # usage of one kind in one period
     bucket_start: datetime
     bucket_end: datetime
     base_model: str | None = None
@@ -104,9 +99,7 @@ class GetCurrentCheckpointStorageUsageRequest(RequestModel):
     project_id: str | None = None
 
 
-class CurrentCheckpointStorageUsageItem(ReplyModel):
-    """Storage of one user's checkpoints in one project."""
-
+class CurrentCheckpointStorageUsageItem(ReplyModel):  # of one user in one project
     project_id: str | None = None
     org_user_urn: str | None = None
     user_email: str | None = None
@@ -121,8 +114,6 @@ class CurrentCheckpointStorageUsageResponse(ReplyModel):
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]
 
-
-# -- telemetry -------------------------------------------------------------------------------------------
 
 EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
 Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]

@@ -18,9 +18,7 @@ from tinkex.types.params import SamplingParams
 from tinkex.types.tensor import TensorData
 
 
-class CreateSamplingSessionRequest(RequestModel):
-    """Open a sampler on a base model or on a published adapter."""
-
+class CreateSamplingSessionRequest(RequestModel):  # on a base model, or on a published adapter
     session_id: str
     sampling_session_seq_id: Count
     base_model: str | None = None
@@ -29,46 +27,33 @@ class CreateSamplingSessionRequest(RequestModel):
 
 
 class CreateSamplingSessionResponse(ReplyModel):
-    """The sampler's id."""
-
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
 
 
-class JoinSamplingSessionRequest(RequestModel):
-    """Get a number for a clone of a sampler."""
-
+class JoinSamplingSessionRequest(RequestModel):  # get a number for a clone of a sampler
     sampling_session_id: str
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class JoinSamplingSessionResponse(ReplyModel):
-    """The clone's number."""
-
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
 
 
 class GetSamplerRequest(RequestModel):
-    """Get a sampler's base model and adapter."""
-
     sampler_id: str
 
 
 class GetSamplerResponse(ReplyModel):
-    """A sampler's base model, and its published adapter if it has one."""
-
     sampler_id: str
     base_model: str
     model_path: str | None = None
 
 
 _COUNTS = (
-    ("num_samples", 1),
-    ("topk_prompt_logprobs", 0),
-    ("topk_sample_logprobs", 0),
-    ("prompt_alt_tokens_k", 0),
-)
+    ("num_samples", 1), ("topk_prompt_logprobs", 0), ("topk_sample_logprobs", 0), ("prompt_alt_tokens_k", 0),
+)  # fmt: skip
 
 
 @strict
@@ -113,9 +98,8 @@ class SampleRequest:
             raise InvalidInputError(f"sampling_params must be SamplingParams, got {given}")
         targets = self.target_prompt_logprobs
         if targets is not None and not isinstance(targets, TensorData):
-            raise InvalidInputError(
-                f"target_prompt_logprobs must be TensorData, got {type(targets).__name__}"
-            )
+            given = type(targets).__name__
+            raise InvalidInputError(f"target_prompt_logprobs must be TensorData, got {given}")
 
 
 def _at_least(request: SampleRequest, name: str, low: int) -> None:

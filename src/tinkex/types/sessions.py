@@ -119,9 +119,6 @@ SessionStatus = Annotated[
 ]
 
 
-# -- reading sessions ------------------------------------------------------------------------------------
-
-
 class ListSessionsRequest(RequestModel):
     limit: Count = 20
     offset: Count = 0
@@ -153,15 +150,10 @@ class ExportSessionTraceRequest(RequestModel):
     session_id: str
 
 
-class SessionTraceExportResponse(ReplyModel):
-    """The state of a trace export: `url` is set when it is ready, `error` if it failed."""
-
+class SessionTraceExportResponse(ReplyModel):  # `url` is set when it is ready, `error` if it failed
     status: Literal["pending", "ready", "failed"]
     url: str | None = None
     error: str | None = None
-
-
-# -- searching sessions ----------------------------------------------------------------------------------
 
 
 class OwnSearchOwner(RequestModel):
@@ -211,9 +203,7 @@ class SessionSearchCursor(ReplyModel):
     last_session_id: str
 
 
-class SessionSearchRequest(RequestModel):
-    """Search sessions that match every given field, newest first."""
-
+class SessionSearchRequest(RequestModel):  # every given field must match; newest first
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
@@ -225,8 +215,6 @@ class SessionSearchRequest(RequestModel):
 
 
 class SessionSummary(ReplyModel):
-    """A session in a search result."""
-
     session_id: str
     created_at: datetime
     owner: str

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    JsonValue,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_serializer,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, JsonValue, field_serializer, model_serializer, model_validator
+from pydantic import SerializerFunctionWrapHandler as Handler
 
 from tinkex.types.base import AnyJson, Count, Plain, ReplyModel, RequestModel
 from tinkex.types.checkpoints import Checkpoint, Cursor
@@ -107,7 +100,7 @@ class OptimStepRequest(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_wire(cls, data: AnyJson | RequestModel, info: ValidationInfo) -> Any:
+    def _from_wire(cls, data: AnyJson | RequestModel) -> Any:
         if not isinstance(data, dict) or "optim_params" in data:
             return data
         data = dict(data)
@@ -116,7 +109,7 @@ class OptimStepRequest(RequestModel):
         return data if params is None else {**data, "optim_params": params}
 
     @model_serializer(mode="wrap")
-    def _to_wire(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _to_wire(self, handler: Handler) -> dict[str, Any]:
         fields = handler(self)
         name = "adam_params" if isinstance(self.optim_params, AdamParams) else "optimizer_params"
         return {**{k: v for k, v in fields.items() if k != "optim_params"}, name: fields["optim_params"]}
@@ -168,9 +161,6 @@ class TrainingRunsResponse(ReplyModel):
 class GetTrainingRunRequest(RequestModel):
     training_run_id: str
     access_scope: AccessScope = "owned"
-
-
-# -- uploaded losses ---------------------------------------------------------------------------------
 
 
 class CustomLossInput(RequestModel):

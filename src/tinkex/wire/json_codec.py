@@ -220,10 +220,12 @@ def write_sample_request(request: t.SampleRequest) -> Json:
     params: Json = request.sampling_params.__dict__.copy()
     out: Json = {**request.__dict__, "type": "sample", "sampling_params": params}
     out["prompt"] = write_model_input(request.prompt)
-    for given, names in ((params, _OPTIONAL_PARAMS), (out, _OPTIONAL)):
-        for name in names:
-            if given[name] is None:
-                del given[name]
+    for name in _OPTIONAL_PARAMS:
+        if params[name] is None:
+            del params[name]
+    for name in _OPTIONAL:
+        if out[name] is None:
+            del out[name]
     if request.target_prompt_logprobs is not None:
         out["target_prompt_logprobs"] = write_tensor(request.target_prompt_logprobs)
     return out
