@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.client.conftest import eventually
 from tests.server.conftest import Running
 from tests.service.harness import MODEL, config, datum
-from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient, tracing
+from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient
 from tinkex.client import loop as background
 from tinkex.client.polling import QueueWatch
 from tinkex.client.server_connection import ServerConnection
@@ -163,7 +163,7 @@ def test_what_nobody_called_for_makes_no_trace(
 def test_queue_states_are_a_metric() -> None:
     reader = InMemoryMetricReader()
     metrics.set_meter_provider(MeterProvider([reader]))
-    watch = QueueWatch("it", changed=tracing.count_queue_state)
+    watch = QueueWatch("it")
     for _ in range(2):
         watch("paused_capacity", "why")
         watch("active", None)

@@ -51,7 +51,7 @@ class HttpResponse(NamedTuple):
 
 
 class StaleConnectionError(ConnectionError):
-    """A connection that had been idle turned out to be closed: no byte of a response came."""
+    """A connection that had been idle was closed: no byte of a response came."""
 
 
 class Http1Client:

@@ -39,10 +39,7 @@ ALSO_OK: dict[str, tuple[int, ...]] = {
 
 
 def capacities(https: bool) -> dict[Pool, int]:
-    """Requests in flight for each kind of traffic.
-
-    Over plain HTTP each one is a socket; over TLS they usually share one HTTP/2 connection.
-    """
+    """Requests in flight: each is a socket over plain HTTP; over TLS they usually share a connection."""
     return {
         Pool.SESSION: 2,
         Pool.TRAIN: 8,

@@ -21,8 +21,6 @@ class FairLimiter:
     """A semaphore of `capacity` units with one queue per owner, served round-robin.
 
     A request for more units than there are is admitted alone.
-
-    >>> limiter = FairLimiter(2)  # async with limiter.permit(1, owner="a run"): …
     """
 
     def __init__(self, capacity: int) -> None:
@@ -96,8 +94,7 @@ class Permit:
 class RateLimit:
     """A pause that one 429 imposes on all clients with the same server and credential.
 
-    Nobody sends during the pause. Afterwards waiters send one at a time, each after the response to the one
-    before, until a response shows that the server accepts work again.
+    After the pause waiters send one at a time, until a response shows that the server accepts work again.
     """
 
     def __init__(self) -> None:
@@ -207,15 +204,14 @@ class Host:
                 return
 
 
+# One object for each server (and credential), shared by every client of the process.
 _rate_limits: weakref.WeakValueDictionary[tuple[str, str], RateLimit] = weakref.WeakValueDictionary()
 _hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
 
 
 def shared_rate_limit(base_url: str, identity: str) -> RateLimit:
-    """The rate limit of one server and credential, the same object for every client of the process."""
     return _rate_limits.setdefault((base_url, identity), RateLimit())
 
 
 def shared_host(base_url: str) -> Host:
-    """The host behind a URL, the same object for every client of the process."""
     return _hosts.setdefault(base_url, Host())

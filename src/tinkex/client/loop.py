@@ -120,14 +120,8 @@ def _stop() -> None:
     _thread.join(1.0)
 
 
-def _reset_lock_in_child() -> None:
-    # The parent may have held it while forking. `_owner_pid` stays: `check_fork` compares it.
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_lock_in_child)
+if hasattr(os, "register_at_fork"):  # the parent may have held it; `_owner_pid` stays, for `check_fork`
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def on_loop() -> bool:

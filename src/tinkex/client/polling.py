@@ -10,14 +10,15 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tinkex import tracing
 from tinkex.client import loop as background
 from tinkex.client.retry import retryable
 from tinkex.client.server_connection import ServerConnection
+from tinkex.client.telemetry import Telemetry
 from tinkex.client.transport import CallContext, QueueListener
 from tinkex.errors import (
     APIConnectionError,
@@ -234,18 +235,10 @@ class QueueWatch:
     Each change is counted, logged, and reported once and in order to the listeners, off the loop.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *listeners: QueueListener,
-        changed: Callable[[str, str, float], None] = lambda old, new, seconds: None,
-    ) -> None:
-        self._what = what
-        self._listeners = listeners
-        self._changed = changed  # called with the old state, the new one, and how long the old one lasted
+    def __init__(self, what: str, *listeners: QueueListener, telemetry: Telemetry | None = None) -> None:
+        self._what, self._listeners, self._telemetry = what, listeners, telemetry
         self._paused: dict[str, tuple[str, str | None]] = {}  # by source: a state other than active
-        self._state = ACTIVE
-        self._since = time.monotonic()
+        self._state, self._since = ACTIVE, time.monotonic()
         self._logged: dict[str, float] = {}  # when each state was last logged
         self._pause_was_logged = False
         self._changes: Counter[str] = Counter()
@@ -280,7 +273,10 @@ class QueueWatch:
         self._changes[state] += 1
         self._seconds[old] += lasted
         self._log(state, reason, now)
-        self._changed(old, state, lasted)
+        tracing.count_queue_state(old, state, lasted)
+        if self._telemetry is not None:
+            data = {"from": old, "to": state, "seconds": lasted}
+            self._telemetry.log("queue_state", data, "INFO" if state == ACTIVE else "WARNING")
         for listener in self._listeners:
             background.in_order(f"{self._what}: its queue state observer failed", listener, state, reason)
 

@@ -15,7 +15,6 @@ import weakref
 from contextlib import suppress
 from typing import Literal
 
-from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client import loop as background
 from tinkex.client.future import start
@@ -136,17 +135,9 @@ class Session:
 
     def watch(self, what: str, *listeners: QueueListener) -> QueueWatch:
         """Follow the queue state of a run or a sampler; report it to tracing, telemetry and observers."""
-        telemetry = self.connection.telemetry
-
-        def changed(old: str, new: str, lasted: float) -> None:
-            tracing.count_queue_state(old, new, lasted)
-            if telemetry is not None:
-                data = {"from": old, "to": new, "seconds": lasted}
-                telemetry.log("queue_state", data, "INFO" if new == "active" else "WARNING")
-
         if self._queue_observer is not None:
             listeners = (*listeners, self._queue_observer.on_queue_state_change)
-        return QueueWatch(what, *listeners, changed=changed)
+        return QueueWatch(what, *listeners, telemetry=self.connection.telemetry)
 
     @property
     def project_id(self) -> str | None:

@@ -59,8 +59,7 @@ class Telemetry:
 
     def __init__(self, send: Send, allowed: Callable[[str, str], bool] = lambda name, value: True) -> None:
         self._send, self._allowed = send, allowed
-        self._session_id = f"sessionless-{uuid.uuid4()}"
-        self._began = time.monotonic()
+        self._session_id, self._began = f"sessionless-{uuid.uuid4()}", time.monotonic()
         self._index = itertools.count()
         self._queue: deque[TelemetryEvent] = deque(maxlen=CAPACITY)
         self._urgent = asyncio.Event()
