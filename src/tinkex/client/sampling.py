@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from tinkex.client.base_client import ModelClient
 from tinkex.client.future import APIFuture, check_timeout, start
-from tinkex.client.model_client import ModelClient
 from tinkex.client.polling import QueueStats
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sample_sender import SampleSender, check_request

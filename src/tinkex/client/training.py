@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client import custom_loss, passes
-from tinkex.client.base_client import check_ttl, warn_caller
+from tinkex.client.base_client import ModelClient, check_ttl, warn_caller
 from tinkex.client.custom_loss import CustomLoss
 from tinkex.client.future import APIFuture
-from tinkex.client.model_client import ModelClient
 from tinkex.client.polling import QueueStats
 from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.retry import RetryConfig, check_sampler_settings
