@@ -43,7 +43,6 @@ SHARED_MODULE_NAMES = {
     "futures": "promised results: the values, and where the service keeps them",
     "losses": "losses: the table, and each engine's formulas",
     "models": "the package of named models, and the engine's package of architectures",
-    "polling": "long polls: the client's side and the service's",
     "sampler": "the contract's Sampler, in each engine",
     "sampling": "the values, and the client of them",
     "serve": "the command, and what it starts",

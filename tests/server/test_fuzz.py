@@ -215,7 +215,7 @@ def test_what_is_refused_leaves_nothing_behind(
         for (method, path), (body, more) in itertools.product(ROUTES, BAD):
             target = fill(path, ["no", "such"])
             send(connection, method, target, body if method in ("POST", "PUT") else None, {**KEY, **more})
-        server.server.service.polling.expire(time.monotonic() + 1e6)
+        server.server.service.expire_results(time.monotonic() + 1e6)
         gc.collect()
         return len(gc.get_objects())
 

@@ -73,7 +73,7 @@ async def work(user: User) -> Facts:
     pending = [await user.forward_backward(waiting, n, datum(n)) for n in (1, 2)]
     await user.result(pending[0])
     beyond_gap = await user.step(waiting, 4)  # request 3 has not arrived: this one waits
-    unreadable = await user.service.fail(ops.FORWARD, waiting, 5, "not a request", user.caller)
+    unreadable = await user.service.training.fail("forward", waiting, 5, "not a request", user.caller)
 
     evicted = await user.run(session, 2, seed=3)
     await user.train(evicted, 1, 3)

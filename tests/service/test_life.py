@@ -327,15 +327,15 @@ async def test_results_are_kept_until_they_expire(home: Path):
         await until(lambda: service.futures.get(unfetched.request_id).done)  # type: ignore[union-attr]
         await user.step(run, 3)
         now = time.monotonic()
-        service.polling.expire(now + 5)
+        service.expire_results(now + 5)
         await user.result(fetched)  # the first answer may have been lost
-        service.polling.expire(now + 100)
+        service.expire_results(now + 100)
         assert (
             await user.status_of(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(fetched.request_id))
             == 410
         )
         await user.result(unfetched)
-        service.polling.expire(now + 2000)
+        service.expire_results(now + 2000)
         gone = futures.FutureRetrieveRequest(unfetched.request_id)
         assert await user.status_of(ops.RETRIEVE_FUTURE, gone) == 410
 

@@ -426,7 +426,7 @@ async def test_an_uploaded_loss_is_looked_at(service: Service):
         bad = await upload(number, nodes=nodes)
         outcome = await user.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(bad.request_id))
         assert outcome.category == "user"
-    service.polling.drop([promise.request_id])  # as after a restart
+    service.drop_results([promise.request_id])  # as after a restart
     assert (await user.result(promise)).loss_id == f"{session}:loss:0"
 
 

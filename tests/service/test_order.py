@@ -77,12 +77,12 @@ async def test_a_gap_is_waited_for_then_given_up_and_what_comes_late_fails(home:
         user = User(service)
         run = await user.run()
         waiting = await user.forward_backward(run, 2)
-        service.polling.long_poll = 0.05
+        service.long_poll = 0.05
         pending = await user.call(ops.RETRIEVE_FUTURE, FutureRetrieveRequest(waiting.request_id))
         assert isinstance(pending, PendingFuture)
         assert pending.queue_state == "paused_capacity"
         assert "request 1" in (pending.queue_state_reason or "")
-        service.polling.long_poll = 5.0
+        service.long_poll = 5.0
         await user.result(waiting)
         late = await user.forward_backward(run, 1)
         with pytest.raises(Failed, match="came after its place was given up") as failed:
@@ -126,13 +126,13 @@ async def test_a_failed_forward_only_pass_costs_no_step(user: User):
 async def test_a_request_that_cannot_be_read_fails_in_its_turn(user: User):
     run = await user.run()
     await user.forward_backward(run, 1)
-    promise = await user.service.fail(ops.FORWARD_BACKWARD, run, 2, "datum 3: tokens …", user.caller)
+    promise = await user.service.training.fail("forward_backward", run, 2, "datum 3: tokens …", user.caller)
     step = await user.step(run, 3)
     with pytest.raises(Failed, match="datum 3: tokens"):
         await user.result(promise)
     with pytest.raises(Failed, match="no step was taken"):
         await user.result(step)
-    again = await user.service.fail(ops.FORWARD_BACKWARD, run, 2, "datum 3: tokens …", user.caller)
+    again = await user.service.training.fail("forward_backward", run, 2, "datum 3: tokens …", user.caller)
     assert again.request_id == promise.request_id
 
 

@@ -162,7 +162,7 @@ async def test_results_that_were_fetched_do_not_stay_in_the_journal(home: Path):
         run = await user.run()
         await user.train(run, 1, 3)
         await user.result(f"{run}#6")
-        service.polling.drop([f"{run}#{n}" for n in range(1, 7)])
+        service.drop_results([f"{run}#{n}" for n in range(1, 7)])
         await user.train(run, 7, 1)
         journal = service.runs.get(run).journal  # type: ignore[union-attr]
         await until(lambda: journal.next_seq == 9)

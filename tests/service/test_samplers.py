@@ -203,10 +203,10 @@ async def test_a_flood_does_not_starve_the_others(home: Path):
         model = service.models.find(MODEL)
         await until(lambda: model.engine is not None and len(model.engine.order) == 4)  # type: ignore[union-attr]
         few = [await bob.sample(await bob.sampler(await bob.session()), n, prompt=(20,)) for n in range(3)]
-        service.polling.long_poll = 0.01
+        service.long_poll = 0.01
         state = await bob.call(ops.RETRIEVE_FUTURE, futures.FutureRetrieveRequest(few[0].request_id))
         assert state.queue_state == "paused_capacity"
-        service.polling.long_poll = 5.0
+        service.long_poll = 5.0
         engine = model.engine
         assert isinstance(engine, SlowSampling)
         for _ in range(103):
@@ -296,7 +296,7 @@ async def test_a_clients_last_word_is_answered_at_once(user: User):
     promise = await user.sample(sampler, 0)
     await user.result(promise)
     _, cursor = await poll(user, sampler)
-    user.service.polling.long_poll = 1000.0
+    user.service.long_poll = 1000.0
     last = asyncio.ensure_future(poll(user, sampler, cursor, fetched=(promise.request_id,)))
     assert (await asyncio.wait_for(last, 60.0))[0] == {}  # not after the poll's 1,000 seconds
 

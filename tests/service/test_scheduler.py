@@ -72,18 +72,18 @@ def test_every_run_is_executed_in_order_and_only_once(arriving, pauses):
             assert all(item.is_pass for item in running) or len(running) == 1
             assert len(running) <= 1 or sum(item.tokens for item in running) <= BUDGET
             for item in running:
-                assert reference.next_seq[item.run] == item.seq_id
-                reference.next_seq[item.run] += 1
+                assert reference.next_seq[item.run_id] == item.seq_id
+                reference.next_seq[item.run_id] += 1
                 executed.append(item)
     for item in running:
         scheduler.done(item, 0.0)
     for batch in drain(scheduler):
         for item in batch:
-            assert reference.next_seq[item.run] == item.seq_id
-            reference.next_seq[item.run] += 1
+            assert reference.next_seq[item.run_id] == item.seq_id
+            reference.next_seq[item.run_id] += 1
             executed.append(item)
     assert not any(reference.ready(run) for run in reference.next_seq)  # nothing that could run was left
-    assert len({(item.run, item.seq_id) for item in executed}) == len(executed)
+    assert len({(item.run_id, item.seq_id) for item in executed}) == len(executed)
 
 
 def test_chunks_that_arrive_backwards_are_executed_forwards():
@@ -101,7 +101,7 @@ def test_passes_of_different_runs_share_a_batch():
         scheduler.submit(work(run, 1), 0.0)
         scheduler.submit(work(run, 2, is_pass=False), 0.0)
     batches = drain(scheduler)
-    assert [w.run for w in batches[0]] == ["a", "b", "c"]
+    assert [w.run_id for w in batches[0]] == ["a", "b", "c"]
     assert [len(batch) for batch in batches] == [3, 1, 1, 1]
 
 
@@ -189,7 +189,7 @@ def test_a_flood_of_passes_does_not_starve_another_owner():
     scheduler.next_batch(0.0)  # the flood is being served when the other one comes
     scheduler.open("small", "small")
     scheduler.submit(work("small", 1), 0.0)
-    assert "small" in [w.run for w in scheduler.next_batch(0.0)]
+    assert "small" in [w.run_id for w in scheduler.next_batch(0.0)]
 
 
 @pytest.mark.parametrize("both_pause", [False, True])
@@ -211,7 +211,7 @@ def test_whoever_comes_back_after_long_does_not_starve_those_who_worked(both_pau
     turns = []
     for _ in range(4):
         batch = scheduler.next_batch(0.0)
-        turns += [item.run for item in batch]
+        turns += [item.run_id for item in batch]
         for item in batch:
             scheduler.done(item, 0.0)
     assert turns.count("old") >= 2
@@ -227,7 +227,7 @@ def test_a_flood_of_barriers_does_not_starve_another_owner():
     scheduler.open("small", "small")
     scheduler.submit(work("small", 1), 0.0)
     scheduler.submit(work("small", 2, is_pass=False), 0.0)
-    order = [w.run for batch in drain(scheduler) for w in batch]
+    order = [w.run_id for batch in drain(scheduler) for w in batch]
     first, second = (i for i, run in enumerate(order) if run == "small")
     assert first <= BARRIERS_A_ROUND
     assert second <= first + 2
@@ -252,8 +252,8 @@ def test_runs_of_one_owner_advance_together(tokens: int):
         for item in scheduler.next_batch(0.0):
             scheduler.done(item, 0.0)
             if not item.is_pass:
-                steps[item.run] += 1
-                go_on(item.run)
+                steps[item.run_id] += 1
+                go_on(item.run_id)
     assert min(steps.values()) >= 8
 
 
@@ -287,7 +287,7 @@ def test_steps_of_several_runs_are_done_together_up_to_a_barrier_that_is_none():
     for run in ("a", "b", "saves", "c"):
         scheduler.open(run, run)
         scheduler.submit(work(run, 1, is_pass=False) if run == "saves" else step(run, 1), 0.0)
-    assert [[w.run for w in batch] for batch in drain(scheduler)] == [["a", "b"], ["saves"], ["c"]]
+    assert [[w.run_id for w in batch] for batch in drain(scheduler)] == [["a", "b"], ["saves"], ["c"]]
 
 
 def test_steps_done_together_are_no_more_of_one_owner_than_one_by_one():
@@ -322,7 +322,7 @@ def test_a_pass_waits_for_the_passes_of_runs_that_are_about_to_come():
     assert 8.004 < until < 8.1
     scheduler.submit(work("b", 5), 8.004)
     assert scheduler.wait_until(8.004) is None
-    assert [w.run for w in scheduler.next_batch(8.004)] == ["a", "b"]
+    assert [w.run_id for w in scheduler.next_batch(8.004)] == ["a", "b"]
 
 
 def test_nothing_waits_beside_a_barrier_or_in_a_full_batch():

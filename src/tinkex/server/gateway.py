@@ -254,7 +254,7 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
             turn = op.has_future and codec.peek_turn(op, headers=headers, body=body, max_body=max_body)
             if not turn:
                 raise  # raised here, not in a helper: a traceback keeps the body of every frame alive
-            promise = await gateway.service.fail(op, *turn, str(error), caller)
+            promise = await gateway.service.training.fail(op.name, *turn, str(error), caller)
             return await _response(op, gateway, http, None, promise)
         return await _response(op, gateway, http, request, await call(op, request, caller))
 

@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 import uuid
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ REWRITE = 10_000  # stale lines before the file of samples is written again
 # Why a future is not done yet: a queue state of the wire, and a sentence about it.
 QueueState = tuple[str, str | None]
 ACTIVE: QueueState = ("active", None)
+_Event = tuple[int, str, bool]  # of a completion feed: cursor, request id, failed?
 
 
 @dataclass(eq=False, slots=True)
@@ -138,13 +139,9 @@ class Futures:
     def expired(self, now: float, keep: float, keep_delivered: float) -> list[str]:
         """Those fetched more than `keep_delivered` seconds ago, or done and not fetched for `keep`."""
         return [
-            future.request_id
-            for future in self._futures.values()
-            if future.done
-            and (
-                now - future.finished > keep
-                or (future.delivered is not None and now - future.delivered > keep_delivered)
-            )
+            i
+            for i, f in self._futures.items()
+            if f.done and (now - f.finished > keep or now - (f.delivered or now) > keep_delivered)
         ]
 
     def pending(self, run_id: str) -> list[Future]:
@@ -152,15 +149,11 @@ class Futures:
         return [f for i, f in self._futures.items() if not f.done and run_of(i) == run_id]
 
 
-# -- completion feeds ----------------------------------------------------------------------------------------
-
-_Event = tuple[int, str, bool]  # cursor, request id, failed?
-
-
 @dataclass
 class _Feed:
     events: deque[_Event] = field(default_factory=deque[_Event])
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
+    open: int = 0  # samples that are not fetched
 
 
 class Completions:
@@ -173,31 +166,27 @@ class Completions:
         self._path, self._file, self._stale = path, -1, 0
         self._lost: set[str] = set()  # accepted by an earlier process
         self._lost_since = time.monotonic()
-        self._counts = Counter[str]()  # how many are open in each feed
 
     def restore(self) -> None:
         """Read what an earlier process left, and keep the file from now on."""
-        if self._path is None:
-            return
-        lost = _read(self._path)
-        self._lost.update(lost)
-        self._open.update(lost)
-        self._counts.update(lost.values())
-        for request_id, feed in lost.items():
-            self._add(feed, request_id, failed=False)
-        self._rewrite()
-
-    # -- samples -----------------------------------------------------------------------------------------
+        if self._path is not None:
+            for request_id, feed in _read(self._path).items():
+                self._lost.add(request_id)
+                self.begin(feed, request_id)
+                self.end(feed, request_id, failed=False)
+            self._rewrite(self._path)
 
     def begin(self, feed: str, request_id: str) -> None:
         """A sample was accepted."""
         self._open[request_id] = feed
-        self._counts[feed] += 1
+        self._feeds[feed].open += 1
         self._write(f"+{request_id} {feed}\n")
 
     def end(self, feed: str, request_id: str, *, failed: bool) -> None:
         """A sample ended: wake the polls."""
-        _wake_all(self._add(feed, request_id, failed).waiters)
+        self._cursor += 1
+        self._feeds[feed].events.append((self._cursor, request_id, failed))
+        _wake_all(self._feeds[feed].waiters)
 
     def fetched(self, request_ids: Iterable[str]) -> None:
         """The results of these were fetched, or dropped."""
@@ -206,29 +195,20 @@ class Completions:
             self._write("".join(f"-{request_id}\n" for request_id, _ in gone))
         for _, feed in gone:
             self._stale += 2
-            self._counts[feed] -= 1
-            if not self._counts[feed]:
-                del self._counts[feed]
+            self._feeds[feed].open -= 1
             self._tidy(feed)
-        if self._stale > REWRITE + 2 * len(self._open):
-            self._rewrite()
+        if self._path is not None and self._stale > REWRITE + 2 * len(self._open):
+            self._rewrite(self._path)
 
     def is_open(self, feed: str) -> bool:
         """Is there anything that a poll could wait for?"""
-        return feed in self._counts
-
-    def _add(self, key: str, request_id: str, failed: bool) -> _Feed:
-        self._cursor += 1
-        feed = self._feeds[key]
-        feed.events.append((self._cursor, request_id, failed))
-        return feed
+        return feed in self._feeds and self._feeds[feed].open > 0
 
     def _tidy(self, key: str) -> None:
-        if (feed := self._feeds.get(key)) is None:
-            return
+        feed = self._feeds[key]
         while feed.events and feed.events[0][1] not in self._open:
             feed.events.popleft()
-        if not feed.events and not feed.waiters:
+        if not feed.events and not feed.waiters and not feed.open:
             del self._feeds[key]
 
     def expire(self, now: float, keep: float) -> None:
@@ -236,8 +216,6 @@ class Completions:
         if self._lost and now - self._lost_since > keep:
             self.fetched(self._lost)
             self._lost.clear()
-
-    # -- polls -------------------------------------------------------------------------------------------
 
     async def poll(
         self, key: str, after: int, seconds: float
@@ -250,7 +228,7 @@ class Completions:
         while feed.events and feed.events[0][0] <= after:
             told.append(feed.events.popleft()[1])
         self.fetched(i for i in told if i in self._lost)
-        feed = self._feeds.setdefault(key, feed)
+        feed = self._feeds[key]  # it may have been deleted as empty
         if not feed.events:
             await _wait_among(feed.waiters, seconds)
         completions = [
@@ -261,21 +239,17 @@ class Completions:
         self._tidy(key)
         return completions, cursor
 
-    # -- the file ----------------------------------------------------------------------------------------
-
     def _write(self, line: str) -> None:
         if self._file >= 0:
             with suppress(OSError):  # a full disk: after a crash it is not reported, and its client times out
                 os.write(self._file, line.encode())
 
-    def _rewrite(self) -> None:
-        if self._path is None:
-            return
+    def _rewrite(self, path: Path) -> None:
         self.close()
-        part = self._path.with_suffix(".part")
+        part = path.with_suffix(".part")
         part.write_text("".join(f"+{i} {feed}\n" for i, feed in self._open.items()))
-        part.rename(self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        part.rename(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._stale = 0
 
     def close(self) -> None:

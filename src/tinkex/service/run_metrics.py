@@ -10,14 +10,15 @@ import asyncio
 import json
 import logging
 import math
+import operator
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkex.service.access import Access
 from tinkex.service.home import Home
 from tinkex.service.refusal import Caller
-from tinkex.service.rows import RunRow
 from tinkex.service.runs.execution import Execution
 from tinkex.types.training import GetTrainingRunRequest
 
@@ -36,17 +37,15 @@ class _Window:
 
     def add(self, metrics: dict[str, float]) -> None:
         """Reduce a pass into those before it, by each metric's suffix; a mean counts every pass alike."""
-        for name, value in metrics.items():
-            kind, before = name.rpartition(":")[2], self.metrics.get(name)
-            if before is None:
-                self.metrics[name] = value
-            elif kind == "sum":
-                self.metrics[name] = before + value
-            elif kind in ("min", "max"):
-                self.metrics[name] = min(before, value) if kind == "min" else max(before, value)
-            else:
-                self.metrics[name] = before + (value - before) / (self.passes + 1)
         self.passes += 1
+        reducers = {"sum": operator.add, "min": min, "max": max}
+        for name, value in metrics.items():
+            if (before := self.metrics.get(name)) is None:
+                self.metrics[name] = value
+            elif reduce := reducers.get(name.rpartition(":")[2]):
+                self.metrics[name] = reduce(before, value)
+            else:
+                self.metrics[name] = before + (value - before) / self.passes
 
 
 class RunMetrics:
@@ -55,7 +54,7 @@ class RunMetrics:
     def __init__(self, home: Home, access: Access) -> None:
         self._home = home
         self._access = access
-        self._windows: dict[str, _Window] = {}
+        self._windows: defaultdict[str, _Window] = defaultdict(_Window)
 
     def worked(self, work: Execution, seconds: float) -> None:
         """A training request was executed: collect a pass, write a step."""
@@ -64,33 +63,34 @@ class RunMetrics:
             window = self._windows.pop(run_id, _Window())
             if not future.failed:
                 window.seconds += seconds
-                self._write(work.run.row, window, future.outcome.metrics or {}, work.seq_id)
+                self._write(run_id, window, future.outcome.metrics or {}, work.seq_id)
         elif work.backward and not future.failed:
-            window = self._windows.setdefault(run_id, _Window())
-            window.seconds += seconds
-            window.add(future.outcome.metrics)
+            self._windows[run_id].seconds += seconds
+            self._windows[run_id].add(future.outcome.metrics)
 
     def forget(self, run_id: str) -> None:
         """A run was closed: the passes after its last step are in no line."""
         self._windows.pop(run_id, None)
 
-    def _write(self, row: RunRow, window: _Window, step: dict[str, float], seq_id: int) -> None:
+    def _write(self, run_id: str, window: _Window, step: dict[str, float], seq_id: int) -> None:
+        metrics = window.metrics
+        count = metrics.get("active:sum") or metrics.get("tokens:sum")  # tokens that count for the loss
         line = {
             "step": int(step.get("optimizer_step", seq_id)),
             "time": round(time.time(), 3),
             "seconds": round(window.seconds, 4),
-            "loss": _loss(window.metrics),
-            **window.metrics,
+            "loss": metrics["loss:sum"] / count if count and "loss:sum" in metrics else None,
+            **metrics,
             **{name: value for name, value in step.items() if name != "optimizer_step"},
         }
         finite = {name: value for name, value in line.items() if value is not None and math.isfinite(value)}
         try:
-            directory = self._home.run_dir(row.run_id)
+            directory = self._home.run_dir(run_id)
             directory.mkdir(parents=True, exist_ok=True)
             if _append(directory / FILE, f"{json.dumps(finite)}\n".encode()) > MAX_BYTES:
                 _thin_out(directory / FILE)
         except OSError as error:
-            log.warning("a step of %s is missing in its metrics: %s", row.run_id, error)
+            log.warning("a step of %s is missing in its metrics: %s", run_id, error)
 
     async def get_run_metrics(self, request: GetTrainingRunRequest, caller: Caller) -> bytes:
         """The lines, as they are on disk; empty if the run has taken no step."""
@@ -115,9 +115,3 @@ def _thin_out(path: Path) -> None:
     part = path.with_suffix(".part")
     part.write_bytes(b"".join(lines[-1::-2][::-1]))
     part.replace(path)
-
-
-def _loss(metrics: dict[str, float]) -> float | None:
-    """The mean loss of the tokens that count for it."""
-    count = metrics.get("active:sum") or metrics.get("tokens:sum")
-    return metrics["loss:sum"] / count if count and "loss:sum" in metrics else None

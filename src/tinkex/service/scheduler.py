@@ -7,10 +7,9 @@ served fairly, by tokens; of the runs of one owner, the one that waited longest 
 A round is some barriers (steps, saves, loads), then one batch of passes. Barriers come first, because each
 one done may make a pass ready that can join the batch.
 
-A run that trains step by step sends its next request a few milliseconds after its last result. Starting with
-the first one to arrive would leave the others to a second batch, and the fixed cost of a batch is paid twice.
-So a batch waits for runs that are due (judged by their last pause), for at most 1/PART of what the last batch
-took, and only once for a run that does not come back.
+Runs that train step by step send their next request a few milliseconds after their last result. So that they
+share a batch and its fixed cost, one waits for runs that are due (judged by their last pause): for at most
+1/PART of what the last batch took, and only once for a run that does not come back.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 BATCH_TOKENS = 65536  # of passes executed together
 BARRIERS_A_ROUND = 8  # of one owner, between two batches
@@ -32,15 +30,14 @@ PART = 4  # a batch waits no longer than the last one took, divided by this
 
 @dataclass(frozen=True)
 class QueuedRequest:
-    """One accepted request of a run."""
+    """One accepted request of a run, as far as its order is concerned."""
 
-    run: str
+    run_id: str
     seq_id: int
     request_id: str
     is_pass: bool
     tokens: int = 0  # how much of a batch's budget a pass takes
     digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
-    payload: Any = None  # for the training loop
     shares: bool = False  # a barrier that may be executed together with others like it, of other runs
 
 
@@ -161,7 +158,7 @@ class Scheduler:
 
     def submit(self, work: QueuedRequest, now: float) -> tuple[Verdict, str]:
         """Accept a request, or say why not; with the id under which its result will be found."""
-        queue = self._runs[work.run]
+        queue = self._runs[work.run_id]
         verdict, first_id = queue.judge(work.seq_id, work.digest)
         if verdict is Verdict.ACCEPTED:
             if queue.rests_since is not None:
@@ -200,7 +197,7 @@ class Scheduler:
 
     def next_batch(self, now: float) -> list[QueuedRequest]:
         """What to execute now: one barrier, several that share, or a batch of passes; [] if none is ready."""
-        heads = sorted(self._heads(), key=lambda head: self._runs[head.run].turn)
+        heads = sorted(self._heads(), key=lambda head: self._runs[head.run_id].turn)
         if barriers := self._next_barriers(heads):
             return self._begin(barriers)
         self._barriers.clear()
@@ -244,7 +241,7 @@ class Scheduler:
             batch.append(work)
             room -= work.tokens
             self._served[owner] += max(work.tokens, 1)
-            after = self._runs[work.run].waiting.get(work.seq_id + 1)
+            after = self._runs[work.run_id].waiting.get(work.seq_id + 1)
             if after is not None and after.is_pass:
                 by_owner[owner].append(after)
             if not by_owner[owner]:
@@ -253,7 +250,7 @@ class Scheduler:
 
     def _begin(self, batch: list[QueuedRequest]) -> list[QueuedRequest]:
         for work in batch:
-            queue = self._runs[work.run]
+            queue = self._runs[work.run_id]
             queue.running += 1
             queue.turn = next(self._turns)
             queue.next_seq = work.seq_id + 1
@@ -262,7 +259,7 @@ class Scheduler:
 
     def done(self, work: QueuedRequest, now: float) -> None:
         """A request was executed, or failed: its run may go on."""
-        queue = self._runs.get(work.run)
+        queue = self._runs.get(work.run_id)
         if queue is not None:
             queue.running -= 1
             queue.watch_gap(now)
@@ -272,4 +269,4 @@ class Scheduler:
             self._patience = min(PATIENCE, (now - self._began) / PART)
 
     def _owner(self, work: QueuedRequest) -> str:
-        return self._runs[work.run].owner
+        return self._runs[work.run_id].owner

@@ -12,7 +12,7 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,7 +30,6 @@ from tinkex.service.custom_losses import CustomLosses
 from tinkex.service.futures import Completions, Futures
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerError
-from tinkex.service.polling import Polling
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.runs.accept import TrainingRequests
@@ -41,7 +40,7 @@ from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
 from tinkex.service.served_models import Capabilities, ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces
-from tinkex.types.futures import UntypedAPIFuture
+from tinkex.types import futures as polls
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire.ops import Op
 
@@ -76,6 +75,7 @@ class Service:
     ) -> None:
         self.config = config
         self.ready = False
+        self.long_poll = config.long_poll
         self._upkeep: asyncio.Task[None] | None = None
         self.home = home = Home(config.home, config.disk_quota)
         self.ledger = ledger = Ledger(config.home / "ledger.sqlite")
@@ -96,19 +96,16 @@ class Service:
         self.runs = RunManager(
             config, ledger, home, models, futures, barriers, [traces, metrics, *observers]
         )  # fmt: skip
-        self._training = training = TrainingRequests(
+        self.training = training = TrainingRequests(
             config, ledger, home, access, activity, models, futures, self.runs
         )
         self.samplers = samplers = Samplers(
             config, ledger, home, access, activity, models, futures, self.completions, adapters,
             [traces, *observers],
         )  # fmt: skip
-        losses = CustomLosses(ledger, home, access, models, futures)
+        self._losses = losses = CustomLosses(ledger, home, access, models, futures)
         self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs)
         self.checkpoints = checkpoints = Checkpoints(ledger, home, access, activity, archives, link)
-        self.polling = polling = Polling(
-            config, access, futures, self.completions, self.runs, samplers, losses
-        )  # fmt: skip
         self.billing = billing = Billing(ledger, activity)
         capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
@@ -119,7 +116,7 @@ class Service:
             training.optim_step, training.unload_model, training.get_info, training.get_training_run,
             training.list_training_runs, losses.create_custom_loss,
             samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
-            samplers.sample, polling.retrieve_future, polling.retrieve_futures, polling.cancel_future,
+            samplers.sample, self.retrieve_future, self.retrieve_futures, self.cancel_future,
             checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
             checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint,
             checkpoints.unpublish_checkpoint, checkpoints.set_checkpoint_ttl, checkpoints.delete_checkpoint,
@@ -132,8 +129,6 @@ class Service:
         keys = dict.fromkeys(["get_auth_token", "get_api_key", "delete_api_key"], capabilities.no_keys)
         saves = dict.fromkeys(SAVES, training.save)
         self._methods: dict[str, Method] = {method.__name__: method for method in methods} | saves | keys
-
-    # -- life --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Take the home, and go on with what an earlier process left."""
@@ -181,8 +176,6 @@ class Service:
         self.ledger.close()
         self.home.unlock()
 
-    # -- calls -------------------------------------------------------------------------------------------
-
     async def call(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Do one operation."""
         method = self._methods.get(op.name)
@@ -202,17 +195,57 @@ class Service:
                 raise
             raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
 
-    async def fail(
-        self, op: Op[Any, Any], run_id: str, seq_id: int, message: str, caller: Caller
-    ) -> UntypedAPIFuture:
-        """Accept a run's request that cannot be read, and fail its future: a 4xx leaves clients stuck."""
-        return await self._training.fail(op.name, run_id, seq_id, message, caller)
-
     def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
         return SampleEvents(self.samplers, request, caller)
 
-    # -- upkeep ------------------------------------------------------------------------------------------
+    async def retrieve_future(self, request: polls.FutureRetrieveRequest, caller: Caller) -> Any:
+        """A long poll. A request id that is not in memory is looked for on disk: its run may be evicted."""
+        request_id = request.request_id
+        future = (
+            self.futures.get(request_id)
+            or self._losses.find_future(request_id)
+            or await self.runs.find_future(request_id, caller)
+        )
+        if future is None:  # not 404: on 410 official samplers sample again by themselves
+            raise Refusal(410, "this request's result is no longer kept")
+        caller.must_own(future.owner, f"request {request_id}")
+        if not future.done and not await future.wait(self.long_poll):
+            return polls.PendingFuture(request_id, *self.runs.queue_state(future))
+        if future.delivered is None:
+            future.delivered = time.monotonic()
+        return future.outcome
+
+    async def retrieve_futures(
+        self, request: polls.FuturesRetrieveRequest, caller: Caller
+    ) -> polls.FuturesRetrieveResponse:
+        """What ended since the last poll of a sampler, or of one of its clones."""
+        target = request.target
+        self.access.sampler(target.sampling_session_id, caller)
+        fetched = [self.futures.get(i) for i in request.retrieved_request_ids]
+        self.drop_results(f.request_id for f in fetched if f is not None and f.owner == caller.user)
+        feed = f"{target.sampling_session_id}#{target.cloned_sampler_id}"
+        wait = self.long_poll if request.timeout is None else min(request.timeout, self.long_poll)
+        if request.retrieved_request_ids and not self.completions.is_open(feed):
+            wait = 0.0  # a client's last acknowledgement: it waits for nothing
+        completions, cursor = await self.completions.poll(feed, request.prev_cursor, max(0.0, wait))
+        return polls.FuturesRetrieveResponse(completions=completions, cursor=cursor)
+
+    async def cancel_future(self, request: polls.CancelFutureRequest, caller: Caller) -> None:
+        """Stop a sample. Training requests cannot be cancelled: they are journaled."""
+        future = self.futures.get(request.request_id)
+        if future is not None and future.owner == caller.user:
+            self.samplers.cancel(future)
+
+    def drop_results(self, request_ids: Iterable[str]) -> None:
+        """Forget results that were delivered or have expired."""
+        if dropped := self.futures.drop(request_ids):
+            self.completions.fetched(dropped)
+            self.runs.forget_results(dropped)
+
+    def expire_results(self, now: float) -> None:
+        self.drop_results(self.futures.expired(now, self.config.keep_results, self.config.keep_delivered))
+        self.completions.expire(now, self.config.keep_results)
 
     async def _keep_up(self) -> None:
         for round in itertools.count(1):
@@ -226,7 +259,7 @@ class Service:
         """One round: drop what expired, evict what lapsed, delete the files of sessions that ended."""
         self.activity.check_clocks()
         self.activity.flush()
-        self.polling.expire(time.monotonic())
+        self.expire_results(time.monotonic())
         await self.checkpoints.expire()
         await self.runs.evict_idle(self.sessions.lapsed())
         if thorough:

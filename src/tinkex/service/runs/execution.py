@@ -13,7 +13,7 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,9 +33,11 @@ from tinkex.service.refusal import Caller
 from tinkex.service.rows import CheckpointKind, CheckpointRow, RunRow, SamplerRow
 from tinkex.service.runs.journal import JournalEntry
 from tinkex.service.runs.lifecycle import Run
+from tinkex.service.scheduler import QueuedRequest
 from tinkex.service.served_models import execute
 from tinkex.types import checkpoints as saves
 from tinkex.types import training
+from tinkex.types.checkpoints import LoadWeightsResponse
 from tinkex.types.data import EncodedTextChunk
 
 # Of each kind of save: what it writes, and its reply.
@@ -57,17 +59,15 @@ class Unreadable:
     message: str
 
 
-@dataclass(frozen=True)
-class Execution:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Execution(QueuedRequest):
     """One request as the training loop executes it: a pass, a barrier, or nothing but its known failure."""
 
     run: Run
     op: str
-    seq_id: int
     request: Any
     future: Future
     replayed: bool  # its outcome is known: only the effect on the run is computed again
-    tokens: int = 0
     one_pass: Pass | None = None
     backward: bool = False  # a pass with gradients: if it fails, so must the next step of its run
     refusal: str | None = None  # fail with this message, executing nothing
@@ -95,8 +95,10 @@ def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, *, again
         if refusal is None and not skip:
             one_pass = _pass(run, request, ledger)
     return Execution(
-        run, op, entry.seq_id, request, future, replayed, tokens_of(request), one_pass, backward, refusal,
-        skip, entry.accepted_at if again else math.inf,
+        run.id, entry.seq_id, entry.request_id, one_pass is not None, tokens_of(request), entry.digest,
+        op == "optim_step", run=run, op=op, request=request, future=future, replayed=replayed,
+        one_pass=one_pass, backward=backward, refusal=refusal, skip=skip,
+        may_be_done_since=entry.accepted_at if again else math.inf,
         hop=None if replayed else tracing.begin(f"scheduler {op}"),
     )  # fmt: skip
 
@@ -122,7 +124,7 @@ def tokens_of(request: Any) -> int:
 
 @dataclass(eq=False)
 class Barriers:
-    """One method per barrier operation."""
+    """Creates, steps, loads and saves."""
 
     home: Home
     ledger: Ledger
@@ -130,31 +132,28 @@ class Barriers:
     activity: Activity
     adapters: AdapterCaches
 
-    def __post_init__(self) -> None:
-        self._table: dict[str, Callable[[Engine, RunRow, Execution], Awaitable[Any]]] = {
-            "create_model": self._create,
-            "optim_step": self._step,
-            "load_weights": self._load,
-            **dict.fromkeys(SAVES, self._save),
-        }
-
     async def execute(self, engine: Engine, work: Execution) -> Any:
         """The result of a barrier, for the first time or replayed."""
         if work.refusal is not None:
             raise EngineError(work.refusal, "user")
-        return None if work.skip else await self._table[work.op](engine, work.run.row, work)
+        if work.skip:
+            return None
+        run, request = work.run.row, work.request
+        match work.op:
+            case "create_model":
+                await execute(engine, protocol.CreateAdapter(run.run_id, run.lora))
+                return training.CreateModelResponse(model_id=run.run_id)
+            case "optim_step":
+                metrics = await execute(engine, protocol.OptimStep(run.run_id, request.optim_params))
+                # JSON has no NaN, and official clients take no null for a metric.
+                finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                return training.OptimStepResponse(metrics=finite)
+            case "load_weights":
+                return await self._load(engine, run, request.path, request.optimizer)
+            case _:
+                return await self._save(engine, run, work)
 
-    async def _create(self, engine: Engine, run: RunRow, work: Execution) -> training.CreateModelResponse:
-        await execute(engine, protocol.CreateAdapter(run.run_id, run.lora))
-        return training.CreateModelResponse(model_id=run.run_id)
-
-    async def _step(self, engine: Engine, run: RunRow, work: Execution) -> training.OptimStepResponse:
-        metrics = await execute(engine, protocol.OptimStep(run.run_id, work.request.optim_params))
-        # JSON has no NaN, and official clients take no null for a metric.
-        return training.OptimStepResponse(metrics={k: v for k, v in metrics.items() if math.isfinite(v)})
-
-    async def _load(self, engine: Engine, run: RunRow, work: Execution) -> saves.LoadWeightsResponse:
-        path, optimizer = work.request.path, work.request.optimizer
+    async def _load(self, engine: Engine, run: RunRow, path: str, optimizer: bool) -> LoadWeightsResponse:
         checkpoint = self.access.any_checkpoint(path)  # accept.py checked that it may be read
         if checkpoint is None:
             raise EngineError(f"{path} does not exist any more", "user")
@@ -168,7 +167,7 @@ class Barriers:
             raise EngineError(f"{path} was saved without optimizer state; load it without", "user")
         location = str(self.home.root / checkpoint.directory)
         await execute(engine, protocol.LoadAdapter(run.run_id, location, optimizer=optimizer))
-        return saves.LoadWeightsResponse(path=path, model_id=run.run_id, type="load_weights")
+        return LoadWeightsResponse(path=path, model_id=run.run_id, type="load_weights")
 
     async def _publish(self, engine: Engine, run: RunRow, number: int) -> str:
         """The id of an unnamed sampler. It is on disk before it is announced: it must survive a restart."""

@@ -119,7 +119,6 @@ class Journal(_Contents):
     """
 
     def __init__(self, directory: Path, *, fsync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Open or create; goes on after whatever is there (see `restore`)."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, fsync=fsync, segment_bytes=segment_bytes)
         self._fsync = fsync
@@ -134,8 +133,6 @@ class Journal(_Contents):
         """How much of requests is kept: what a restart may have to read and do again."""
         with self._lock:
             return self._requests.size
-
-    # -- requests and outcomes ---------------------------------------------------------------------------
 
     def accept(self, entry: JournalEntry) -> None:
         """Keep a request. Do this before it can be executed, and before its client hears of it."""
@@ -160,13 +157,8 @@ class Journal(_Contents):
             if ids := [i for i in request_ids if i in self._known and i not in self._forgotten]:
                 self._note(self._results.append(["forget", *ids]))
 
-    # -- snapshots ---------------------------------------------------------------------------------------
-
     def begin_snapshot(self, next_seq: int) -> Path:
-        """An empty directory for a snapshot that covers every seq id below `next_seq`.
-
-        Requests and outcomes may be added while it is filled. One begun before and not committed is void.
-        """
+        """An empty directory for a snapshot of all seq ids below `next_seq`; one begun before is void."""
         with self._lock:
             assert next_seq >= self.next_seq, f"the last snapshot covers more: {self.next_seq} > {next_seq}"
             self._sweep()
@@ -180,9 +172,8 @@ class Journal(_Contents):
     def commit_snapshot(self, path: Path, delivered: Iterable[str] = ()) -> None:
         """From now on a restart begins here; what only led up to it is deleted.
 
-        So are the outcomes of those requests among `delivered` that it covers: neither a client nor a replay
-        will need them. What is in `path` must be on the disk by now. JournalError if the outcome of a
-        request that it covers was not kept: that could never be delivered.
+        So are the outcomes among `delivered` that it covers. What is in `path` must be on the disk by now.
+        JournalError if a request that it covers has no outcome: that could never be delivered.
         """
         with self._lock:
             begun, next_seq = self._begun or (None, 0)

@@ -56,7 +56,7 @@ _NEXT: dict[RunState, tuple[RunState, ...]] = {
 
 @dataclass(eq=False)
 class Run:
-    """A run in memory. The training loop's task alone calls what awaits the engine."""
+    """A run in memory. What awaits the engine is called while the training loop executes nothing else."""
 
     config: ServiceConfig
     ledger: Ledger
@@ -214,10 +214,7 @@ class Run:
             await self.committed()
 
     async def snapshot(self, engine: Engine, next_seq: int) -> None:
-        """Save the run, which has no gradients. If that fails, the last snapshot stays in force.
-
-        Training does not wait for the disk: the snapshot is `committing` when this returns.
-        """
+        """Save the run, which has no gradients. Training does not wait for the disk: see `committing`."""
         await self.committed()
         self.snapshot_at = time.monotonic()
         self.write_outcomes()
@@ -225,7 +222,7 @@ class Run:
             part = await asyncio.to_thread(self.journal.begin_snapshot, next_seq)
             await execute(engine, SaveAdapter(self.id, str(part / SNAPSHOT), optimizer=True, sync=False))
         except (EngineError, JournalError, OSError) as error:
-            log.error("no snapshot of %s: %s", self.id, error)
+            log.error("no snapshot of %s: %s", self.id, error)  # the last one stays in force
             return
         self.committing = asyncio.get_running_loop().create_task(self._commit(part, next_seq, self.steps))
         self.steps = 0

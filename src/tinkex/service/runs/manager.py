@@ -26,7 +26,7 @@ from tinkex.service.runs.execution import Barriers, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
-from tinkex.service.scheduler import QueuedRequest, Scheduler
+from tinkex.service.scheduler import Scheduler
 from tinkex.service.served_models import ServedModel, ServedModels
 
 log = logging.getLogger("tinkex.service")
@@ -118,10 +118,7 @@ class RunManager:
             self._resume(row, model, journal, restored)
 
     def _resume(self, row: RunRow, model: ServedModel, journal: Journal, restored: Restored) -> Run:
-        """Queue what the journal holds in order again. What was answered keeps its answer.
-
-        The adapter is loaded from the snapshot when the first request has its turn.
-        """
+        """Queue what the journal holds in order again; the first request's turn loads the snapshot."""
         scheduler = self._loop(model).scheduler
         queue = scheduler.open(row.run_id, row.owner, restored.next_seq)
         run = self._runs[row.run_id] = Run(
@@ -164,12 +161,8 @@ class RunManager:
         work = plan(run, entry, future, self.ledger, again=again)
         if entry.seq_id == 0 and work.replayed and future.failed and not isinstance(work.request, Unreadable):
             run.was_not_made(future.outcome.error)
-        item = QueuedRequest(
-            run.id, entry.seq_id, entry.request_id, work.one_pass is not None, work.tokens, entry.digest,
-            work, shares=work.op == "optim_step",
-        )  # fmt: skip
         lost = entry.seq_id and run.queue.next_seq == 0 and run.idle
-        self._loop(run.model).submit(item)
+        self._loop(run.model).submit(work)
         if lost:
             # Its client knows the run's id, so the creation was answered: it will not be sent again.
             run.cannot_restore("its creation is not in its journal", "user")

@@ -148,8 +148,6 @@ class SegmentedLog:
     def path(self, segment: int) -> Path:
         return self.directory / f"{self.name}-{segment:06d}.log"
 
-    # -- reading -----------------------------------------------------------------------------------------
-
     def read(self) -> list[Record]:
         """All records, without their bodies."""
         return [record for segment in sorted(self._sizes) for record in self._read(segment)]
@@ -187,8 +185,6 @@ class SegmentedLog:
         elif self._end < size:
             os.truncate(self.path(self._last), self._end)
             self._sizes[self._last] = self._end
-
-    # -- writing -----------------------------------------------------------------------------------------
 
     def append(self, head: list[Any], body: Iterable[Bytes] = ()) -> Record:
         """Add a record; `body` comes in pieces (see `pack`)."""

@@ -12,29 +12,19 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from tinkex import tracing
-from tinkex.engine.protocol import (
-    ClearGradients,
-    ContinuePasses,
-    Engine,
-    EngineError,
-    EngineLost,
-    Failure,
-    ForwardBackward,
-    Pass,
-    PassProgress,
-)
+from tinkex.engine import protocol
+from tinkex.engine.protocol import Engine, EngineError, EngineLost
 from tinkex.service.futures import failure
 from tinkex.service.refusal import Refusal
 from tinkex.service.runs.execution import Barriers, Execution
 from tinkex.service.runs.lifecycle import RunState
-from tinkex.service.scheduler import QueuedRequest, Scheduler
+from tinkex.service.scheduler import Scheduler
 from tinkex.service.served_models import ServedModel, execute
-from tinkex.types.outputs import ForwardBackwardOutput
 
 log = logging.getLogger("tinkex.service")
 T = TypeVar("T")
@@ -66,9 +56,8 @@ class TrainingLoop:
         self._wake = asyncio.Event()
         self._stopping = False
 
-    def submit(self, item: QueuedRequest) -> None:
-        """Queue a request; its `payload` is an Execution."""
-        self.scheduler.submit(item, time.monotonic())
+    def submit(self, work: Execution) -> None:
+        self.scheduler.submit(work, time.monotonic())
         self._wake.set()
 
     async def between_batches(self, function: Callable[[], Awaitable[T]]) -> T:
@@ -108,85 +97,84 @@ class TrainingLoop:
         else:
             async with self.executing:
                 if batch := self.scheduler.next_batch(time.monotonic()):
-                    return await self._execute(batch)
+                    return await self._execute(cast(list[Execution], batch))
         timeout = None if until is None else max(0.0, until - time.monotonic())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), timeout)
 
-    # -- one batch ---------------------------------------------------------------------------------------
-
-    async def _execute(self, batch: list[QueuedRequest]) -> None:
+    async def _execute(self, batch: list[Execution]) -> None:
         started = time.monotonic()
-        for item in batch:
-            if item.payload.hop is not None:
-                item.payload.hop.end()
+        for work in batch:
+            if work.hop is not None:
+                work.hop.end()
         try:
             engine = await self.model.load()
         except Exception as error:
-            for item in batch:
+            for work in batch:
                 # Only for a run that is being created can it be the user's mistake.
-                creates = item.seq_id == 0 and not item.payload.must_succeed
-                self._finish([item], started, error if creates else EngineError(str(error), "server"))
+                creates = work.seq_id == 0 and not work.must_succeed
+                self._finish([work], started, error if creates else EngineError(str(error), "server"))
             return
         if self._engine is not None and self._engine() is not engine:
             raise EngineLost("a sample noticed that the engine was lost")
         self._engine = weakref.ref(engine)
-        ready: list[QueuedRequest] = []
-        for item in batch:  # one after the other: each may need room on the device
-            try:
-                await item.payload.run.make_resident(engine, item.seq_id)
-                ready.append(item)
-            except EngineLost:
-                raise
-            except Exception as error:
-                self._finish([item], started, error)
+        ready: list[Execution] = []
+        for work in batch:  # one after the other: each may need room on the device
+            with self._failing([work], started):
+                await work.run.make_resident(engine, work.seq_id)
+                ready.append(work)
         if ready and ready[0].is_pass:
             await self._finishing(ready, started, self._passes(engine, ready))
         else:
-            barriers = [
-                self._finishing([item], started, self._barrier(engine, item.payload)) for item in ready
-            ]
+            barriers = [self._finishing([work], started, self._barrier(engine, work)) for work in ready]
             ended = await asyncio.gather(*barriers, return_exceptions=True)
             for error in filter(None, ended):
                 raise error
 
-    async def _finishing(self, batch: list[QueuedRequest], started: float, doing: Awaitable[None]) -> None:
-        try:
+    async def _finishing(self, batch: list[Execution], started: float, doing: Awaitable[None]) -> None:
+        with self._failing(batch, started):
             await doing
+            self._finish(batch, started)
+
+    @contextlib.contextmanager
+    def _failing(self, batch: list[Execution], started: float) -> Generator[None]:
+        """What goes wrong within fails the batch; that the engine is lost is a matter for all."""
+        try:
+            yield
         except EngineLost:
             raise
         except Exception as error:
             self._finish(batch, started, error)
-        else:
-            self._finish(batch, started)
 
-    def _finish(self, batch: list[QueuedRequest], started: float, error: Exception | None = None) -> None:
+    def _finish(self, batch: list[Execution], started: float, error: Exception | None = None) -> None:
         """The runs may go on: at once, not when everything in the same batch has ended."""
         now = time.monotonic()
-        for item in batch:
-            work: Execution = item.payload
+        for work in batch:
             try:
                 if error is not None:
                     _fail(work, error)
                 for observer in () if work.replayed else self._observers:
                     observer.worked(work, now - started)
             except Exception:  # a ledger that cannot be written, say: the run must not wait for ever
-                log.exception("%s of %s could not be recorded", work.op, item.run)
+                log.exception("%s of %s could not be recorded", work.op, work.run_id)
             finally:
-                self.scheduler.done(item, now)
+                self.scheduler.done(work, now)
 
-    async def _passes(self, engine: Engine, batch: list[QueuedRequest]) -> None:
-        works: list[Execution] = [item.payload for item in batch]
-        for work in works:
+    async def _passes(self, engine: Engine, batch: list[Execution]) -> None:
+        for work in batch:
             work.run.has_gradients |= work.backward
-        with _traced(works):
-            outcomes = await _compute(engine, tuple(work.one_pass for work in works if work.one_pass))
-        for work, outcome in zip(works, outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                _fail(work, EngineError(outcome.message, outcome.category))
+        with _traced(batch):
+            # One command per micro-batch, so that other commands and decoding have their turn in between.
+            passes = tuple(work.one_pass for work in batch if work.one_pass is not None)
+            outcome = await execute(engine, protocol.ForwardBackward(passes))
+            while isinstance(outcome, protocol.PassProgress):
+                outcome = await execute(engine, protocol.ContinuePasses(outcome.ticket))
+        for work, result in zip(batch, outcome, strict=True):
+            if isinstance(result, protocol.Failure):
+                _fail(work, EngineError(result.message, result.category))
             else:
-                work.run.resolve(work.future, outcome)
-        for work in {work.run: work for work in works}.values():  # the last one of each run
+                work.run.resolve(work.future, result)
+        for work in {work.run: work for work in batch}.values():  # the last one of each run
             if not work.run.has_gradients:
                 await work.run.after_pass(engine, work.seq_id + 1)
 
@@ -220,7 +208,7 @@ class TrainingLoop:
             raise
         except Exception:
             with contextlib.suppress(EngineError):  # the run may not be on the device at all
-                await execute(engine, ClearGradients(run.id))
+                await execute(engine, protocol.ClearGradients(run.id))
             raise
 
 
@@ -238,19 +226,11 @@ def _fail(work: Execution, error: Exception) -> None:
     run.resolve(work.future, failure(message, category))
 
 
-async def _compute(engine: Engine, passes: tuple[Pass, ...]) -> list[ForwardBackwardOutput | Failure]:
-    """One command per micro-batch, so that other commands and decoding have their turn in between."""
-    outcome = await execute(engine, ForwardBackward(passes))
-    while isinstance(outcome, PassProgress):
-        outcome = await execute(engine, ContinuePasses(outcome.ticket))
-    return outcome
-
-
-def _traced(works: list[Execution]) -> AbstractContextManager[Any]:
+def _traced(batch: list[Execution]) -> AbstractContextManager[Any]:
     """The engine's span: part of the first request's trace, linked to those of the others in the batch."""
-    hops = [work.hop for work in works if work.hop is not None]
-    if not hops:
-        return contextlib.nullcontext()
-    name = f"engine {works[0].op}"
-    hop = tracing.begin(name, parent=hops[0], links=hops[1:], tinkex_requests=len(works))
-    return contextlib.nullcontext() if hop is None else hop
+    hops = [work.hop for work in batch if work.hop is not None]
+    hop = None
+    if hops:
+        name = f"engine {batch[0].op}"
+        hop = tracing.begin(name, parent=hops[0], links=hops[1:], tinkex_requests=len(batch))
+    return hop or contextlib.nullcontext()
