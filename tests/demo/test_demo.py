@@ -95,7 +95,7 @@ def test_a_model_that_did_not_learn_is_not_said_to_have(
 ):
     lesson = AYE(str(model), out, steps=1, learning_rate=1e-6)
     assert lesson.play(Screen(model)) is False
-    assert "It did not learn: 0 of 4 right before, 0 of 4 after." in capsys.readouterr().out
+    assert "It did not learn: 0 of 4 right before, 0 of 4 right after." in capsys.readouterr().out
 
 
 # -- stopping and going on -------------------------------------------------------------------------------

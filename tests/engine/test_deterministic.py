@@ -1,7 +1,7 @@
-"""A deterministic engine: the same bits alone, in any batch, from the cache, and in the trainer.
+"""A deterministic engine: bitwise the same alone, in any batch, from the cache, and in the trainer.
 
 `test_every_stage…` follows one sequence through the decoder by every path there is, and names the first stage
-whose bits differ; the others compare what users see. In bf16 on a GPU; where there is none, the paths run in
+that differs; the others compare what users see. In bf16 on a GPU; where there is none, the paths run in
 fp32 by Triton's interpreter, which shows that they compute the same, but for rounding.
 """
 

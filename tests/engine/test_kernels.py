@@ -291,7 +291,7 @@ def test_few_tiles_are_cut_into_more_programs():
 )
 @pytest.mark.parametrize("invariant", [False, True])
 def test_gradients_of_many_rows(site: Site, order: tuple[int, ...], lengths: list[int], invariant: bool):
-    """They are added to what is there, with the same bits each time if that is asked for."""
+    """They are added to what is there, bitwise the same each time if that is asked for."""
     adapters = [(adapter(8, 1), adapter(16, 2))[i] for i in order]
     in_features, outs = SITES[site][0], sum(part.out_features for part in SITES[site][1])
     x, grad = random(sum(lengths), in_features), random(sum(lengths), outs, seed=2)

@@ -1,4 +1,4 @@
-"""A sampler's rows have the bits that a trainer's many rows have, with weights as large as 8B's.
+"""A sampler's rows are bitwise identical to a trainer's many rows, with weights as large as 8B's.
 
 In a model of that size with random weights whatever differs in the last bit shows in every logprob; in
 smaller ones it does not, and their products are cut as is quickest.

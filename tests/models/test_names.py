@@ -193,7 +193,7 @@ def test_the_commands(entry: CatalogueEntry, index: Index, home: Path):
 
 
 @pytest.mark.parametrize("name", ["../secret", "org/../../secret", "", "."])
-def test_no_name_takes_away_what_is_not_on_the_shelf(home: Path, name: str):
+def test_no_name_removes_what_is_not_in_the_models_directory(home: Path, name: str):
     (home / "models").mkdir(parents=True)
     (home / "secret").mkdir()
     (home / "secret" / "config.json").write_text("{}")

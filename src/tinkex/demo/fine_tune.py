@@ -85,7 +85,7 @@ class FineTune(Demo):
                     return False
         return True
 
-    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> float:
+    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> tuple[float, str]:
         params = tinkex.SamplingParams(max_tokens=40, temperature=0.0, stop=[tokenizer.eos_token_id])
         waiting = [
             sampler.sample(tinkex.ModelInput.from_ints(prompt(tokenizer, question)), 1, params)
@@ -96,12 +96,10 @@ class FineTune(Demo):
             (sequence,) = future.result().sequences
             text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
             answers.append((question, text, self.check(text, fact)))
-        screen.answers(answers, self.rule)
-        return sum(right for _, _, right in answers) / len(answers)
-
-    def compare(self, before: float, after: float) -> str:
-        count = len(self.held_out)
-        return f"{before * count:.0f} of {count} right before, {after * count:.0f} of {count} after"
+        count = sum(right for _, _, right in answers)
+        score = f"{count} of {len(answers)} right"
+        screen.answers(answers, score, self.rule)
+        return count / len(answers), score
 
 
 def prompt(tokenizer: Any, question: str) -> list[int]:

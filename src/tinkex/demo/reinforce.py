@@ -109,15 +109,13 @@ class Reinforce(Demo):
                 groups[-1].append(ScoredSample(prompt, tokens, logprobs, text, self.reward(text)))
         return groups
 
-    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> float:
+    def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> tuple[float, str]:
         groups = self.sample(sampler, tokenizer, self.held_out, seed=0)
         mean = statistics.mean(each.reward for group in groups for each in group)
         firsts = zip(self.held_out, (group[0] for group in groups), strict=True)
-        screen.samples([(subject, first.text, first.reward) for subject, first in firsts], mean, self.rule)
-        return mean
-
-    def compare(self, before: float, after: float) -> str:
-        return f"a mean reward of {before:.2f} before, {after:.2f} after"
+        score = f"mean reward {mean:.2f}"
+        screen.samples([(subject, first.text, first.reward) for subject, first in firsts], score, self.rule)
+        return mean, score
 
 
 def group_data(group: list[ScoredSample]) -> list[tinkex.Datum]:

