@@ -31,6 +31,7 @@ TermFn = Callable[[Batch, Arrays], tuple[float, list[np.ndarray]]]
 Computed = tuple[float, list[np.ndarray], dict[str, float]]  # a loss, its gradients and its metrics
 # Maps a datum's logprobs and the reference's to each position's value and derivative.
 Formula = Callable[[np.ndarray, Any], Terms]
+OfPair = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray, np.ndarray]]
 Pairs = Sequence[tuple[int, int]]
 Targets = Literal["sampled", "enumerated"]
 
@@ -103,9 +104,7 @@ class Regularized:
         if isinstance(loss, str):
             loss = _NamedLoss(loss, loss_fn_config or {})
         elif loss_fn_config is not None:
-            raise InvalidInputError(
-                f"loss_fn_config is for a loss that is given by its name, not for {loss!r}"
-            )
+            raise InvalidInputError(f"loss_fn_config is for a loss given by its name, not for {loss!r}")
         self._loss = loss
         self._base = _base(loss)
         self.terms = tuple(terms)
@@ -182,10 +181,8 @@ def elastic_net(
 
     def formula(x: np.ndarray, reference: np.ndarray | float) -> Terms:
         d = x - reference
-        return (
-            l1_ratio * np.abs(d) + (1 - l1_ratio) * d**2,
-            l1_ratio * np.sign(d) + (1 - l1_ratio) * 2 * d,
-        )
+        rest = 1 - l1_ratio
+        return l1_ratio * np.abs(d) + rest * d**2, l1_ratio * np.sign(d) + rest * 2 * d
 
     return _per_token("elastic_net", formula, around, mask, mean)
 
@@ -316,13 +313,7 @@ def orthogonality(pairs: Pairs | None = None, *, mask: str | None = "weights") -
 
 
 def _per_pair(
-    name: str,
-    of_pair: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray, np.ndarray]],
-    pairs: Pairs | None,
-    mask: str | None,
-    *,
-    neighbours: bool,
-    equal: bool,
+    name: str, of_pair: OfPair, pairs: Pairs | None, mask: str | None, *, neighbours: bool, equal: bool
 ) -> Term:
     """A term that is a sum over pairs of datums, of the logprobs that count in each."""
 
@@ -358,9 +349,6 @@ def _pairs(name: str, pairs: Pairs | None, count: int, neighbours: bool) -> list
         if not (0 <= i < count and 0 <= j < count and i != j):
             raise InvalidInputError(f"{name}: the pair ({i}, {j}) is not two of the {count} datums")
     return list(pairs)
-
-
-# -- custom terms ----------------------------------------------------------------------------------------
 
 
 def from_torch(name: str, fn: Callable[[Batch, Sequence[Any]], Any]) -> Term:

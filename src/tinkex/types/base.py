@@ -55,15 +55,10 @@ def explain(error: ValidationError, owner: str) -> str:
 
 
 def tidy(
-    owner: str,
-    known: Collection[str],
-    data: Mapping[Any, Any],
-    *,
-    lenient: bool,
-    keep_null: Collection[str] = (),
+    owner: str, known: Collection[str], data: Mapping[Any, Any], lenient: bool, nulls: Collection[str] = ()
 ) -> dict[str, Any]:
     """Drop Nones from `data`, and names that `owner` does not have, which are an error unless `lenient`."""
-    kept = {k: v for k, v in data.items() if k in known and (v is not None or k in keep_null)}
+    kept = {k: v for k, v in data.items() if k in known and (v is not None or k in nulls)}
     for name in data if len(kept) < len(data) else ():
         if name not in known:
             if not lenient:
@@ -86,7 +81,7 @@ class WireModel(BaseModel):
         if not isinstance(data, Mapping) or extra == "allow":
             return data
         lenient = extra == "ignore" or info.context == WIRE
-        return tidy(cls.__name__, cls.model_fields, data, lenient=lenient, keep_null=cls.sent_as_null)
+        return tidy(cls.__name__, cls.model_fields, data, lenient, cls.sent_as_null)
 
     def to_wire(self) -> dict[str, Any]:
         """The value as a JSON object, with defaults and without Nones."""
@@ -111,9 +106,8 @@ def _check_encodable(place: str, value: AnyJson | Mapping[Any, Any]) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidInputError(
-                f"{place} must be text that UTF-8 can encode, got {value!r:.80}"
-            ) from None
+            must = "must be text that UTF-8 can encode"
+            raise InvalidInputError(f"{place} {must}, got {value!r:.80}") from None
 
 
 if TYPE_CHECKING:
@@ -125,9 +119,8 @@ else:
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if args:
-                raise InvalidInputError(
-                    f"{cls.__name__} takes its fields by name: {', '.join(cls.model_fields)}"
-                )
+                names = ", ".join(cls.model_fields)
+                raise InvalidInputError(f"{cls.__name__} takes its fields by name: {names}")
             try:
                 value = super().__call__(**kwargs)
             except ValidationError as error:
@@ -161,7 +154,7 @@ def read_plain(cls: type[T], value: AnyJson | Mapping[Any, Any] | Dumpable, *, l
         return value
     if not isinstance(value, (dict, Mapping)):
         raise InvalidInputError(f"must be a {cls.__name__}, got {type(value).__name__}")
-    return assemble(cls, tidy(cls.__name__, _names(cls), value, lenient=lenient))
+    return assemble(cls, tidy(cls.__name__, _names(cls), value, lenient))
 
 
 @cache
@@ -180,9 +173,5 @@ class Plain:
         def read(value: Any, info: core_schema.ValidationInfo) -> Any:
             return read_plain(source, value, lenient=info.context == WIRE)
 
-        return core_schema.with_info_plain_validator_function(
-            read,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda value: value.model_dump(exclude_none=True)
-            ),
-        )
+        write = core_schema.plain_serializer_function_ser_schema(lambda v: v.model_dump(exclude_none=True))
+        return core_schema.with_info_plain_validator_function(read, serialization=write)

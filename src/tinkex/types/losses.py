@@ -79,15 +79,13 @@ def loss_settings(name: str, given: Mapping[str, float | str]) -> dict[str, floa
         if value < 0:
             raise InvalidInputError(f"loss_fn_config[{key!r}] must be at least 0, got {value!r}")
         settings[key] = float(value)
-    for key, value in settings.items():
-        if value is None:
-            raise InvalidInputError(f"{name} needs loss_fn_config[{key!r}], and it was not given")
     complete = {key: value for key, value in settings.items() if value is not None}
+    for key in settings.keys() - complete:
+        raise InvalidInputError(f"{name} needs loss_fn_config[{key!r}], and it was not given")
     low, high = complete.get("clip_low_threshold", 0.0), complete.get("clip_high_threshold", math.inf)
     if low > high:
-        raise InvalidInputError(
-            f"loss_fn_config: clip_low_threshold {low:g} is above clip_high_threshold {high:g}"
-        )
+        bounds = f"clip_low_threshold {low:g} is above clip_high_threshold {high:g}"
+        raise InvalidInputError(f"loss_fn_config: {bounds}")
     return complete
 
 
@@ -138,9 +136,8 @@ def _reads(name: str, given: tuple[str, ...], strict: bool) -> tuple[str, ...]:
         return ()
     for key in spec.required:
         if key not in given:
-            raise InvalidInputError(
-                f"loss_fn_inputs: {name} needs {key!r}; given: {', '.join(given) or 'nothing'}"
-            )
+            have = ", ".join(given) or "nothing"
+            raise InvalidInputError(f"loss_fn_inputs: {name} needs {key!r}; given: {have}")
     missing = [key for key in spec.optional if key not in given]
     for key in () if spec.open else given:
         if key in LIST_DTYPES:
@@ -201,10 +198,7 @@ def _first(tensor: TensorData, wrong: np.ndarray) -> tuple[list[int], float]:
 def filled_inputs(
     name: str, given: Mapping[str, TensorData], settings: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Every input that the loss reads beside its targets, as arrays of their shape, defaults filled in.
-
-    `given` has passed `check_inputs`.
-    """
+    """Every input beside the targets, checked before, as arrays of their shape, defaults filled in."""
     spec, shape = LOSSES[name], given["target_tokens"].dense_shape
     inputs = {key: given[key].to_numpy() for key in spec.inputs[1:] if key in given}
     for key, default in spec.optional.items():

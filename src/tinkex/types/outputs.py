@@ -7,7 +7,7 @@ Needs numpy alone; knows nothing of the wire.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal
 
@@ -145,12 +145,7 @@ class SampleResponse:
     def __repr__(self) -> str:
         first = ", ".join(map(repr, self.sequences[:_SHOWN]))
         more = f", … {len(self.sequences)} in all" if len(self.sequences) > _SHOWN else ""
-        arrays = (
-            "prompt_logprobs_np",
-            "topk_prompt_logprobs_np",
-            "target_prompt_logprobs",
-            "prompt_alt_tokens",
-        )
-        there = [name.removesuffix("_np") for name in arrays if getattr(self, name) is not None]
+        optional = [field.name for field in fields(self) if field.default is None]
+        there = [name.removesuffix("_np") for name in optional if getattr(self, name) is not None]
         also = "".join(f", {name}=…" for name in there)
         return f"SampleResponse([{first}{more}]{also})"

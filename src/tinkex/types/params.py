@@ -77,22 +77,22 @@ class SamplingParams(Dumpable):
 
     def _check_stop(self, given: str | Sequence[str] | Sequence[int]) -> None:
         if isinstance(given, bytes) or not (isinstance(given, str | Sequence) or hasattr(given, "tolist")):
-            raise InvalidInputError(
-                f"SamplingParams.stop must be a string, strings, or token ids, got {given!r}"
-            )
-        if not isinstance(given, str):
-            stop = [int(s) if hasattr(s, "__index__") else s for s in given]  # numpy ints too
-            if not (all(isinstance(s, str) for s in stop) or all(isinstance(s, int) for s in stop)):
-                raise InvalidInputError(
-                    f"SamplingParams.stop must be all strings or all token ids, got {given!r}"
-                )
-            if any(s == "" for s in stop):
-                raise InvalidInputError("SamplingParams.stop has an empty string; use [] to never stop early")
-            if any(isinstance(s, int) and s < 0 for s in stop):
-                raise InvalidInputError(f"SamplingParams.stop has a negative token id: {stop}")
-            object.__setattr__(self, "stop", stop)
-        elif given == "":
+            must = "must be a string, strings, or token ids"
+            raise InvalidInputError(f"SamplingParams.stop {must}, got {given!r}")
+        if isinstance(given, str) and not given:
             raise InvalidInputError("SamplingParams.stop is an empty string; use [] to never stop early")
+        if isinstance(given, str):
+            return
+        stop = [int(s) if hasattr(s, "__index__") else s for s in given]  # numpy ints too
+        if not (all(isinstance(s, str) for s in stop) or all(isinstance(s, int) for s in stop)):
+            raise InvalidInputError(
+                f"SamplingParams.stop must be all strings or all token ids, got {given!r}"
+            )
+        if "" in stop:
+            raise InvalidInputError("SamplingParams.stop has an empty string; use [] to never stop early")
+        if any(isinstance(s, int) and s < 0 for s in stop):
+            raise InvalidInputError(f"SamplingParams.stop has a negative token id: {stop}")
+        object.__setattr__(self, "stop", stop)
 
 
 @strict
@@ -130,10 +130,8 @@ class LoraConfig(Dumpable):
         if rank < 1:
             raise InvalidInputError(f"lora_config.rank must be positive, got {rank!r}")
         for name in ("train_unembed", "train_mlp", "train_attn"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(
-                    f"LoraConfig.{name} must be True or False, got {getattr(self, name)!r}"
-                )
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidInputError(f"LoraConfig.{name} must be True or False, got {value!r}")
         if self.seed is not None:
             _whole(self, "seed", -(2**63))
         if not (self.train_unembed or self.train_mlp or self.train_attn):

@@ -26,12 +26,11 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
-# -- reading fields --------------------------------------------------------------------------------------
-
-
 def _get(obj: AnyJson, key: str, kind: type[T] | tuple[type, ...], where: str, default: Any = ...) -> Any:
     """`obj[key]`, which must be of this kind. If absent or null: `default`, or an error if there is none."""
-    value = obj.get(key) if type(obj) is dict else _not_a_plain_object(obj, key, where)
+    if type(obj) is not dict:
+        raise InvalidInputError(f"{where} must be an object, got {type(obj).__name__}")
+    value: Any = obj.get(key)
     if type(value) is kind:  # the common case
         return value
     if value is None:
@@ -43,12 +42,6 @@ def _get(obj: AnyJson, key: str, kind: type[T] | tuple[type, ...], where: str, d
         names = " or ".join(k.__name__ for k in kinds)
         raise InvalidInputError(f"{where}.{key} must be {names}, got {type(value).__name__}")
     return value
-
-
-def _not_a_plain_object(obj: AnyJson, key: str, where: str) -> Any:
-    if not isinstance(obj, Mapping):
-        raise InvalidInputError(f"{where} must be an object, got {type(obj).__name__}")
-    return obj.get(key)
 
 
 # -- chunks and tensors ----------------------------------------------------------------------------------
@@ -73,8 +66,7 @@ def _bytes(obj: Any, key: str, where: str) -> bytes:
 
 def _chunk_kind(obj: Any, where: str) -> str:
     """The chunk's type. Old SDKs omit it; then the keys decide."""
-    given = _get(obj, "type", str, where, None)
-    if given is not None:
+    if (given := _get(obj, "type", str, where, None)) is not None:
         return given
     by_key = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel"}
     return next((kind for key, kind in by_key.items() if obj.get(key) is not None), "encoded_text")
@@ -118,15 +110,10 @@ def write_tensor(value: t.TensorData) -> Json:
 
 
 def read_tensor(obj: Any, where: str) -> t.TensorData:
-    return at(
-        where,
-        t.TensorData,
-        _get(obj, "data", list, where),
-        _get(obj, "dtype", str, where, None),
-        _get(obj, "shape", list, where, None),
-        _get(obj, "sparse_crow_indices", list, where, None),
-        _get(obj, "sparse_col_indices", list, where, None),
-    )
+    names = ("shape", "sparse_crow_indices", "sparse_col_indices")
+    lists = (_get(obj, name, list, where, None) for name in names)
+    dtype = _get(obj, "dtype", str, where, None)
+    return at(where, t.TensorData, _get(obj, "data", list, where), dtype, *lists)
 
 
 # -- passes ----------------------------------------------------------------------------------------------
