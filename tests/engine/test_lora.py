@@ -12,18 +12,18 @@ from tinkex.engine.torch.hooks import Part, Site, Sites
 from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.types.params import LoraConfig
 
+E = 3
 QKV, DOWN, EXPERTS, HEAD = Site(0, "qkv"), Site(0, "down"), Site(1, "experts_gate_up"), Site(-1, "unembed")
 SITES: Sites = {
     QKV: (12, (Part("q", 16, "attn"), Part("k", 8, "attn"), Part("v", 8, "attn"))),
     DOWN: (20, (Part("down", 12, "mlp"),)),
-    EXPERTS: (12, (Part("experts.w1", 10, "mlp"), Part("experts.w3", 10, "mlp"))),
+    EXPERTS: (12, (Part("experts.w1", 10, "mlp", E), Part("experts.w3", 10, "mlp", E))),
     HEAD: (12, (Part("lm_head", 30, "unembed"),)),
 }
-E = 3
 
 
 def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
-    made = Adapter.fresh(LoraConfig(rank, seed=seed, **flags), SITES, experts=E)
+    made = Adapter.fresh(LoraConfig(rank, seed=seed, **flags), SITES)
     randomise(made.flat, seed)
     return made
 
@@ -130,7 +130,7 @@ def test_neighbours_with_one_adapter_are_one_segment() -> None:
 
 
 def test_a_fresh_adapter_is_seeded_and_starts_at_the_base_model() -> None:
-    a, same, other = (Adapter.fresh(LoraConfig(4, seed=seed), SITES, experts=E) for seed in (7, 7, 8))
+    a, same, other = (Adapter.fresh(LoraConfig(4, seed=seed), SITES) for seed in (7, 7, 8))
     assert torch.equal(a.flat, same.flat)
     assert not torch.equal(a.flat, other.flat)
     for name, (down, up) in a.named().items():
@@ -138,7 +138,7 @@ def test_a_fresh_adapter_is_seeded_and_starts_at_the_base_model() -> None:
         bound = down.shape[-1] ** -0.5
         assert bound * 0.8 < float(down.abs().max()) <= bound, name
         assert abs(float(down.mean())) < bound / 2
-    unseeded = [Adapter.fresh(LoraConfig(4), SITES, experts=E).flat for _ in range(2)]
+    unseeded = [Adapter.fresh(LoraConfig(4), SITES).flat for _ in range(2)]
     assert not torch.equal(*unseeded)
 
 

@@ -23,8 +23,7 @@ CPU = torch.device("cpu")
 def kept_bytes(path: Path, tokens: int, *, recompute: bool) -> tuple[int, int]:
     """Bytes that a training forward keeps for its backward, weights aside, and their estimate."""
     decoder = load_decoder(path)
-    experts = decoder.config.experts.count if decoder.config.experts else 1
-    adapter = Adapter.fresh(LoraConfig(1, seed=0), decoder.sites(), experts=experts)
+    adapter = Adapter.fresh(LoraConfig(1, seed=0), decoder.sites())
     randomise(adapter.flat, 0)
     weights = {weight.untyped_storage().data_ptr() for weight in decoder.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice

@@ -123,7 +123,7 @@ def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True
 
 
 def load_adapter(
-    directory: Path, sites: Sites, experts: int, base: BaseIdentity, head: Tensor, *, optimizer: bool = False
+    directory: Path, sites: Sites, base: BaseIdentity, head: Tensor, *, optimizer: bool = False
 ) -> Adapter:
     """The adapter that a directory holds; ours, or any PEFT directory for the same modules with alpha 32.
 
@@ -145,7 +145,7 @@ def load_adapter(
             f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
             f"and this one is {base.name!r} ({base.fingerprint})"
         )
-    adapter = Adapter(lora, lay_out(sites, lora, experts), head.device)
+    adapter = Adapter(lora, lay_out(sites, lora), head.device)
     _fill(adapter, adapter.flat, tensors, weights)
     if optimizer:
         _load_optimizer(adapter, directory, facts)

@@ -69,17 +69,15 @@ class SiteShape:
         ]
 
 
-def lay_out(sites: Sites, lora: LoraConfig, experts: int = 1) -> dict[Site, SiteShape]:
+def lay_out(sites: Sites, lora: LoraConfig) -> dict[Site, SiteShape]:
     """The layout of the sites that `lora`'s train flags cover, one after the other in the flat buffer."""
     trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     shapes: dict[Site, SiteShape] = {}
     start = 0
     for site, (in_features, parts) in sites.items():
-        if not trained[parts[0].kind]:
-            continue
-        count = experts if site.group.startswith("experts") else 1
-        shapes[site] = SiteShape(parts, count, lora.rank, in_features, start)
-        start += shapes[site].size
+        if trained[parts[0].kind]:
+            shapes[site] = SiteShape(parts, parts[0].experts, lora.rank, in_features, start)
+            start += shapes[site].size
     return shapes
 
 
@@ -105,11 +103,9 @@ class Adapter:
         self._matrices: dict[torch.dtype, dict[Site, list[Matrices]]] = {}
 
     @classmethod
-    def fresh(
-        cls, lora: LoraConfig, sites: Sites, device: torch.device | str = "cpu", experts: int = 1
-    ) -> Adapter:
+    def fresh(cls, lora: LoraConfig, sites: Sites, device: torch.device | str = "cpu") -> Adapter:
         """A uniform in ±1/√I from `lora.seed` (on the CPU, so the same on every device), B zero."""
-        adapter = cls(lora, lay_out(sites, lora, experts), device)
+        adapter = cls(lora, lay_out(sites, lora), device)
         seed = secrets.randbits(63) if lora.seed is None else lora.seed
         generator = torch.Generator().manual_seed(seed)
         for shape in adapter.shapes.values():

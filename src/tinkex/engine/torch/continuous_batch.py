@@ -344,7 +344,8 @@ class ContinuousBatch:
         vocab, backend = self.decoder.config.vocab_size, self.decoder.backend
         drawn = draw_next(sequences, logits_NV, vocab, backend, self._compiled)
         for sequence, token, logprob, top in drawn:
-            sequence.top += [top] if top is not None else []
+            if top is not None:
+                sequence.top.append(top)
             self._append(sequence, token, logprob)
 
     def _fork(self, first: RunningSequence) -> Iterator[RunningSequence]:

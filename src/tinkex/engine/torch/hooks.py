@@ -32,6 +32,7 @@ class Part(NamedTuple):
     name: str
     out_features: int
     kind: Literal["attn", "mlp", "unembed"]
+    experts: int = 1  # with a matrix each
 
 
 Sites = dict[Site, tuple[int, tuple[Part, ...]]]  # in-features and parts

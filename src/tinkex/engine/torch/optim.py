@@ -7,6 +7,7 @@ finite is refused. The kernel itself skips a refused step, so the device never w
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,10 +84,10 @@ def _global_norm(grad: Tensor) -> Tensor:
 def _update(adapter: Adapter, grad: Tensor, params: AdamParams, refused: Tensor) -> None:
     moments, squares = adapter.moments()
     step = torch.full((), float(adapter.step), device=grad.device)
-    options = {"fused": True, "found_inf": refused, "amsgrad": False, "maximize": False}
-    rates = {"lr": params.learning_rate, "beta1": params.beta1, "beta2": params.beta2}
-    decay = {"eps": max(params.eps, _TINY), "weight_decay": params.weight_decay}
-    adamw([adapter.flat], [grad], [moments], [squares], [], [step], **options, **rates, **decay)
+    options: dict[str, Any] = {"fused": True, "found_inf": refused, "amsgrad": False, "maximize": False}
+    rates: dict[str, Any] = {"lr": params.learning_rate, "beta1": params.beta1, "beta2": params.beta2}
+    rates |= {"eps": max(params.eps, _TINY), "weight_decay": params.weight_decay}
+    adamw([adapter.flat], [grad], [moments], [squares], [], [step], **options, **rates)
 
 
 def _metrics(adapter: Adapter, params: AdamParams, *, grad_norm: float, **more: float) -> dict[str, float]:

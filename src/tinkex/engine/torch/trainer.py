@@ -142,20 +142,16 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         """Memory of the live adapters with gradients and moments. Any thread may ask."""
         return sum(adapter.nbytes for adapter in list(self.adapters.values()))
 
-    @property
-    def _experts(self) -> int:
-        return self.decoder.config.experts.count if self.decoder.config.experts else 1
-
     def _fresh(self, lora: LoraConfig) -> Adapter:
         sites = self.decoder.sites()
-        size = sum(shape.size for shape in lay_out(sites, lora, self._experts).values())
+        size = sum(shape.size for shape in lay_out(sites, lora).values())
         needed, free = 4 * 4 * size, memory.free_bytes(self._device)  # parameters, gradients, two moments
         if needed > free:
             raise user_error(
                 f"an adapter of rank {lora.rank} takes {needed / 2**30:.1f} GiB with its gradients and "
                 f"optimizer state, and {free / 2**30:.1f} GiB are free"
             )
-        return Adapter.fresh(lora, sites, self._device, self._experts)
+        return Adapter.fresh(lora, sites, self._device)
 
     def _step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
         with shared(4 * adapter.flat.numel(), self._share_from):  # an element is four products' work
@@ -166,7 +162,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         return adapter_files.save_adapter(adapter, Path(command.location), self.base, **options)
 
     def load(self, location: p.Location, *, optimizer: bool = False) -> Adapter:
-        model = self.decoder.sites(), self._experts, self.base, self.decoder.unembed_weight
+        model = self.decoder.sites(), self.base, self.decoder.unembed_weight
         return adapter_files.load_adapter(Path(location), *model, optimizer=optimizer)
 
     def _export(self, adapter: Adapter) -> AdapterExport:
@@ -182,7 +178,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
                 f"the adapter was trained on the base model {source.fingerprint}, and this one is "
                 f"{self.base.name!r} ({self.base.fingerprint})"
             )
-        return source.on(lay_out(self.decoder.sites(), source.lora, self._experts), self._device)
+        return source.on(lay_out(self.decoder.sites(), source.lora), self._device)
 
     def _check_loss(self, loss: p.CustomLoss) -> None:
         read_loss_graph(loss)

@@ -38,8 +38,8 @@ class ExpertMlp(Block):
         lora = context.lora
         weight_TK, expert_TK = self.route(x_TD)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
-        place_N = torch.empty_like(order_N)  # the inverse permutation of `order_N`
-        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        place_TK = torch.empty_like(expert_TK)  # the inverse permutation of `order_N`
+        place_TK.view(-1)[order_N] = torch.arange(len(order_N), device=order_N.device)
         rows_N = order_N // self.experts.per_token
         counts_E = torch.bincount(expert_N, minlength=self.experts.count)
 
@@ -47,9 +47,9 @@ class ExpertMlp(Block):
             y = context.backend.expert_linear(x, weight, counts_E)
             return y if lora is None else lora(Site(self.layer, group), x, y, rows=rows_N, experts=expert_N)
 
-        gate_up = project("experts_gate_up", _Spread.apply(x_TD, rows_N, place_N), self.gate_up)
+        gate_up = project("experts_gate_up", _Gather.apply(x_TD, rows_N, place_TK), self.gate_up)
         y_ND = project("experts_down", swiglu(gate_up, context.backend.elementwise), self.down)
-        y_TKD = _Unsort.apply(y_ND, order_N, place_N).view(*expert_TK.shape, self.width)
+        y_TKD = _Gather.apply(y_ND, place_TK, order_N[:, None])
         return torch.einsum("tkd,tk->td", y_TKD, weight_TK)
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,10 +70,13 @@ class ExpertMlp(Block):
 
     def sites(self) -> Sites:
         name, inner = f"{self.name}.experts", self.experts.width
-        gate_up = (Part(f"{name}.w1", inner, "mlp"), Part(f"{name}.w3", inner, "mlp"))
+        w1, w2, w3 = (
+            Part(f"{name}.{part}", out, "mlp", self.experts.count)
+            for part, out in (("w1", inner), ("w2", self.width), ("w3", inner))
+        )
         return {
-            Site(self.layer, "experts_gate_up"): (self.width, gate_up),
-            Site(self.layer, "experts_down"): (inner, (Part(f"{name}.w2", self.width, "mlp"),)),
+            Site(self.layer, "experts_gate_up"): (self.width, (w1, w3)),
+            Site(self.layer, "experts_down"): (inner, (w2,)),
         }
 
 
@@ -83,30 +86,15 @@ def expert_linear(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
     return torch.cat([F.linear(x, weight) for x, weight in zip(pieces, weight_EOI, strict=True) if len(x)])
 
 
-class _Spread(Function):
-    """x[rows]: each token once for each of its experts, in the order of experts."""
+class _Gather(Function):
+    """x[rows]. `places` [len(x), K] are the K rows of the result that hold each row of x."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows_N: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(place_N)
-        ctx.tokens = x_TD.shape[0]
-        return x_TD[rows_N]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (place_N,) = ctx.saved_tensors
-        return grads[0][place_N].view(ctx.tokens, -1, grads[0].shape[-1]).sum(1), None, None
-
-
-class _Unsort(Function):
-    """y[place]: rows back in the order of (token, choice)."""
-
-    @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N)
-        return y_ND[place_N]
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x[rows]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (order_N,) = ctx.saved_tensors
-        return grads[0][order_N], None, None
+        (places,) = ctx.saved_tensors
+        return grads[0].flatten(0, -2)[places].sum(1), None, None
