@@ -1,8 +1,4 @@
-"""`tinkex.ServiceClient`: the ServiceClient that can also run models in this process.
-
-The client package never imports the service or an engine. This class is where the two meet: it imports
-tinkex.local when a client is made with neither a key nor a server.
-"""
+"""Where the client and the service meet: `tinkex.ServiceClient` can also run models in this process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, texts
 from tinkex.service.runs.execution import REFUSED, Unreadable, tokens_of
-from tinkex.service.runs.journal import Journal, JournalEntry, JournalFullError
+from tinkex.service.runs.journal import JournalEntry, JournalFullError
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.scheduler import Verdict
@@ -198,20 +198,17 @@ class TrainingRequests:
                 request = _failing(request, why)
         op = "forward_backward" if isinstance(request, ForwardBackwardRequest) else request.type
         entry = JournalEntry(seq_id, f"{run.id}#{seq_id}", op, request, time.time(), digest)
-        await self._record(run.journal, entry)
+        self.home.check_disk()
+        try:
+            if tokens_of(request) < BIG:
+                run.journal.accept(entry)
+            else:
+                await asyncio.to_thread(run.journal.accept, entry)
+        except JournalFullError as error:
+            raise Refusal(503, f"{error}; this request was not accepted") from error
         future = self.futures.create(run.row.owner, request_id=entry.request_id)
         self.runs.schedule(run, entry, future)
         return UntypedAPIFuture(entry.request_id, run.id)
-
-    async def _record(self, journal: Journal, entry: JournalEntry) -> None:
-        self.home.check_disk()
-        try:
-            if tokens_of(entry.request) < BIG:
-                journal.accept(entry)
-            else:
-                await asyncio.to_thread(journal.accept, entry)
-        except JournalFullError as error:
-            raise Refusal(503, f"{error}; this request was not accepted") from error
 
     # -- what is known of runs ---------------------------------------------------------------------------
 

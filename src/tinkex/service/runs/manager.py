@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tinkex.engine.protocol import EngineLost
 from tinkex.service.config import ServiceConfig
@@ -231,16 +230,13 @@ class RunManager:
         except Refusal as refusal:
             if refusal.status == 410:  # the run has ended, and its results with it
                 return None
-            outcome = await asyncio.to_thread(self._read_outcome, request_id)
-            future = Future(request_id, row.owner)
-            future.resolve(failure(refusal.message) if outcome is None else outcome)
+            future, outcome = Future(request_id, row.owner), failure(refusal.message)
+            with contextlib.suppress(JournalError, OSError):  # its journal may hold the result all the same
+                restored = await asyncio.to_thread(restore, self.home.run_dir(row.run_id) / "journal")
+                outcome = restored.outcomes.get(request_id, outcome)
+            future.resolve(outcome)
             return future
         return self.futures.get(request_id)
-
-    def _read_outcome(self, request_id: str) -> Any:
-        """What the journal of a run that cannot be opened holds of a request; None: nothing."""
-        with contextlib.suppress(JournalError, OSError):
-            return restore(self.home.run_dir(run_of(request_id)) / "journal").outcomes.get(request_id)
 
     def reread(self, session_id: str) -> None:
         """Rows of a session's runs have changed in the ledger."""

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from tinkex import tracing
@@ -36,21 +37,17 @@ class TrainingObserver(Protocol):
     def worked(self, work: Execution, seconds: float, /) -> None: ...
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Executes what the scheduler of one base model hands out."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        scheduler: Scheduler,
-        barriers: Barriers,
-        observers: Sequence[TrainingObserver],
-    ) -> None:
-        self.model = model
-        self.scheduler = scheduler
+    model: ServedModel
+    scheduler: Scheduler
+    barriers: Barriers
+    observers: Sequence[TrainingObserver]
+
+    def __post_init__(self) -> None:
         self.executing = asyncio.Lock()  # held while something of a run is executed or evicted
-        self._barriers = barriers
-        self._observers = observers
         # The engine that resident runs are on; weak, so that a lost one frees its memory before the next.
         self._engine: weakref.ref[Engine] | None = None
         self._wake = asyncio.Event()
@@ -153,7 +150,7 @@ class TrainingLoop:
             try:
                 if error is not None:
                     _fail(work, error)
-                for observer in () if work.replayed else self._observers:
+                for observer in () if work.replayed else self.observers:
                     observer.worked(work, now - started)
             except Exception:  # a ledger that cannot be written, say: the run must not wait for ever
                 log.exception("%s of %s could not be recorded", work.op, work.run_id)
@@ -184,7 +181,7 @@ class TrainingLoop:
             if work.op == "optim_step":
                 await self._step(engine, work)
             else:
-                outcome = await self._barriers.execute(engine, work)
+                outcome = await self.barriers.execute(engine, work)
                 if (loads or work.op == "create_model") and not run.resident:
                     run.move(RunState.RESIDENT)
                 run.resolve(work.future, outcome)
@@ -203,7 +200,7 @@ class TrainingLoop:
                     "discarded with it",
                     "user",
                 )
-            run.resolve(work.future, await self._barriers.execute(engine, work))
+            run.resolve(work.future, await self.barriers.execute(engine, work))
         except EngineLost:
             raise
         except Exception:
