@@ -10,8 +10,14 @@ from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, random
 from tests.engine.plain_lora import PlainLora
-from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
+from tinkex.engine.cuda.adapter_table import (
+    AdapterTable,
+    RowTiles,
+    SiteAdapters,
+    column_of,
+    cut_tiles,
+    table_rows,
+)
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Part, Site, Sites
 from tinkex.types.params import LoraConfig
@@ -63,7 +69,7 @@ def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM, who
     ]
     want = PlainLora(ones, lengths)(site, x.float(), x.float() @ weight.float().t())
     there = [one for one in ones if one is not None]
-    table = torch.from_numpy(grouped.table_rows(there, [one.flat_as(BF16) for one in there]))
+    table = torch.from_numpy(table_rows(there, [one.flat_as(BF16) for one in there]))
     table = torch.cat((table, torch.zeros(1, table.shape[1], dtype=torch.int64)))
     scales = torch.tensor([one.scale for one in there] + [0.0])
     slots = iter(there.index(one) if one in there else len(there) for one in ones)
@@ -72,7 +78,9 @@ def given(site: Site, lengths: list[int], *, tile: int = 16, dim: int = DIM, who
     adapters = SiteAdapters(
         AdapterTable(table.to(DEVICE), scales.to(DEVICE), 16, vectors=whole),
         RowTiles(torch.from_numpy(cells.copy()).to(DEVICE), tile),
-        TableSite(grouped.column_of(site), in_features, [part.out_features for part in parts]),
+        column_of(site),
+        in_features,
+        [part.out_features for part in parts],
     )
     return Given(x, weight, adapters, want, ones)
 

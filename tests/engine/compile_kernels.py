@@ -16,20 +16,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tinkex.engine.cuda import (
-    deferred_expand,
-    draw,
     elementwise,
     fused_projection,
     invariant_product,
     launch,
-    logprob_kernels,
     lora_gradients,
     packed_attention,
     paged_attention,
-    step_inputs,
+    token_kernels,
 )
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 232_448  # bytes of shared memory on Hopper
@@ -58,31 +55,29 @@ def lora_of(rows: int, tile: int, count: int, invariant: bool) -> None:
     table = AdapterTable(some(3, 32, dtype=INT64), some(3, dtype=FP32), 32, invariant, vectors=True)
     tiles, segments = RowTiles(some(6, count, dtype=INT32), tile), RowTiles(some(3, 2, dtype=INT32), 1500)
     heads, angles, norms = (16, 8), (some(rows, 64), some(rows, 64)), (some(128), some(128))
-    sites = [
-        TableSite(5, 1024, [2048, 1024, 1024]),
-        TableSite(9, 1024, [3072, 3072]),
-        TableSite(13, 3072, [1024]),
-    ]
-    for site in sites:
-        adapters = SiteAdapters(table, tiles, site)
-        x, y = some(rows, site.in_features), some(rows, sum(site.outs))
-        fused = fused_projection.FusedProjection(x, some(site.in_features, y.shape[1]).t(), adapters)
+    for column, in_features, outs in (
+        (5, 1024, [2048, 1024, 1024]),
+        (9, 1024, [3072, 3072]),
+        (13, 3072, [1024]),
+    ):
+        at = SiteAdapters(table, tiles, column, in_features, outs)
+        x, y = some(rows, in_features), some(rows, sum(outs))
+        fused = fused_projection.FusedProjection(x, some(in_features, y.shape[1]).t(), at)
         fused.addend()
         for splits in (None, 1, 2):
-            u = lora.shrink(x, *adapters, splits, beside=True)
-            lora.expand(u, y, *adapters)
-            lora.unite(u, some(len(u), *y.shape, dtype=FP32), x.dtype, *adapters)
-            lora.write(u, y, *adapters)
-            deferred = deferred_expand.DeferredExpand(y, u, adapters)
-            if len(site.outs) == 2:
+            u = lora.shrink(x, at.a, splits, beside=True)
+            lora.expand(u, y, at.b)
+            lora.unite(u, some(len(u), *y.shape, dtype=FP32), x.dtype, at.b)
+            lora.write(u, y, at.b)
+            deferred = fused_projection.DeferredExpand(y, u, at)
+            if len(outs) == 2:
                 fused.swiglu()
                 deferred.swiglu()
-            if len(site.outs) == 3:
+            if len(outs) == 3:
                 deferred.rotate(*angles, heads, norms, 1e-6)
-        gradients = lora_gradients.GradientTable(table, segments, atomic=not invariant)
-        lora.expand_back(
-            lora_gradients.backward(y, x, some(1, rows, 96), table, tiles, gradients, site), x, *adapters
-        )
+        into = SiteAdapters(table, segments, column, in_features, outs)
+        grad_u = lora_gradients.backward(y, x, some(1, rows, 96), at, into, atomic=not invariant)
+        lora.expand(grad_u, x, at.a)
 
 
 def elementwise_steps() -> None:
@@ -103,11 +98,11 @@ def elementwise_steps() -> None:
 
 def logits_and_steps() -> None:
     logits, ids, fp32 = some(40, 151_936), some(40, dtype=INT64), some(40, dtype=FP32)
-    logprob_kernels.gradient_(logits, logprob_kernels.normaliser(logits), ids, fp32)
-    draw.draw(logits, fp32, ids, 151_669, ids, fp32, invariant=True)
+    token_kernels.gradient_(logits, token_kernels.normaliser(logits), ids, fp32)
+    token_kernels.draw(logits, fp32, ids, 151_669, ids, fp32, invariant=True)
     known, tiles, table = (some(512, 64), some(512, 64)), some(4, 40, dtype=INT32), some(40, 32, dtype=INT32)
     angles = (some(40, 64), some(40, 64))
-    step_inputs.begin(some(5, 40, dtype=INT64), ids, ids, ids, tiles, table, 16, known, angles)
+    token_kernels.begin(some(5, 40, dtype=INT64), ids, ids, ids, tiles, table, 16, known, angles)
 
 
 def attention(window: int | None) -> None:
@@ -115,12 +110,11 @@ def attention(window: int | None) -> None:
     out, lse = packed_attention.forward(q, k, k, tiles, window)
     packed_attention.backward(q, q, k, k, out, lse, tiles, window)
     pool = some(64, 16 * 8 * 128)
-    paged_attention.write(some(44, 8, 128), some(44, 8, 128), pool, pool, some(44, dtype=INT64))
     for tokens, splits, exact, count in ((16, 1, 0, 44), (1, 1, 0, 256), (1, 1, 2048, 256), (1, 16, 0, 4)):
         cells, table = some(4, count, dtype=INT32), some(count, 32, dtype=INT32)
         queries = paged_attention.Queries(cells, table, tokens, splits, exact)
         q, k = some(count, 16, 128), some(count, 8, 128)
-        paged_attention.attend(q, k, k, pool, pool, queries, 8, 16, window)
+        paged_attention.attend(q, k, k, pool, pool, queries, some(count, dtype=INT64), 16, window)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import pytest
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
 from tinkex.engine.cuda import fused_projection as fused
-from tinkex.engine.cuda.adapter_slots import AdapterSlots, matches_trainer
 from tinkex.engine.cuda.cuda_backend import CudaBackend
+from tinkex.engine.cuda.grouped_lora import AdapterSlots, matches_trainer
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
@@ -31,11 +31,11 @@ def adapter(decoder: Decoder, rank: int) -> Adapter:
 
 def test_what_is_true_of_all_ranks(decoder: Decoder) -> None:
     slots, (a, b, c) = AdapterSlots(decoder, 8), (adapter(decoder, rank) for rank in (8, 24, 12))
-    placed = slots.place([(a, 0, 3), (None, 3, 5), (b, 5, 9)])
-    assert (placed.rank, placed.vectors) == (32, True)
-    placed = slots.place([(a, 0, 3), (c, 3, 5)])
-    assert (placed.rank, placed.vectors) == (16, False)
-    table = slots.table(placed.rank, placed.vectors)
+    _, shape = slots.place([(a, 0, 3), (None, 3, 5), (b, 5, 9)])
+    assert (shape.rank, shape.vectors) == (32, True)
+    _, shape = slots.place([(a, 0, 3), (c, 3, 5)])
+    assert (shape.rank, shape.vectors) == (16, False)
+    table = slots.table(shape)
     assert (table.widest, table.vectors) == (16, False)
     assert table.addresses[:2, 0].tolist() == [8, 12]
 
@@ -49,9 +49,9 @@ def test_tiles_of_one_adapter(
 ) -> None:
     """As large as whatever multiplies them can hold: with large weights less."""
     monkeypatch.setattr(fused, "LARGE", largest)
-    placed = AdapterSlots(decoder, 256).place([(adapter(decoder, 8), 0, rows)])
-    assert placed.rows == tile
-    assert placed.cells[2].sum() == rows
+    cells, shape = AdapterSlots(decoder, 256).place([(adapter(decoder, 8), 0, rows)])
+    assert (shape.rows, shape.tiles) == (tile, cells.shape[1])
+    assert cells[2].sum() == rows
 
 
 def test_whose_captured_steps_have_a_trainers_bits(

@@ -13,7 +13,7 @@ import torch
 from tests.engine.by_kernels import MARKS
 from tests.engine.tiny import tiny_model
 from tinkex.engine.cuda import decode_graphs as decode
-from tinkex.engine.cuda import step_inputs as begin
+from tinkex.engine.cuda import token_kernels
 from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
@@ -38,7 +38,7 @@ class Graphs:
     def __init__(self, there: set[int]) -> None:
         self.there, self.rows, self.backend = there, [], Backend()
         self.capacity, self.width = CAPACITY, 8
-        self.orders = torch.zeros(begin.ORDERS, CAPACITY, dtype=torch.int64)
+        self.orders = torch.zeros(token_kernels.ORDERS, CAPACITY, dtype=torch.int64)
         self.table = torch.zeros(CAPACITY, self.width, dtype=torch.int32)
         self.temperature = torch.zeros(CAPACITY)
         self.results = decode.Results.of(torch.zeros(2, CAPACITY, dtype=torch.int64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.engine.adapter_rows import DIM, DOWN, GATE_UP, HEADS, QKV, WIDTH, ass
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda import fused_projection as kernel
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, cut_tiles
 from tinkex.engine.cuda.fused_projection import (
     FusedProjection,
     ProductTile,
@@ -99,7 +101,9 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
     adapters = SiteAdapters(
         AdapterTable(addresses, torch.full((1,), 0.5, device=DEVICE), rank),
         RowTiles(cells, tile),
-        TableSite(1, width, outs),
+        1,
+        width,
+        outs,
     )
     us = (x.float() @ a.float().t()).split(rank, 1)
     part = torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
@@ -122,7 +126,7 @@ def test_real_sizes_fit(rank: int, rows: int, tile: int, width: int, outs: list[
 def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles: int, does: bool) -> None:
     _x, weight, adapters, *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(3, tiles, dtype=torch.int32)
-    assert suits(rows, weight, adapters._replace(tiles=RowTiles(cells, tile))) is does
+    assert suits(rows, weight, replace(adapters, tiles=RowTiles(cells, tile))) is does
 
 
 @pytest.mark.parametrize(
@@ -133,9 +137,9 @@ def test_rows_of_many_adapters_are_served_otherwise(rows: int, tile: int, tiles:
 def test_large_weights_are_served_where_rows_and_columns_are_few(
     rows: int, tile: int, tiles: int, outs: int, does: bool
 ) -> None:
-    _x, _weight, (table, _tiles, _site), *_ = given(DOWN, [1, 0, 0, 0])
+    _x, _weight, one, *_ = given(DOWN, [1, 0, 0, 0])
     cells = torch.zeros(6, tiles, dtype=torch.int32)
-    adapters = SiteAdapters(table, RowTiles(cells, tile), TableSite(1, 4096, [outs]))
+    adapters = SiteAdapters(one.table, RowTiles(cells, tile), 1, 4096, [outs])
     weight = torch.empty(outs, 4096, dtype=BF16, device=DEVICE)
     assert suits(rows, weight, adapters) is does
 

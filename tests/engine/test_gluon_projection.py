@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from tests.engine.by_kernels import DEVICE, MARKS, random
 from tinkex.engine.cuda import gluon_projection as project
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, cut_tiles
 from tinkex.engine.cuda.fused_projection import FusedProjection, ProductTile
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -45,12 +46,8 @@ class Case:
         self.a = [random(len(self.outs) * r, self.width, seed=3 + r) / self.width**0.5 for r in RANKS]
         self.b = [[random(r, out, seed=90 + r + i) for i, out in enumerate(self.outs)] for r in RANKS]
         addresses = [[r, *(m.data_ptr() if r else 0 for m in (a, *b))] for r, a, b in self._adapters()]
-        self.table = AdapterTable(
-            torch.tensor(addresses, device=DEVICE),
-            torch.tensor(SCALES, device=DEVICE),
-            max(RANKS),
-            invariant=True,
-        )
+        scales = torch.tensor(SCALES, device=DEVICE)
+        table = AdapterTable(torch.tensor(addresses, device=DEVICE), scales, max(RANKS), invariant=True)
         ends = np.cumsum(lengths).tolist()
         cells = cut_tiles(
             [(i, end - n, end) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))], 64
@@ -58,8 +55,8 @@ class Case:
         filled = np.zeros((6, cells.shape[1] + padding), np.int32)
         filled[:, : cells.shape[1]] = cells
         filled[3, cells.shape[1] :] = cells.shape[1] + (0 if exact else padding // 2)
-        self.tiles = RowTiles(torch.from_numpy(filled).to(DEVICE), 64)
-        self.site = TableSite(1, self.width, self.outs)
+        tiles = RowTiles(torch.from_numpy(filled).to(DEVICE), 64)
+        self.at = SiteAdapters(table, tiles, 1, self.width, self.outs)
 
     def _adapters(self) -> list[tuple[int, Tensor, list[Tensor]]]:
         return list(zip(RANKS, self.a, self.b, strict=True))
@@ -70,8 +67,7 @@ class Case:
 
     def project_back(self, grad_u: Tensor) -> Tensor:
         grad_x = torch.full_like(self.x, torch.nan)
-        project.project_back(self.grad, self.weight, grad_u, grad_x, self.table, self.tiles, self.site)
-        return grad_x
+        return project.project(self.grad, self.weight.t(), grad_u, self.at.a, grad_x)
 
     def wanted(self) -> Tensor:
         parts = []
@@ -91,8 +87,8 @@ class Case:
 
 
 def project_alone(case: Case) -> Tensor:
-    (u,) = lora.shrink(case.x, case.table, case.tiles, case.site)
-    return project.project(case.x, case.weight, u, case.table, case.tiles, case.site)
+    (u,) = lora.shrink(case.x, case.at.a)
+    return project.project(case.x, case.weight, u, case.at.b)
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -124,8 +120,9 @@ def test_tiles_that_do_nothing_change_nothing():
 def test_rows_without_a_tile_are_the_frozen_products():
     case = Case("qkv", LENGTHS["several"], by_rows=True)
     few = Case("qkv", [300, 1, 130, 0], by_rows=True, padding=40)
-    (u,) = lora.shrink(case.x, case.table, few.tiles, case.site)
-    got = project.project(case.x, case.weight, u, case.table, few.tiles, case.site)
+    at = replace(case.at, tiles=few.at.tiles)
+    (u,) = lora.shrink(case.x, at.a)
+    got = project.project(case.x, case.weight, u, at.b)
     assert torch.equal(got[:301], project_alone(few)[:301])
     assert off(got[512:], case.x[512:].float() @ case.weight.float().t()) < 4e-3
 
@@ -148,8 +145,8 @@ def test_what_is_not_finite_stays_with_its_run(number: float):
 def test_a_few_rows_by_themselves_have_the_same_bits(site: str):
     case = Case(site, LENGTHS["one"], by_rows=False)
     few = RowTiles(torch.from_numpy(cut_tiles([(0, 0, 64)], 64)).to(DEVICE), 64)
-    table = AdapterTable(case.table.addresses, case.table.scales, RANKS[0])
-    alone = FusedProjection(case.x[:64].contiguous(), case.weight, SiteAdapters(table, few, case.site))
+    table = AdapterTable(case.at.table.addresses, case.at.table.scales, RANKS[0])
+    alone = FusedProjection(case.x[:64].contiguous(), case.weight, replace(case.at, table=table, tiles=few))
     assert torch.equal(case.project()[:64], alone.splits(ProductTile(64, 64))[0])
 
 
@@ -159,8 +156,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
-from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite, cut_tiles
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters
 from tinkex.engine.cuda import gluon_projection as project
 
 target = GPUTarget("cuda", 90, 32)
@@ -182,10 +178,10 @@ class Compile:
 project._project = Compile()
 some = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
 table = AdapterTable(some(2, 32, dtype=torch.int64), some(2, dtype=torch.float32), 32)
-tiles, site = RowTiles(some(6, 16, dtype=torch.int32), 64), TableSite(5, 1024, [2048, 1024, 1024])
+at = SiteAdapters(table, RowTiles(some(6, 16, dtype=torch.int32), 64), 5, 1024, [2048, 1024, 1024])
 for weight in (some(4096, 1024), some(1024, 4096).t()):
-    project.project(some(1000, 1024), weight, some(1000, 96), table, tiles, site)
-    project.project_back(some(1000, 4096), weight, some(1000, 96), some(1000, 1024), table, tiles, site)
+    project.project(some(1000, 1024), weight, some(1000, 96), at.b)
+    project.project(some(1000, 4096), weight.t(), some(1000, 96), at.a)
 """
 
 

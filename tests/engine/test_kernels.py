@@ -15,14 +15,12 @@ from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.plain_lora import PlainLora
-from tinkex.engine.cuda import draw, elementwise
+from tinkex.engine.cuda import elementwise, token_kernels
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda import step_inputs as begin
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite, cut_tiles
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, cut_tiles
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import next_tokens, plain
 from tinkex.engine.torch.adapters import Adapter
@@ -146,11 +144,11 @@ def check_adapters(site: Site, lengths: list[int], whole: bool, by_rows: bool, l
     for one in want:
         one.take_grad()
         one.open_grad()
-    fast = grouped.GroupedLora(oracle.segments, DEVICE, BF16)
-    place = fast.site(site)
-    assert place is not None
-    got_y, kept = fast.project(place, x, weight, None)
-    got_x = fast.grad_x(place, grad, fast.backward(place, grad, x, kept), weight)
+    fast = grouped.CudaLora(adapters, lengths, DEVICE, BF16, train=True)
+    at = fast.site(site)
+    assert at is not None
+    got_y, kept = fast.product(at, x, weight)
+    got_x = fast.grad_x(at, grad, fast.backward(at, grad, x, kept), weight)
     assert off(got_y, wide.detach()) < 1e-2
     assert leaf.grad is not None
     assert off(got_x, leaf.grad) < 1e-2
@@ -186,7 +184,7 @@ def test_a_wide_part_is_written_by_several_programs(tile: int):
     segments = [(0, 0, 100), (1, 100, 110), (0, 110, rows)]
     tiles = RowTiles(torch.from_numpy(cut_tiles(segments, tile)).to(DEVICE), tile)
     y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
-    lora.write(u, y, table, tiles, TableSite(1, 1, [width]))
+    lora.write(u, y, SiteAdapters(table, tiles, 1, 1, [width]).b)
     want = 0.5 * u.sum(0) @ b.float()
     want[100:110] = 0
     assert off(y, want) < 1e-2
@@ -200,7 +198,7 @@ def test_a_tile_is_shrunk_by_one_program_or_several(tile: int):
     table = AdapterTable(torch.tensor([[0, 0], [rank, a.data_ptr()]], device=DEVICE), scale, rank)
     cells = cut_tiles([(1, 0, 21), (0, 21, 25), (1, 25, rows)], tile)
     tiles = RowTiles(torch.from_numpy(cells).to(DEVICE), tile)
-    u = lora.shrink(x, table, tiles, TableSite(1, width, [1])).float().sum(0)[:, :rank]
+    u = lora.shrink(x, SiteAdapters(table, tiles, 1, width, [1]).a).float().sum(0)[:, :rank]
     there = [*range(21), *range(25, rows)]
     assert off(u[there], x[there].float() @ a.float().t()) < 1e-2
 
@@ -215,7 +213,7 @@ def test_sums_are_cut_as_asked(rows: int, splits: int):
     )
     tiles = RowTiles(torch.from_numpy(cut_tiles([(0, 0, rows)], 64)).to(DEVICE), 64)
     for _ in range(2):  # clusters from the second time on
-        u = lora.shrink(x, table, tiles, TableSite(1, width, [1, 1]), splits, beside=True)
+        u = lora.shrink(x, SiteAdapters(table, tiles, 1, width, [1, 1]).a, splits, beside=True)
     assert len(u) == splits
     parts = zip(u, x.float().chunk(splits, 1), a.float().chunk(splits, 1), strict=True)
     for got, left, right in parts:
@@ -238,16 +236,16 @@ def test_a_long_sum_of_a_large_weight_is_two_of_half_its_length(monkeypatch: pyt
         24,
     )
     cells = cut_tiles([(0, 0, 33), (1, 33, 53), (2, 53, 60)], 32)
-    tiles, site = RowTiles(torch.from_numpy(cells).to(DEVICE), 32), TableSite(1, width, outs)
+    at = SiteAdapters(table, RowTiles(torch.from_numpy(cells).to(DEVICE), 32), 1, width, outs)
     want = x.float() @ weight.float().t()
     theirs = zip(x.split(rows)[:2], want.split(rows)[:2], matrices, (0.5, 0.3), strict=True)
     for x_part, y_part, (a, bs), scale in theirs:
         us = (x_part.float() @ a.float().t()).chunk(2, 1)
         y_part += scale * torch.cat([u @ b.float() for u, b in zip(us, bs, strict=True)], 1)
-    whole, u = grouped.product_with(x, weight, table, tiles, site)
+    whole, u = grouped.product_with(x, weight, at)
     assert u.shape[0] == 1
     monkeypatch.setattr(grouped.fused, "MAX_FEATURES", 256)
-    halved, us = grouped.product_with(x, weight, table, tiles, site)
+    halved, us = grouped.product_with(x, weight, at)
     assert us.shape[0] == 2
     assert_near((whole, halved), (want, want))
     assert_near([us.sum(0)[:33, :16]], [u[0, :33, :16].float()])
@@ -267,7 +265,7 @@ def test_few_rows_of_a_small_weight_are_rounded_once():
         rank,
     )
     cells = torch.from_numpy(cut_tiles([(0, 0, rows)], 64)).to(DEVICE)
-    y, u = grouped.product_with(x, weight, table, RowTiles(cells, 64), TableSite(1, width, [out]))
+    y, u = grouped.product_with(x, weight, SiteAdapters(table, RowTiles(cells, 64), 1, width, [out]))
     frozen, added = x.double() @ weight.double().t(), 0.5 * u[0, :, :rank].double() @ b.double()
     want = frozen + added
     bound = torch.ldexp(torch.ones_like(want), want.frexp().exponent - 12) + 2e-3  # half a last bit, and sums
@@ -277,10 +275,15 @@ def test_few_rows_of_a_small_weight_are_rounded_once():
 
 
 def test_few_tiles_are_cut_into_more_programs():
-    assert 2 * 151_936 / lora.columns_for([151_936], 2, 128) > 1000
-    assert lora.columns_for([2048, 1024, 1024], 8, 128) == 128
-    assert lora.columns_for([2048, 1024, 1024], 252, 128) == 1024
-    assert lora.columns_for([1024], 252, 128) == 512
+    def columns(outs: list[int], tiles: int) -> int:
+        cells, none = torch.zeros(6, tiles, dtype=torch.int32), torch.zeros(1, 1)
+        at = SiteAdapters(AdapterTable(none, none, 8), RowTiles(cells, 64), 1, 1, outs)
+        return lora.columns_for(at.b, 128)
+
+    assert 2 * 151_936 / columns([151_936], 2) > 1000
+    assert columns([2048, 1024, 1024], 8) == 128
+    assert columns([2048, 1024, 1024], 252) == 1024
+    assert columns([1024], 252) == 512
 
 
 @pytest.mark.parametrize("site", [QKV, DOWN])
@@ -302,16 +305,16 @@ def test_gradients_of_many_rows(site: Site, order: tuple[int, ...], lengths: lis
     oracle.collect()
     want = {one: one.grad.clone() for one in adapters if one.grad is not None}
 
-    fast = grouped.GroupedLora(oracle.segments, DEVICE, BF16, invariant)
-    place = fast.site(site)
-    assert place is not None
-    y = torch.zeros(sum(lengths), outs, dtype=BF16, device=DEVICE)
-    kept, once = fast.add(place, x, y), []
+    fast = grouped.CudaLora(adapters, lengths, DEVICE, BF16, train=True, invariant=invariant)
+    at = fast.site(site)
+    assert at is not None
+    weight, once = x.new_zeros(outs, in_features), []
+    _, kept = fast.product(at, x, weight)
     for one in want:
         assert one.grad is not None
         one.grad.zero_()
     for _ in range(2):
-        got_x = fast.grad_x(place, grad, fast.backward(place, grad, x, kept), x.new_zeros(outs, in_features))
+        got_x = fast.grad_x(at, grad, fast.backward(at, grad, x, kept), weight)
         once.append({one: one.grad.clone() for one in want if one.grad is not None})
     assert leaf.grad is not None
     assert off(got_x, leaf.grad) < 1e-2
@@ -400,15 +403,16 @@ def test_paged_attention(
     pools = [torch.full((pages * page, g * c), float("nan"), dtype=BF16, device=DEVICE) for _ in range(2)]
     free = np.random.default_rng(0).permutation(pages).tolist()
     table = torch.zeros(5, 16, dtype=torch.int32)
-    q, whole, tiles, row, new_k, new_v = random(sum(new), h, c), [], [], 0, [], []
+    q, whole, tiles, row, new_k, new_v, new_slots = random(sum(new), h, c), [], [], 0, [], [], []
     for i, (length, count) in enumerate(zip(lengths, new, strict=True)):
         count = min(count, length)
         held = [free.pop() for _ in range(-(-length // page))]
         table[i, : len(held)] = torch.tensor(held)
         slots = (torch.tensor(held)[:, None] * page + torch.arange(page)).flatten()[:length].to(DEVICE)
         k, v = random(length, g, c, seed=10 + i), random(length, g, c, seed=30 + i)
-        written = slice(0, length - 1 if tokens == 1 else length)  # single tokens write their own
+        written = slice(0, length - count)  # new tokens are written with their attention
         paged.write(k[written], v[written], pools[0], pools[1], slots[written])
+        new_slots.append(slots[length - count :])
         new_k.append(k[length - count :])
         new_v.append(v[length - count :])
         tiles += [
@@ -418,9 +422,8 @@ def test_paged_attention(
         row += count
     cells = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous().to(DEVICE)
     queries = paged.Queries(cells, table.to(DEVICE), tokens, splits, least)
-    got, _ = paged.attend(
-        q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v), pools[0], pools[1], queries, g, page, window
-    )
+    news = q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v)
+    got, _ = paged.attend(*news, *pools, queries, torch.cat(new_slots), page, window)
     assert off(got, torch.cat(whole)) < 8e-3
 
 
@@ -439,7 +442,7 @@ def test_orders_are_spread_over_the_rows_of_a_step():
     """Tokens of the host's and of the step before, a row that does nothing, and angles to the last bit."""
     rows, capacity, page = 4, 6, 16
     last = torch.tensor([70, 71, 72, 73, 74, 75], device=DEVICE)
-    orders = torch.full((begin.ORDERS, capacity), -1, device=DEVICE)
+    orders = torch.full((token_kernels.ORDERS, capacity), -1, device=DEVICE)
     orders[:4, 0] = torch.tensor([-1, 5, 33, 9 * page + 1])
     orders[:4, 1] = torch.tensor([3, 0, 0, 4 * page])
     orders[:4, 3] = torch.tensor([0, 0, 60, 2 * page + 12])
@@ -449,7 +452,7 @@ def test_orders_are_spread_over_the_rows_of_a_step():
     cells = torch.empty(4, rows, dtype=torch.int32, device=DEVICE)
     table = torch.full((capacity, 4), -7, dtype=torch.int32, device=DEVICE)
     cos, sin = torch.full((2, rows, 12), torch.nan, dtype=BF16, device=DEVICE)
-    begin.begin(orders, last, tokens, slots, cells, table, page, known, (cos, sin))
+    token_kernels.begin(orders, last, tokens, slots, cells, table, page, known, (cos, sin))
     assert tokens.tolist() == [5, 73, 0, 70]
     assert slots.tolist() == [9 * page + 1, 4 * page, -1, 2 * page + 12]
     assert cells.tolist() == [[0, 1, 2, 3], [1, 1, 0, 1], [33, 0, -1, 60], [0, 1, 2, 3]]
@@ -472,7 +475,9 @@ def test_draws_are_the_hosts():
     keys = stream_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows), np.arange(rows))
     tokens = torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)
     chosen = torch.full((rows,), torch.nan, device=DEVICE)
-    draw.draw(logits, temperature, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen)
+    token_kernels.draw(
+        logits, temperature, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen
+    )
     logprobs_BV = next_tokens.scaled_logprobs(logits, temperature)
     off_switch = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
     want = next_tokens.draw(logprobs_BV, next_tokens.Choice(temperature, *off_switch, keys), vocab)
@@ -490,7 +495,7 @@ def test_draws_follow_the_distribution():
     ones = torch.ones(rows, device=DEVICE)
     keys = stream_keys(np.full(rows, 7, np.uint64), np.arange(rows), np.zeros(rows))
     tokens, chosen = torch.empty(rows, dtype=torch.int64, device=DEVICE), torch.empty_like(ones)
-    draw.draw(logits, ones, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen)
+    token_kernels.draw(logits, ones, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen)
     p = logits[0].float().softmax(-1)
     share = torch.bincount(tokens, minlength=vocab).float() / rows
     # Pearson's statistic has mean vocab - 1 and variance about twice that
@@ -506,9 +511,9 @@ def test_normaliser_and_gradient():
     ids = torch.tensor([3, 9000, -1, 0, 4097], device=DEVICE)
     grads = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], device=DEVICE)
     wide = logits.double()
-    normaliser = logprobs.normaliser(logits)
+    normaliser = token_kernels.normaliser(logits)
     torch.testing.assert_close(normaliser.double(), wide.logsumexp(-1), atol=1e-4, rtol=1e-5)
     onehot = torch.zeros_like(wide)
     onehot[ids >= 0, ids[ids >= 0]] = 1.0
     want = grads.double()[:, None] * (onehot - wide.softmax(-1))
-    assert off(logprobs.gradient_(logits, normaliser, ids, grads), want) < 8e-3
+    assert off(token_kernels.gradient_(logits, normaliser, ids, grads), want) < 8e-3

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.plain_lora import PlainLora
-from tinkex.engine.cuda import draw
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import logprob_kernels as logprobs
 from tinkex.engine.cuda import packed_attention as packed
+from tinkex.engine.cuda import token_kernels
 from tinkex.engine.cuda.attention_hooks import PackedForward
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.invariant_product import product
@@ -25,7 +24,7 @@ from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch import next_tokens
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
-from tinkex.engine.torch.hooks import Part, Site
+from tinkex.engine.torch.hooks import Frozen, Part, Site
 from tinkex.engine.torch.next_tokens import TorchRows
 from tinkex.types.params import LoraConfig
 
@@ -89,10 +88,8 @@ def adapter(rank: int, seed: int) -> Adapter:
 
 def projected(adapters: list[Adapter | None], lengths: list[int], x: Tensor, weight: Tensor) -> Tensor:
     oracle = PlainLora(adapters, lengths)
-    hook = grouped.GroupedLora(oracle.segments, DEVICE, BF16, invariant=True)
-    place = hook.site(QKV)
-    assert place is not None
-    got, _ = hook.project(place, x, weight, None)
+    hook = grouped.CudaLora(adapters, lengths, DEVICE, BF16, invariant=True)
+    got = hook.project(QKV, x, Frozen(weight, None, None, INVARIANT.linear))
     assert_near(got, oracle(QKV, x.float(), x.float() @ weight.float().t()), 1e-2)
     return got
 
@@ -139,12 +136,14 @@ def test_one_normaliser_for_all():
     keys = torch.from_numpy(stream_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows), np.arange(rows)))
     tokens = torch.empty(rows, dtype=torch.int64, device=DEVICE)
     drawn = torch.empty(rows, device=DEVICE)
-    draw.draw(logits, temperature, keys.view(torch.int64).to(DEVICE), vocab, tokens, drawn, invariant=True)
+    token_kernels.draw(
+        logits, temperature, keys.view(torch.int64).to(DEVICE), vocab, tokens, drawn, invariant=True
+    )
     torch.testing.assert_close(drawn, want.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-4)
     at = np.arange(rows)
     scored = TorchRows(logits, vocab, INVARIANT)
     picked = scored.pick(at, tokens.cpu().numpy())
-    trained = logits.float() - logprobs.normaliser(logits, torch.ones(rows, device=DEVICE))[:, None]
+    trained = logits.float() - token_kernels.normaliser(logits, torch.ones(rows, device=DEVICE))[:, None]
     assert np.array_equal(picked, trained.gather(1, tokens[:, None])[:, 0].cpu().numpy())
     ones = ((temperature == 1) | (temperature == 0)).cpu().numpy()
     assert np.array_equal(drawn.cpu().numpy()[ones], picked[ones])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.engine.cuda.paged_layout import layout_of
+from tinkex.engine.cuda.attention_hooks import layout_of
 from tinkex.engine.torch.kv import PAGE, TokenSpan
 
 SHAPES = st.lists(

@@ -34,12 +34,11 @@ from tinkex.types.params import LoraConfig, SamplingParams
 if importlib.util.find_spec("triton") is None or not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as kernel
 from tinkex.engine.cuda import prefill_graphs as prefill
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite, cut_tiles
-from tinkex.engine.cuda.attention_hooks import KernelAttend
-from tinkex.engine.cuda.paged_layout import layout_of
+from tinkex.engine.cuda.adapter_table import RowTiles, SiteAdapters, column_of, cut_tiles, usable
+from tinkex.engine.cuda.attention_hooks import KernelAttend, layout_of
+from tinkex.engine.cuda.grouped_lora import AdapterSlots, SlotShape
 from tinkex.engine.cuda.prefill_graphs import (
     CapturedPrefill,
     PrefillGraphKey,
@@ -69,10 +68,7 @@ class Captured:
     """Stands for `decode.DecodeGraphs`, its hook without streams."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._sites = {
-            site: TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
-            for site, (i, parts) in decoder.sites().items()
-        }
+        self._sites = decoder.sites()
         self.count = 0
         self.error: Exception | None = None
 
@@ -82,15 +78,18 @@ class Captured:
             raise self.error
         return Replayed(step)
 
-    def hook(self, table: AdapterTable, tiles: RowTiles) -> Any:
+    def hook(self, slots: AdapterSlots, shape: SlotShape, cells: Tensor) -> Any:
         sites = self._sites
 
         class Adding(LoraHook):
             def __call__(self, site: Site, x: Tensor, y: Tensor, **_: Any) -> Tensor:
-                kernel.expand(kernel.shrink(x, table, tiles, sites[site]), y, table, tiles, sites[site])
+                (in_features, parts), tiles = sites[site], RowTiles(cells, shape.rows)
+                outs = [part.out_features for part in parts]
+                at = SiteAdapters(slots.table(shape), tiles, column_of(site), in_features, outs)
+                kernel.expand(kernel.shrink(x, at.a), y, at.b)
                 return y
 
-        return Adding()
+        return Adding() if shape.tiles else None
 
 
 # -- sizes and orders --------------------------------------------------------------------------------------
@@ -112,11 +111,11 @@ def test_steps_that_keep_the_device_busy_are_left_alone():
 
 def test_what_lies_beyond_a_step_does_nothing():
     pieces = [TokenSpan([5, 2], 0, 20), TokenSpan([7, 1, 0], 33, 1)]
-    key = PrefillGraphKey(64, 16, 6, 1, cells=4, cell_rows=32, rank=8)
+    key = PrefillGraphKey(64, 16, 6, 1, SlotShape(tiles=4, rows=32, rank=8))
     layout, tokens = layout_of(pieces, 16), np.arange(100, 121, dtype=np.int32)
     cells = np.array([[0, 0], [0, 0], [21, 0], [0, 1], [21, 0], [1, 0]], np.int32)
     orders = np.full(400, 99, np.int32)  # of a larger step before
-    used = write_orders(orders, key, tokens, layout, prefill.SlotTiles(cells, 32, 8, True))
+    used = write_orders(orders, key, tokens, layout, cells)
     on_device = cut(torch.from_numpy(orders), key)
     got_tokens, positions, slots, tiles, got_cells, pages = (part.tolist() for part in on_device)
     assert got_tokens == [[*range(100, 121), *[0] * 43]]
@@ -135,17 +134,28 @@ def test_what_lies_beyond_a_step_does_nothing():
 
 
 def test_a_graph_serves_what_is_no_larger():
-    key = PrefillGraphKey(128, 16, 20, 2, cells=4, cell_rows=64, rank=16)
+    shape = SlotShape(tiles=4, rows=64, rank=16)
+    key = PrefillGraphKey(128, 16, 20, 2, shape)
     assert key.serves(key)
-    for field in ("rows", "tiles", "cells", "rank"):
-        half, double = (key._replace(**{field: int(times * getattr(key, field))}) for times in (0.5, 2))
-        assert key.serves(half)
-        assert not key.serves(double)
-    for field in ("tile", "splits", "cell_rows"):
-        half, double = (key._replace(**{field: int(times * getattr(key, field))}) for times in (0.5, 2))
-        assert not key.serves(half)
-        assert not key.serves(double)
-    whole = key._replace(vectors=True)
+
+    def scaled(field: str, times: float) -> PrefillGraphKey:
+        return key._replace(**{field: int(times * getattr(key, field))})
+
+    def with_adapters(field: str, times: float) -> PrefillGraphKey:
+        return key._replace(adapters=shape._replace(**{field: int(times * getattr(shape, field))}))
+
+    for change, field in (
+        (scaled, "rows"),
+        (scaled, "tiles"),
+        (with_adapters, "tiles"),
+        (with_adapters, "rank"),
+    ):
+        assert key.serves(change(field, 0.5))
+        assert not key.serves(change(field, 2))
+    for change, field in ((scaled, "tile"), (scaled, "splits"), (with_adapters, "rows")):
+        assert not key.serves(change(field, 0.5))
+        assert not key.serves(change(field, 2))
+    whole = key._replace(adapters=shape._replace(vectors=True))
     assert key.serves(whole)
     assert not whole.serves(key)
 
@@ -384,7 +394,7 @@ def test_the_graphs_kept_are_those_used_last(llama: Decoder, monkeypatch: pytest
 
 def test_what_no_graph_can_serve_is_computed_as_ever(llama: Decoder, monkeypatch: pytest.MonkeyPatch):
     odd = published(llama, 1, 1)
-    assert not grouped.usable([odd.adapter])
+    assert not usable([odd.adapter])
     batch, steps, graphs = new_batch(llama, captured=True)
     plain, _, _ = new_batch(llama, captured=False)
     for length in (40, 41, 42):

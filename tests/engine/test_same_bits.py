@@ -25,12 +25,19 @@ from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite, cut_tiles, tile_rows
+from tinkex.engine.cuda.adapter_table import (
+    AdapterTable,
+    RowTiles,
+    SiteAdapters,
+    column_of,
+    cut_tiles,
+    tile_rows,
+)
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.decode_graphs import CapturedLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
 from tinkex.engine.torch.functions import split_rotate, swiglu
-from tinkex.engine.torch.hooks import Frozen, PartialProjection, Site
+from tinkex.engine.torch.hooks import Frozen, Part, PartialProjection, Site
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.models.architecture import model_config
@@ -57,27 +64,30 @@ class Case:
 
     def __init__(self, group: str, rows: int, scale: float) -> None:
         width, outs = SITES[group]
-        self.at, self.site = Site(0, group), TableSite(1, width, outs)
+        self.at, self.width, self.outs = Site(0, group), width, outs
         self.x = random(rows, width)
         self.weight = random(sum(outs), width, seed=1) / width**0.5
         self.a = random(len(outs) * RANK, width, seed=2) / width**0.5
         self.bs = [random(RANK, out, seed=3 + i) for i, out in enumerate(outs)]
-        addresses = [RANK, self.a.data_ptr(), *(b.data_ptr() for b in self.bs)]
-        self.table = AdapterTable(
-            torch.tensor([addresses], device=DEVICE), torch.full((1,), scale, device=DEVICE), RANK
-        )
+        column = column_of(self.at)
+        addresses = torch.zeros(1, column + 4, dtype=torch.int64)
+        addresses[0, 0], addresses[0, column] = RANK, self.a.data_ptr()
+        addresses[0, column + 1 : column + 1 + len(outs)] = torch.tensor([b.data_ptr() for b in self.bs])
+        scales = torch.full((1,), scale, device=DEVICE)
+        self.table = AdapterTable(addresses.to(DEVICE), scales, RANK)
 
     def tiles(self, rows: int, of: int) -> RowTiles:
         return RowTiles(torch.from_numpy(cut_tiles([(0, 0, rows)], of)).to(DEVICE), of)
 
     def trained(self) -> Tensor:
-        tiles = self.tiles(len(self.x), 64)
-        return grouped.product_with(self.x, self.weight, self.table, tiles, self.site)[0]
+        at = SiteAdapters(self.table, self.tiles(len(self.x), 64), column_of(self.at), self.width, self.outs)
+        return grouped.product_with(self.x, self.weight, at)[0]
 
     def projected(self, rows: int) -> Tensor | PartialProjection:
         """The first rows, by the sampler."""
         tiles = self.tiles(rows, 64 if rows <= 64 else tile_rows(rows))
-        hook = CapturedLora({self.at: self.site}, self.table, tiles, torch.cuda.Stream())
+        parts = tuple(Part("", out, "attn") for out in self.outs)
+        hook = CapturedLora({self.at: (self.width, parts)}, self.table, tiles, torch.cuda.Stream())
         return hook.project(
             self.at, self.x[:rows].contiguous(), Frozen(self.weight, None, None, BACKEND.linear)
         )
@@ -94,7 +104,7 @@ def test_a_projection(group: str, rows: int, scale: float) -> None:
     case = Case(group, rows, scale)
     want = case.trained()
     for few in FEW:
-        if few <= 64 or len(case.site.outs) == 1:  # others' are added up by what reads them
+        if few <= 64 or len(case.outs) == 1:  # others' are added up by what reads them
             assert torch.equal(case.sampled(few), want[:few]), few
 
 
@@ -131,7 +141,7 @@ def test_attention_of_a_new_token(times: int, splits: int, heads: tuple[int, int
         *(x[last.to(DEVICE)].contiguous() for x in (q, k, v)),
         *pools,
         one_token_tiles(lengths, most)._replace(splits=splits, min_split_keys=512),
-        g,
+        last.to(DEVICE),
         PAGE,
         None,
     )

@@ -1,29 +1,36 @@
 """Adapters and rows as kernels see them: a table of addresses on the device, and tiles of one adapter's rows.
 
-Knows no kernel. `grouped_lora` fills tables for training passes, `adapter_slots` for captured graphs.
+A table has a row (slot) for each adapter. Its columns are the adapter's rank and, for each site, the address
+of A and of each part's Bᵀ. Knows no kernel; `grouped_lora` fills the tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Site
+
 ALIGNED = 128  # rows: no tile crosses a multiple of it
+_GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
+_COLUMNS = 4  # of a site: the addresses of A and of up to three parts' Bᵀ
+_VECTOR = 8  # elements: every matrix begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class AdapterTable:
-    """Addresses of the matrices in each slot: A's in a site's `column`, each part's Bᵀ in those after it.
-
-    `invariant`: a row's result does not depend on other rows, and gradients are summed in a fixed order where
-    an adapter's rows are contiguous. `vectors`: every rank is a multiple of 8, so kernels load 16 bytes of u.
+    """`invariant`: a row's result does not depend on other rows, and gradients are summed in a fixed order
+    where an adapter's rows are contiguous. `vectors`: every rank is a multiple of 8, so kernels load 16 bytes
+    of u at a time.
     """
 
-    addresses: Tensor  # int64 [slots, columns]; column 0 is the rank; 0 where there is no matrix
+    addresses: Tensor  # int64 [slots, columns]; 0 where an adapter has no such matrix
     scales: Tensor  # float32 [slots]
     widest: int  # the largest rank
     invariant: bool = False
@@ -37,20 +44,96 @@ class RowTiles(NamedTuple):
     rows: int  # of a whole tile
 
 
-class TableSite(NamedTuple):
-    """A site's first column in the table and its sizes."""
-
-    column: int
-    in_features: int
-    outs: Sequence[int]
-
-
-class SiteAdapters(NamedTuple):
-    """The adapters of a step's rows at one site."""
+@dataclass
+class SiteMatrices:
+    """The matrices of one site that a kernel multiplies with: every adapter's A, or its Bᵀ of each part."""
 
     table: AdapterTable
     tiles: RowTiles
-    site: TableSite
+    column: int
+    sizes: Sequence[int]  # columns of the matrix of each part
+    multiple: int  # of an adapter's rank: rows of its matrix
+
+    @cached_property
+    def where(self) -> tuple[Any, ...]:
+        """A kernel's arguments table, scales, cells, tiles, columns, column."""
+        addresses, cells = self.table.addresses, self.tiles.cells
+        return addresses, self.table.scales, cells, cells.shape[1], addresses.shape[1], self.column
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """A kernel's arguments n0, n1, n2."""
+        return (*self.sizes, 0, 0)[:3]
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        even = all(size % 16 == 0 for size in self.sizes)
+        return {"EVEN": even, "VECTORS": self.table.vectors, "MULTIPLE": self.multiple}
+
+    def blocks(self, columns: int) -> int:
+        """Blocks of so many columns; none lies in two parts."""
+        return sum(-(-size // columns) for size in self.sizes)
+
+
+@dataclass
+class SiteAdapters:
+    """The adapters of a step's rows at one site, which begins at `column` of the table."""
+
+    table: AdapterTable
+    tiles: RowTiles
+    column: int
+    in_features: int
+    outs: Sequence[int]  # out-features of each part
+
+    @property
+    def width(self) -> int:
+        """Columns of u, of all parts."""
+        return len(self.outs) * self.table.widest
+
+    @cached_property
+    def a(self) -> SiteMatrices:
+        return SiteMatrices(self.table, self.tiles, self.column, [self.in_features], len(self.outs))
+
+    @cached_property
+    def b(self) -> SiteMatrices:
+        return SiteMatrices(self.table, self.tiles, self.column + 1, self.outs, 1)
+
+
+def column_of(site: Site) -> int:
+    """A site's first column in a table of addresses; column 0 is the rank."""
+    return 1 + _COLUMNS * (len(_GROUPS) - 1) * (site.layer + 1) + _COLUMNS * _GROUPS[site.group]
+
+
+def offsets_of(adapter: Adapter) -> np.ndarray:
+    """Where in an adapter's flat buffer each column's matrix begins; -1 where it has none."""
+    if adapter.offsets is None:
+        dense = {site: shape for site, shape in adapter.shapes.items() if site.group in _GROUPS}
+        last = max((site.layer for site in dense), default=-1)
+        offsets = np.full(column_of(Site(last + 1, "qkv")), -1, np.int64)
+        for site, shape in dense.items():
+            sizes = [len(shape.parts) * shape.in_features, *shape.outs[:-1]]
+            starts = shape.start + shape.rank * np.cumsum([0, *sizes])
+            offsets[column_of(site) : column_of(site) + len(starts)] = starts
+        adapter.offsets = offsets
+    return adapter.offsets
+
+
+def usable(adapters: Sequence[Adapter | None]) -> bool:
+    """Whether the kernels can read these adapters' matrices."""
+    return all(a is None or not (np.maximum(offsets_of(a), 0) % _VECTOR).any() for a in adapters)
+
+
+def table_rows(
+    adapters: Sequence[Adapter], flats: Sequence[Tensor], columns: int | None = None
+) -> np.ndarray:
+    """Each adapter's rank and the addresses of its matrices in its buffer of `flats`; 0 where it has none."""
+    columns = columns or max(len(offsets_of(adapter)) for adapter in adapters)
+    rows = np.zeros((len(adapters), columns), np.int64)
+    for row, adapter, flat in zip(rows, adapters, flats, strict=True):
+        offsets = offsets_of(adapter)
+        row[: len(offsets)] = np.where(offsets < 0, 0, flat.data_ptr() + flat.itemsize * offsets)
+        row[0] = adapter.lora.rank
+    return rows
 
 
 def tile_rows(each: int) -> int:
@@ -76,9 +159,3 @@ def cut_tiles(segments: Sequence[tuple[int, int, int]], rows: int) -> np.ndarray
     ends = np.append(np.flatnonzero(~goes_on), len(of) - 1)
     last = ends[np.searchsorted(ends, np.arange(len(of)))]
     return np.stack([slot, start, stop - start, first, stop[last] - start, last + 1]).astype(np.int32)
-
-
-def whole_segments(segments: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """Each of the segments (slot, start, stop) as one tile: int32 [3, segments]."""
-    slots, starts, stops = np.array(segments, np.int32).reshape(-1, 3).T
-    return np.stack([slots, starts, stops - starts])

@@ -1,15 +1,16 @@
 """The decoder's attention hooks on CUDA: over the paged cache, and within packed sequences.
 
 `KernelAttend` computes what `kv.PagedAttend` does, `RaggedAttend` what `attention.PackedAttend` does.
-Knows nothing of requests or adapters.
 
 Shapes: T tokens of the step, H query heads, G kv heads, C head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +19,55 @@ from torch.autograd import Function
 
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda.paged_layout import layout_of
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.upload import all_to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several
-MIN_SPLIT_KEYS = 2048  # of one split, where decoding is to be bitwise identical to the trainer
+
+
+# -- over the paged cache ------------------------------------------------------------------------------
+
+
+class PagedLayout(NamedTuple):
+    """A step's tokens as the paged kernels read them; all int32, one piece after the other.
+
+    The last row of `tiles` says where in `pages` their sequence begins: the page table is one list, not a
+    table as wide as the longest sequence. Kernels read it as rows of one page.
+    """
+
+    positions: np.ndarray  # [T]
+    slots: np.ndarray  # [T]
+    tiles: np.ndarray  # [4, tiles]: first row, how many, position of the first, first page
+    pages: np.ndarray
+    tile: int  # tokens of a whole tile
+
+
+def layout_of(pieces: Sequence[TokenSpan], tile: int) -> PagedLayout:
+    """`pieces` in tiles of up to `tile` tokens of one piece; on whole arrays: tiles may be thousands."""
+    new, start, held = np.array([(p.new, p.start, len(p.pages)) for p in pieces]).T
+    pages = np.fromiter(chain.from_iterable(p.pages for p in pieces), np.int32, held.sum())
+    first_row, first_page = np.cumsum(new) - new, np.cumsum(held) - held
+    positions = np.arange(new.sum()) + np.repeat(start - first_row, new)
+    slots = pages[positions // PAGE + np.repeat(first_page, new)] * PAGE + positions % PAGE
+    tiles = -(-new // tile)
+    of = np.repeat(np.arange(len(pieces)), tiles)
+    done = tile * (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of])
+    cells = np.stack(
+        [first_row[of] + done, np.minimum(tile, new[of] - done), start[of] + done, first_page[of]]
+    )
+    return PagedLayout(*(x.astype(np.int32) for x in (positions, slots, np.stack(cells))), pages, tile)
+
+
+def tile_tokens(pieces: Sequence[TokenSpan], invariant: bool = False) -> int:
+    """Queries of a tile of a step: one size alone if `invariant`."""
+    return TOKENS if invariant or any(piece.new > 1 for piece in pieces) else 1
+
+
+def splits_for(programs: int, tokens: int) -> int:
+    """Into how many splits keys are cut, so that few sequences fill the device."""
+    if tokens > 1 or programs >= 256:
+        return 1
+    return max(1, min(16, 1 << (256 // programs).bit_length() >> 1))
 
 
 class KernelAttend:
@@ -35,42 +79,20 @@ class KernelAttend:
         self._cache, self._windows, self._queries, self._slots_T = cache, windows, queries, slots_T
 
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
-        k_pool, v_pool = self._cache.layer(layer)
-        if self._queries.tokens > 1:
-            paged.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
-        return paged.attend(
-            q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, self._cache.heads, PAGE, self._windows[layer]
-        )[0]
-
-
-def attend_pieces(
-    cache: KVCache,
-    pieces: Sequence[TokenSpan],
-    windows: Sequence[int | None],
-    invariant: bool = False,
-    min_split_keys: int = 0,
-) -> KernelAttend:
-    """Attention for any mix of prompts and single tokens; with one size of tile alone if `invariant`.
-
-    `min_split_keys` is that of `paged_attention.Queries`.
-    """
-    tokens = tile_tokens(pieces, invariant)
-    queries, slots_T = lay_out(pieces, tokens, splits_for(len(pieces) * cache.heads, tokens), cache.device)
-    return KernelAttend(cache, windows, queries._replace(min_split_keys=min_split_keys), slots_T)
-
-
-def tile_tokens(pieces: Sequence[TokenSpan], invariant: bool = False) -> int:
-    """Queries of a tile of a step."""
-    return TOKENS if invariant or any(piece.new > 1 for piece in pieces) else 1
+        pools, window = self._cache.layer(layer), self._windows[layer]
+        return paged.attend(q_THC, k_TGC, v_TGC, *pools, self._queries, self._slots_T, PAGE, window)[0]
 
 
 def lay_out(
-    pieces: Sequence[TokenSpan], tokens: int, splits: int, device: torch.device
+    pieces: Sequence[TokenSpan], tokens: int, device: torch.device, splits: int = 1, min_split_keys: int = 0
 ) -> tuple[paged.Queries, Tensor]:
-    """The pieces' new tokens in tiles, and the slots of their keys."""
+    """The pieces' new tokens in tiles of `tokens`, and the slots of their keys."""
     layout = layout_of(pieces, tokens)
     cells, pages, slots_T = all_to_device([layout.tiles, layout.pages, layout.slots], device)
-    return paged.Queries(cells, pages[:, None], tokens, splits), slots_T
+    return paged.Queries(cells, pages[:, None], tokens, splits, min_split_keys), slots_T
+
+
+# -- within packed sequences ---------------------------------------------------------------------------
 
 
 class PackedForward:
@@ -80,22 +102,17 @@ class PackedForward:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        widths = [-(-length // PAGE) for length in lengths]
-        firsts = np.cumsum([0, *widths]).tolist()
-        pieces = [
-            TokenSpan(range(first, first + width), 0, length)
-            for first, width, length in zip(firsts, widths, lengths, strict=False)
-        ]
-        self._slots = firsts[-1] * PAGE
-        self._queries, self._slots_T = lay_out(pieces, TOKENS, 1, device)
+        ends = np.cumsum([-(-length // PAGE) for length in lengths]).tolist()
+        pages = map(range, [0, *ends], ends)
+        pieces = [TokenSpan(held, 0, length) for held, length in zip(pages, lengths, strict=True)]
+        self._slots = ends[-1] * PAGE
+        self._queries, self._slots_T = lay_out(pieces, TOKENS, device)
 
     def __call__(
         self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        g, c = k_TGC.shape[1:]
-        k_pool, v_pool = torch.empty(2, self._slots, g * c, dtype=q_THC.dtype, device=q_THC.device)
-        paged.write(k_TGC, v_TGC, k_pool, v_pool, self._slots_T)
-        out, lse_TH = paged.attend(q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, g, PAGE, window)
+        pools = q_THC.new_empty(2, self._slots, k_TGC[0].numel())
+        out, lse_TH = paged.attend(q_THC, k_TGC, v_TGC, *pools, self._queries, self._slots_T, PAGE, window)
         return out, lse_TH.t().contiguous()
 
 
@@ -109,12 +126,14 @@ class RaggedAttend:
         self, lengths: Sequence[int], windows: Sequence[int | None], device: torch.device, invariant: bool
     ) -> None:
         self._lengths, self._windows, self._device = lengths, windows, device
-        self._tiles: packed.AttentionTiles | None = None
         self._forward = PackedForward(lengths, device) if invariant else None
 
+    @cached_property
+    def _tiles(self) -> packed.AttentionTiles:
+        """Cut at the first layer, while the device multiplies."""
+        return packed.cut(self._lengths, self._device)
+
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
-        if self._tiles is None:
-            self._tiles = packed.cut(self._lengths, self._device)
         window = self._windows[layer]
         if self._forward is None and window is not None and window >= max(self._lengths):
             window = None
@@ -124,14 +143,9 @@ class RaggedAttend:
 class _Ragged(Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: packed.AttentionTiles,
-        window: int | None,
-        forward: Any,
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: packed.AttentionTiles, window: int | None,
+        forward: Callable[..., tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:  # fmt: skip
         out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tiles, ctx.window = tiles, window
@@ -139,13 +153,5 @@ class _Ragged(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
+        back = packed.backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.tiles, ctx.window)
         return *back, None, None, None
-
-
-def splits_for(programs: int, tokens: int) -> int:
-    """Into how many splits keys are cut, so that few sequences fill the device."""
-    if tokens > 1:
-        return 1
-    return max(1, min(16, 1 << (256 // programs).bit_length() >> 1)) if programs < 256 else 1

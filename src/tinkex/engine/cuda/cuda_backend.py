@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import draw, elementwise
-from tinkex.engine.cuda import logprob_kernels as kernel
-from tinkex.engine.cuda.attention_hooks import KernelAttend, RaggedAttend, attend_pieces
+from tinkex.engine.cuda import attention_hooks, elementwise
+from tinkex.engine.cuda import token_kernels as kernel
+from tinkex.engine.cuda.attention_hooks import KernelAttend, RaggedAttend
 from tinkex.engine.cuda.decode_graphs import DecodeGraphs, DecodePipeline
 from tinkex.engine.cuda.grouped_lora import CudaLora
 from tinkex.engine.cuda.invariant_product import InvariantLinear, product
@@ -69,7 +69,11 @@ class CudaBackend(Backend):
         windows: Sequence[int | None],
         min_split_keys: int = 0,
     ) -> KernelAttend:
-        return attend_pieces(cache, pieces, windows, self.invariant, min_split_keys)
+        """For any mix of prompts and single tokens."""
+        tokens = attention_hooks.tile_tokens(pieces, self.invariant)
+        splits = attention_hooks.splits_for(len(pieces) * cache.heads, tokens)
+        queries, slots_T = attention_hooks.lay_out(pieces, tokens, cache.device, splits, min_split_keys)
+        return KernelAttend(cache, windows, queries, slots_T)
 
     def logprob_chunk(
         self,
@@ -82,15 +86,15 @@ class CudaBackend(Backend):
         out_ND: Tensor | None,
     ) -> Tensor:
         """`logprobs.logprob_chunk` with logits that stay in bf16 and become their own gradient in place."""
-        if lora.grouped is None:
+        if not lora.readable:
             assert not self.invariant
             return logprob_chunk(h_ND, weight_VD, lora, start, cells, grads, out_ND)
-        (rows, ids), grouped = cells, lora.part(start, start + len(h_ND)).grouped
-        site = None if grouped is None else grouped.site(UNEMBED)
-        if grouped is None or site is None:
-            logits_NV, kept = self.linear(h_ND, weight_VD), None
+        (rows, ids), part = cells, lora.part(start, start + len(h_ND))
+        at, u = part.site(UNEMBED), None
+        if at is None:
+            logits_NV = self.linear(h_ND, weight_VD)
         else:
-            logits_NV, kept = grouped.project(site, h_ND, weight_VD, None)
+            logits_NV, u = part.product(at, h_ND, weight_VD)
         # a temperature of 1, as the sampler's kernel has it
         ones_N = torch.ones(len(h_ND), device=h_ND.device) if self.invariant else None
         normaliser_N = kernel.normaliser(logits_NV, ones_N)
@@ -104,17 +108,16 @@ class CudaBackend(Backend):
             total_N = torch.zeros_like(normaliser_N).index_add_(0, rows, grad_M)
             kernel.gradient_(logits_NV, normaliser_N, torch.full_like(rows[: len(h_ND)], -1), total_N)
             logits_NV.index_put_((rows, ids), grad_M.to(logits_NV.dtype), accumulate=True)
-        if grouped is None or site is None or kept is None:
+        if at is None or u is None:
             torch.mm(logits_NV, weight_VD, out=out_ND)
         else:
-            grad_u = grouped.backward(site, logits_NV, h_ND, kept)
-            grouped.grad_x(site, logits_NV, grad_u, weight_VD, out_ND)
+            part.grad_x(at, logits_NV, part.backward(at, logits_NV, h_ND, u), weight_VD, out_ND)
         return lp
 
     def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
         keys_N = to_device(choice.keys.view(np.int64), logits_NV.device)
         tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(choice.temperature)
-        draw.draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, self.invariant)
+        kernel.draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, self.invariant)
         return tokens_N.tolist(), chosen_N.tolist()
 
     def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 `DecodeGraphs` captures a whole step (decoder, adapters, attention, drawing) for every batch size that occurs.
 `DecodePipeline` launches the next step before the last step's tokens have reached the host: the device reads
 them from its own memory, and tokens computed past a stop are dropped. Serves requests without top-k, top-p
-and lists of likely tokens; the sampler's plain step serves the others. Knows nothing of a request's lifetime.
+and lists of likely tokens; the sampler's plain step serves the others.
 
-Shapes: B rows of a step, V padded vocabulary.
+Shapes: B rows of a step, D width, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import draw, lora_kernels
 from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
+from tinkex.engine.cuda import lora_kernels, token_kernels
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda import step_inputs as begin
-from tinkex.engine.cuda.adapter_slots import AdapterSlots
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, TableSite
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
-from tinkex.engine.cuda.deferred_expand import DeferredExpand, holds
 from tinkex.engine.rng import stream_keys
-from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site
+from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, lora_of
@@ -52,10 +49,7 @@ class DecodeGraphKey(NamedTuple):
     """What a decode graph was captured for."""
 
     rows: int
-    tiles: int = 0  # of `lora_kernels.RowTiles`; 0: no adapter
-    tile_rows: int = 0
-    rank: int = 0  # the largest, rounded up
-    vectors: bool = False  # every rank is a multiple of 8
+    adapters: grouped.SlotShape = grouped.SlotShape()
 
 
 class Results(NamedTuple):
@@ -74,42 +68,38 @@ class Results(NamedTuple):
 class CapturedLora(LoraHook):
     """The `LoraHook` inside a graph: it applies the adapters that the table holds when it is replayed."""
 
-    def __init__(
-        self,
-        sites: dict[Site, TableSite],
-        table: AdapterTable,
-        tiles: RowTiles,
-        beside: torch.cuda.Stream,
-    ) -> None:
+    def __init__(self, sites: Sites, table: AdapterTable, tiles: RowTiles, beside: torch.cuda.Stream) -> None:
         self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
-        adapters, rows = SiteAdapters(self._table, self._tiles, self._sites[site]), x.shape[0]
+        (in_features, parts), rows = self._sites[site], x.shape[0]
+        outs = [part.out_features for part in parts]
+        at = SiteAdapters(self._table, self._tiles, column_of(site), in_features, outs)
         free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
-        if free and many and lora_kernels.writes(self._table, adapters.site):
-            return grouped.product_with(x, frozen.weight, *adapters)[0]
-        pending = free and holds(self._table, adapters.site)
-        if pending and fused.suits(rows, frozen.weight, adapters):
-            return fused.FusedProjection(x, frozen.weight, adapters)
+        if free and many and at.width <= lora_kernels.MAX_WRITTEN:
+            return grouped.product_with(x, frozen.weight, at)[0]
+        partial = free and at.width <= fused.MAX_DEFERRED
+        if partial and fused.suits(rows, frozen.weight, at):
+            return fused.FusedProjection(x, frozen.weight, at)
         large = free and fused.large(frozen.weight)  # bitwise identical to the trainer: split-K as there
         if large and fused.split_in_two(frozen.weight):
-            u, splits = self._overlapped(adapters, x, 2, lambda: grouped.split_product(2, x, frozen.weight))
-            return lora_kernels.unite(u, splits, x.dtype, *adapters)
-        u, y = self._overlapped(adapters, x, 1 if large else None, lambda: frozen(x))
-        if pending and rows > _SOME and site.group in ("qkv", "gate_up"):
-            return DeferredExpand(y, u, adapters)
-        lora_kernels.expand(u, y, *adapters)
+            u, splits = self._overlapped(at, x, 2, lambda: grouped.split_product(2, x, frozen.weight))
+            return lora_kernels.unite(u, splits, x.dtype, at.b)
+        u, y = self._overlapped(at, x, 1 if large else None, lambda: frozen(x))
+        if partial and rows > _SOME and site.group in ("qkv", "gate_up"):
+            return fused.DeferredExpand(y, u, at)
+        lora_kernels.expand(u, y, at.b)
         return y
 
     def _overlapped(
-        self, adapters: SiteAdapters, x: Tensor, splits: int | None, product: Callable[[], Tensor]
+        self, at: SiteAdapters, x: Tensor, splits: int | None, product: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """u = x·Aᵀ and, on another stream at the same time, the frozen product."""
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            u = lora_kernels.shrink(x, *adapters, splits, beside=True)
+            u = lora_kernels.shrink(x, at.a, splits, beside=True)
         y = product()
         here.wait_stream(self._beside)
         return u, y
@@ -121,22 +111,17 @@ class DecodeGraphs:
     def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
         self._decoder, self._cache, self.backend = decoder, cache, decoder.backend
         device = decoder.unembed_weight.device
-        self.device, self.capacity = device, bucket(capacity)
-        self.width = -(-context // PAGE)
-        self._sites = {
-            site: TableSite(grouped.column_of(site), i, [part.out_features for part in parts])
-            for site, (i, parts) in decoder.sites().items()
-        }
+        self.device, self.capacity, self.width = device, bucket(capacity), -(-context // PAGE)
 
         def static(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         everywhere = torch.arange(self.width * PAGE, device=device)
         self._angles = decoder.config.rope.angles(everywhere, decoder.unembed_weight.dtype)
-        self.orders = static(begin.ORDERS, self.capacity)
+        self.orders = static(token_kernels.ORDERS, self.capacity)
         self.table = static(self.capacity, self.width, dtype=torch.int32)
         self.temperature = static(self.capacity, dtype=torch.float32)
-        self.slots = AdapterSlots(decoder, self.capacity)
+        self.slots = grouped.AdapterSlots(decoder, self.capacity)
         self.results = Results.of(static(2, self.capacity))
         self._cells: dict[int, Tensor] = {}
         self._graphs: dict[DecodeGraphKey, torch.cuda.CUDAGraph] = {}
@@ -186,28 +171,28 @@ class DecodeGraphs:
                 gc.enable()
         return graph
 
-    def hook(self, table: AdapterTable, tiles: RowTiles) -> LoraHook:
-        """The hook for a step to be captured with `table` and `tiles`."""
-        return CapturedLora(self._sites, table, tiles, self._beside)
+    def hook(self, slots: grouped.AdapterSlots, shape: grouped.SlotShape, cells: Tensor) -> LoraHook | None:
+        """The hook for a step to be captured, with adapters of `shape` in `slots` and in tiles of `cells`."""
+        if not shape.tiles:
+            return None
+        tiles = RowTiles(cells, shape.rows)
+        return CapturedLora(self._decoder.sites(), slots.table(shape), tiles, self._beside)
 
     def _step(self, key: DecodeGraphKey) -> None:
         tokens, slots = torch.empty(2, key.rows, dtype=torch.int64, device=self.device)
         cells = torch.empty(4, key.rows, dtype=torch.int32, device=self.device)
         cos, sin = self._angles[0].new_empty(2, key.rows, self._angles[0].shape[1])
         _, last, logprobs = self.results
-        begin.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, self._angles, (cos, sin))
-        tile = tile_tokens((), self.backend.invariant)
+        invariant, known = self.backend.invariant, self._angles
+        token_kernels.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, known, (cos, sin))
+        tile = tile_tokens((), invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
         queries = paged.Queries(cells, self.table, tile, splits, self.slots.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
-        lora = None
-        if key.tiles:
-            tiles = RowTiles(self.cells(key.tiles), key.tile_rows)
-            lora = self.hook(self.slots.table(key.rank, key.vectors), tiles)
+        lora = self.hook(self.slots, key.adapters, self.cells(key.adapters.tiles))
         h_BD = self._decoder(tokens, (cos, sin), attend, lora)
-        logits_BV = self._decoder.logits(h_BD, lora)
-        vocab, invariant = self._decoder.config.vocab_size, self.backend.invariant
-        draw.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
+        logits_BV, vocab = self._decoder.logits(h_BD, lora), self._decoder.config.vocab_size
+        token_kernels.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
 
 
 @dataclass
@@ -232,7 +217,7 @@ class DecodePipeline:
         def pinned(*shape: int) -> Tensor:
             return torch.zeros((_RING, *shape), dtype=torch.int64).pin_memory()
 
-        self._orders = pinned(begin.ORDERS, capacity)
+        self._orders = pinned(token_kernels.ORDERS, capacity)
         self._results = [Results.of(turn) for turn in pinned(2, capacity)]
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
         self._key, self._spare = DecodeGraphKey(1), 0  # the graph in use; steps for which it was too large
@@ -240,7 +225,7 @@ class DecodePipeline:
     def serves(self, request: RunningRequest) -> bool:
         """Whether captured steps can serve `request`."""
         published = request.published
-        return request.draws_plainly and (published is None or grouped.usable([published.adapter]))
+        return request.draws_plainly and (published is None or usable([published.adapter]))
 
     def step(self, sequences: Several[RunningSequence]) -> Landed:
         """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
@@ -275,9 +260,9 @@ class DecodePipeline:
         table = np.zeros((rows, graphs.width), np.int32)
         for held, sequence in zip(table, placed, strict=True):
             held[: len(sequence.pages)] = sequence.pages
-        temperature = np.array([s.request.work.params.temperature for s in placed], np.float32)
+        temperatures = [s.request.work.params.temperature for s in placed]
         fill(graphs.table[:rows], table)
-        fill(graphs.temperature[:rows], temperature)
+        fill(graphs.temperature[:rows], np.array(temperatures, np.float32))
         self._seed[:rows] = [s.request.seed for s in placed]
         self._index[:rows] = [s.index for s in placed]
         self._key = self._key_for(placed)
@@ -287,9 +272,9 @@ class DecodePipeline:
         rows, lora = bucket(len(placed)), lora_of(self._graphs.backend, placed, [1] * len(placed))
         if lora is None:
             return DecodeGraphKey(rows)
-        cells, tile, rank, vectors = self._graphs.slots.place(lora.segments)
-        fill(self._graphs.cells(cells.shape[1]), cells)
-        return DecodeGraphKey(rows, cells.shape[1], tile, rank, vectors)
+        cells, shape = self._graphs.slots.place(lora.segments)
+        fill(self._graphs.cells(shape.tiles), cells)
+        return DecodeGraphKey(rows, shape)
 
     # -- steps -----------------------------------------------------------------------------------------
 

@@ -1,20 +1,24 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
-"""A projection and its adapters in one launch, for decode steps whose rows belong to few adapters.
+"""Projections with adapters in decode steps, as `hooks.PartialProjection`. Tiles must cover every row.
 
-Every program multiplies its rows with its columns of the weight and with all of A, and adds (x·Aᵀ)·Bᵀ before
-it stores: x·Aᵀ is computed again for every block of columns, which costs less than a second launch. With
-split-K each split adds its own (x·Aᵀ)·Bᵀ, and the norm that follows sums the splits. SwiGLU can run in the
-same launch. Results of large weights are bitwise identical to `grouped_lora.product_with`, which the trainer
-uses. Tiles must cover every row. Knows nothing of sites' meaning or of graphs.
+`FusedProjection`, for rows of few adapters: product and adapters in one launch. Every program multiplies its
+rows with its columns of the weight and with all of A, and adds (x·Aᵀ)·Bᵀ before it stores: x·Aᵀ is computed
+again for every block of columns, which costs less than a second launch. With split-K each split adds its own
+(x·Aᵀ)·Bᵀ, and the norm that follows sums the splits. SwiGLU can run in the same launch. Results of large
+weights are bitwise identical to `grouped_lora.product_with`, which the trainer uses.
 
-Shapes: M rows, I in-features, O out-features, F MLP width, S splits.
+`DeferredExpand`, for more rows or many adapters: a library computes the frozen product, and the rotation of
+qkv or the SwiGLU that reads it adds u·Bᵀ, so the projection is read and written once less than with
+`lora_kernels.expand`. Rounds where `elementwise` rounds; where u is not split, as the trainer does bitwise.
+
+Shapes: M rows, I in-features, O out-features, F MLP width, S splits, P parts of a site, R rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,30 +27,39 @@ from torch import Tensor
 
 from tinkex.engine.cuda import elementwise
 from tinkex.engine.cuda.adapter_table import SiteAdapters
-from tinkex.engine.cuda.launch import launched
+from tinkex.engine.cuda.elementwise import sum_loaded_rows
+from tinkex.engine.cuda.launch import (
+    MULTIPROCESSORS,
+    PDL,
+    cdiv,
+    launched,
+    load_fp32,
+    power_of_2,
+    shared_bytes,
+    wait_for_previous,
+)
 from tinkex.engine.cuda.lora_kernels import (
     b_of,
+    load_u,
     part_at,
     part_of_block,
     scaled,
     split_count,
     summed,
     tile_at,
-    triple,
 )
-from tinkex.engine.cuda.pdl import PDL, wait_for_previous
-from tinkex.engine.cuda.sizes import MULTIPROCESSORS, cdiv, power_of_2, shared_bytes
+from tinkex.engine.torch.hooks import Norms
 
 # As measured on an H200:
 _SHARED = 160_000  # bytes of shared memory that are enough for every tile
 _STAGES = 4
 MAX_ROWS = 256
 _MAX_RANK = 64
-LARGE = (
-    1 << 23
-)  # weights with more elements are "large": trainer and sampler multiply them bitwise identically
+LARGE = 1 << 23  # weights with more elements are multiplied bitwise identically in trainer and sampler
 MAX_ROWS_LARGE = 64
 _MAX_COLUMNS_LARGE = 8192  # beyond, x·Aᵀ would be computed too often
+_DEFERRED_COLUMNS = 64  # of one program
+MAX_DEFERRED = 128  # columns of u, of all parts, that `DeferredExpand` can hold
 MAX_FEATURES = 6144  # of a sum without split-K
 
 
@@ -73,6 +86,35 @@ def _block(place, have, at, EVEN: tl.constexpr):
         return tl.load(place, mask=have & at, other=0.0)
 
 
+@triton.jit
+def _sums(
+    x, weights, a, have_m, have_n, have_r, low, high, stride_k,
+    COUNT: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x times each of COUNT weights, and times A, over the features low:high."""
+    at = low + tl.arange(0, BLOCK_K)
+    rights, totals = (), ()
+    for i in tl.static_range(COUNT):
+        rights += (_block(weights[i] + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN),)
+    down = _block(a + at[:, None], have_r, (at < high)[:, None], False)
+    wait_for_previous()
+    left = _block(x + at[None, :], have_m, (at < high)[None, :], False)
+    for i in tl.static_range(COUNT):
+        totals += (tl.dot(left, rights[i]),)
+    u = tl.dot(left, down)
+    for k in range(low + BLOCK_K, high, BLOCK_K):
+        at = k + tl.arange(0, BLOCK_K)
+        left = _block(x + at[None, :], have_m, (at < high)[None, :], False)
+        rights, sums = (), ()
+        for i in tl.static_range(COUNT):
+            rights += (_block(weights[i] + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN),)
+        down = _block(a + at[:, None], have_r, (at < high)[:, None], False)
+        for i in tl.static_range(COUNT):
+            sums += (tl.dot(left, rights[i], totals[i]),)
+        totals, u = sums, tl.dot(left, down, u)
+    return totals, u
+
+
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _fused(
@@ -94,27 +136,16 @@ def _fused(
         m, n, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, RANK)
         row, col = (start + m).to(tl.int64), first + n
         have_m, have_n = (m < count)[:, None], (col < width)[None, :]
-        b, rank, scale = b_of(
-            table, scales, slot, columns, column + 1, part, width, r, col, have_n, DTYPE=dtype
-        )
+        where = (table, scales, slot, columns, column + 1)
+        b, rank, scale = b_of(where, part, width, r, col, have_n, dtype)
         address = tl.load(table + slot * columns + column)
         matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + part * rank * K
-        have_r = (r < rank)[None, :]
         span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
         low, high = split * span, tl.minimum((split + 1) * span, K)
-        at = low + tl.arange(0, BLOCK_K)
-        weights, places = w + (before + col)[None, :] * stride_n, x + row[:, None] * stride_x
-        right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
-        down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
-        wait_for_previous()
-        left = _block(places + at[None, :], have_m, (at < high)[None, :], False)
-        total, u = tl.dot(left, right), tl.dot(left, down)
-        for k in range(low + BLOCK_K, high, BLOCK_K):
-            at = k + tl.arange(0, BLOCK_K)
-            left = _block(places + at[None, :], have_m, (at < high)[None, :], False)
-            right = _block(weights + at[:, None] * stride_k, have_n, (at < high)[:, None], EVEN)
-            down = _block(matrix + r[None, :] * K + at[:, None], have_r, (at < high)[:, None], False)
-            total, u = tl.dot(left, right, total), tl.dot(left, down, u)
+        left, right = x + row[:, None] * stride_x, w + (before + col)[None, :] * stride_n
+        totals, u = _sums(left, (right,), matrix + r[None, :] * K, have_m, have_n, (r < rank)[None, :],
+                          low, high, stride_k, 1, EVEN, BLOCK_K)  # fmt: skip
+        total = totals[0]
         if ROUNDED:
             total = total.to(dtype).to(tl.float32)
         total = tl.dot(scaled(u, scale, dtype), b, total)
@@ -136,38 +167,121 @@ def _gated(
         m, r = tl.arange(0, BLOCK_M), tl.arange(0, 2 * RANK)  # both parts' ranks side by side
         row, col = (start + m).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         have_m, have_n = (m < count)[:, None], (col < F)[None, :]
-        b_gate, rank_gate, scale = b_of(
-            table, scales, slot, columns, column + 1, 0, F, r, col, have_n, DTYPE=dtype
-        )
-        b_up, rank_up, _ = b_of(
-            table, scales, slot, columns, column + 1, 1, F, r - RANK, col, have_n, DTYPE=dtype
-        )
+        where = (table, scales, slot, columns, column + 1)
+        b_gate, rank, scale = b_of(where, 0, F, r, col, have_n, dtype)
+        b_up, rank_up, _ = b_of(where, 1, F, r - RANK, col, have_n, dtype)
         address = tl.load(table + slot * columns + column)
         a = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
         a += tl.where(r < RANK, r, r - RANK + rank_up)[None, :] * K
-        have_r = (tl.where(r < RANK, r < rank_gate, r - RANK < rank_up))[None, :]
-        w_gate, places = w + col[None, :] * stride_n, x + row[:, None] * stride_x
-        w_up = w_gate + F * stride_n
-        at = tl.arange(0, BLOCK_K)
-        here = (at < K)[:, None]
-        right_gate = _block(w_gate + at[:, None] * stride_k, have_n, here, EVEN)
-        right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
-        down = _block(a + at[:, None], have_r, here, False)
-        wait_for_previous()
-        left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
-        gate, up, u = tl.dot(left, right_gate), tl.dot(left, right_up), tl.dot(left, down)
-        for k in range(BLOCK_K, K, BLOCK_K):
-            at = k + tl.arange(0, BLOCK_K)
-            here = (at < K)[:, None]
-            left = _block(places + at[None, :], have_m, (at < K)[None, :], False)
-            right_gate = _block(w_gate + at[:, None] * stride_k, have_n, here, EVEN)
-            right_up = _block(w_up + at[:, None] * stride_k, have_n, here, EVEN)
-            down = _block(a + at[:, None], have_r, here, False)
-            gate, up, u = tl.dot(left, right_gate, gate), tl.dot(left, right_up, up), tl.dot(left, down, u)
+        have_r = (tl.where(r < RANK, r < rank, r - RANK < rank_up))[None, :]
+        left, right = x + row[:, None] * stride_x, w + col[None, :] * stride_n
+        totals, u = _sums(left, (right, right + F * stride_n), a, have_m, have_n, have_r,
+                          0, K, stride_k, 2, EVEN, BLOCK_K)  # fmt: skip
         u = scaled(u, scale, dtype)
-        gate, up = tl.dot(u, b_gate, gate), tl.dot(u, b_up, up)
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        gate = tl.dot(u, b_gate, totals[0]).to(dtype).to(tl.float32)
+        up = tl.dot(u, b_up, totals[1]).to(dtype).to(tl.float32)
         tl.store(y + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
+
+
+# -- the adapters' part added by what reads the projection ----------------------------------------------
+
+
+@triton.jit
+def _projected(
+    y, u, b, rank, scale, part, row, have_m, before, col, have_n, stride_y, stride_u, split_u,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Columns `col` of a part of the projection, rounded to the model's dtype."""
+    place = y + row[:, None] * stride_y + before + col[None, :]
+    total = load_fp32(place, have_m & have_n)
+    at = tl.arange(0, RANK)
+    place = u + row[:, None] * stride_u + part * rank + at[None, :]
+    left = load_u(place, have_m & (at < rank)[None, :], split_u, SPLITS, BLOCK_M, RANK)
+    if SPLITS == 1:
+        total = tl.dot(scaled(left, scale, DTYPE), b, total)
+    else:  # faster; no other kernel must match it bitwise
+        total += tl.dot(left.to(DTYPE), b) * scale
+    return total.to(DTYPE).to(tl.float32)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _swiglu(
+    y, u, out, table, scales, cells, tiles, columns, column, F, stride_u, split_u,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
+    m, col = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (start + m).to(tl.int64)
+    have_m, have_n = (m < count)[:, None], (col < F)[None, :]
+    dtype = out.dtype.element_ty
+    r = tl.arange(0, RANK)
+    where = (table, scales, slot, columns, column)
+    b_gate, rank, scale = b_of(where, 0, F, r, col, have_n, dtype, VECTORS)
+    b_up, rank_up, _ = b_of(where, 1, F, r, col, have_n, dtype, VECTORS)
+    wait_for_previous()
+    gate = _projected(y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, stride_u, split_u,
+                      SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+    up = _projected(y, u, b_up, rank_up, scale, 1, row, have_m, F, col, have_n, 2 * F, stride_u, split_u,
+                    SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+    tl.store(out + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
+
+
+@launched
+@triton.jit(do_not_specialize=["tiles", "column"])
+def _rotate(
+    y, u, cos, sin, q_norm, k_norm, q, k, v, table, scales, cells, tiles, columns, column, H, G, eps,
+    stride_u, split_u, SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of a tile's rows; HALF columns hold half of it, since rotation pairs the two halves."""
+    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
+    head = tl.program_id(0)
+    part = tl.where(head < H, 0, tl.where(head < H + G, 1, 2))
+    first = tl.where(part == 0, 0, tl.where(part == 1, H, H + G))  # the part's first head
+    width = tl.where(part == 0, H, G) * C
+    m, at = tl.arange(0, BLOCK_M), tl.arange(0, HALF)
+    row = (start + m).to(tl.int64)
+    have_m, have_n = (m < count)[:, None], (at < C // 2)[None, :]
+    low = (head - first) * C + at
+    high = low + C // 2
+    dtype = q.dtype.element_ty
+    r = tl.arange(0, RANK)
+    where = (table, scales, slot, columns, column)
+    b_low, rank, scale = b_of(where, part, width, r, low, have_n, dtype, VECTORS)
+    b_high, _, _ = b_of(where, part, width, r, high, have_n, dtype, VECTORS)
+    angle = row[:, None] * (C // 2) + at[None, :]
+    c, s = load_fp32(cos + angle, have_m & have_n), load_fp32(sin + angle, have_m & have_n)
+    wait_for_previous()
+    a = _projected(y, u, b_low, rank, scale, part, row, have_m, first * C, low, have_n, (H + 2 * G) * C,
+                   stride_u, split_u, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+    b = _projected(y, u, b_high, rank, scale, part, row, have_m, first * C, high, have_n, (H + 2 * G) * C,
+                   stride_u, split_u, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+    if part < 2:
+        if NORM:
+            if SPLITS == 1:  # bitwise identical to the trainer
+                squares = sum_loaded_rows(a * a, BLOCK_M, HALF) + sum_loaded_rows(b * b, BLOCK_M, HALF)
+            else:
+                squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            rstd = tl.rsqrt(squares / C + eps)[:, None]
+            norm = k_norm
+            if part == 0:
+                norm = q_norm
+            wa, wb = load_fp32(norm + at, at < C // 2), load_fp32(norm + C // 2 + at, at < C // 2)
+            a = (a * rstd).to(dtype).to(tl.float32) * wa[None, :]
+            b = (b * rstd).to(dtype).to(tl.float32) * wb[None, :]
+        turned = a * c - b * s
+        b = b * c + a * s
+        a = turned
+    out = v
+    if part == 0:
+        out = q
+    elif part == 1:
+        out = k
+    place = out + row[:, None] * width + low[None, :]
+    tl.store(place, a, mask=have_m & have_n)
+    tl.store(place + C // 2, b, mask=have_m & have_n)
 
 
 # -- launching -----------------------------------------------------------------------------------------
@@ -217,12 +331,7 @@ class FusedProjection:
         return self.gated(gated_tile_for(self.x_MI.shape[0], self.adapters.tiles.rows))
 
     def rotate(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        heads: tuple[int, int],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
+        self, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q and k, normalised (if asked) and rotated, and v."""
         return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
@@ -237,36 +346,33 @@ class FusedProjection:
 
     @property
     def _tile(self) -> ProductTile:
-        (rows, k), (_, tiles, site) = self.x_MI.shape, self.adapters
+        (rows, k), at = self.x_MI.shape, self.adapters
         if large(self.weight_OI):
             return ProductTile(64, 128, 2 if split_in_two(self.weight_OI) else 1)
-        return tile_for(rows, tiles.rows, site.outs, k)
+        return tile_for(rows, at.tiles.rows, at.outs, k)
 
     def splits(self, tile: ProductTile) -> Tensor:
         """[S, M, O] to be summed over S; in fp32 if there are several."""
-        x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
-        (rows, k), count = x.shape, tiles.cells.shape[1]
+        x, w, at, (rows, k) = self.x_MI, self.weight_OI, self.adapters, self.x_MI.shape
         dtype = torch.float32 if tile.splits > 1 else x.dtype
-        y = torch.empty(tile.splits, rows, sum(site.outs), dtype=dtype, device=x.device)
-        even = k % (tile.features * tile.splits) == 0 and all(n % tile.columns == 0 for n in site.outs)
-        blocks = sum(cdiv(n, tile.columns) for n in site.outs)
-        _fused[(blocks, count, tile.splits)](
-            x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
-            k, *triple(site.outs), x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
-            EVEN=even, ROUNDED=large(w) and tile.splits == 1, SPLITS=tile.splits, BLOCK_M=tiles.rows,
-            BLOCK_N=tile.columns, **self._constants(tile, tile.columns),
+        y = torch.empty(tile.splits, rows, sum(at.outs), dtype=dtype, device=x.device)
+        even = k % (tile.features * tile.splits) == 0 and all(n % tile.columns == 0 for n in at.outs)
+        _fused[(at.b.blocks(tile.columns), at.tiles.cells.shape[1], tile.splits)](
+            x, w, y, *at.a.where, k, *at.b.widths,
+            x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
+            EVEN=even, ROUNDED=large(w) and tile.splits == 1, SPLITS=tile.splits,
+            **self._constants(tile, tile.columns),
         )  # fmt: skip
         return y
 
     def gated(self, tile: ProductTile) -> Tensor:
-        x, w, (table, tiles, site) = self.x_MI, self.weight_OI, self.adapters
-        (rows, k), (width, _), count = x.shape, site.outs, tiles.cells.shape[1]
-        y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        _gated[(cdiv(width, tile.columns), count)](
-            x, w, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column,
-            k, width, x.stride(0), w.stride(1), w.stride(0),
-            EVEN=k % tile.features == 0 and width % tile.columns == 0, BLOCK_M=tiles.rows,
-            BLOCK_N=tile.columns, **self._constants(tile, 2 * tile.columns, parts=2),
+        """silu(gate) * up in one launch."""
+        x, w, at, (rows, k) = self.x_MI, self.weight_OI, self.adapters, self.x_MI.shape
+        y = x.new_empty(rows, at.outs[0])
+        even = k % tile.features == 0 and at.outs[0] % tile.columns == 0
+        _gated[(cdiv(at.outs[0], tile.columns), at.tiles.cells.shape[1])](
+            x, w, y, *at.a.where, k, at.outs[0], x.stride(0), w.stride(1), w.stride(0),
+            EVEN=even, **self._constants(tile, 2 * tile.columns, parts=2),
         )  # fmt: skip
         return y
 
@@ -278,6 +384,8 @@ class FusedProjection:
         left = shared_bytes(self.x_MI.device) - 448 - 2 * parts * rank * columns
         return {
             "RANK": rank,
+            "BLOCK_M": self.adapters.tiles.rows,
+            "BLOCK_N": tile.columns,
             "BLOCK_K": tile.features,
             "num_warps": tile.warps,
             "num_stages": max(2, min(_STAGES, left // each - 1)),
@@ -285,22 +393,67 @@ class FusedProjection:
         }
 
 
+@dataclass(frozen=True)
+class DeferredExpand:
+    """A product y and its adapters' u = x·Aᵀ, not added yet: a `hooks.PartialProjection` of qkv, gate-up."""
+
+    y_MO: Tensor
+    u_SMR: Tensor  # as `lora_kernels.shrink` returns it
+    adapters: SiteAdapters
+
+    def swiglu(self) -> Tensor:
+        """silu(gate) * up of a fused [M, 2F]."""
+        width = self.adapters.outs[0]
+        out = self.y_MO.new_empty(len(self.y_MO), width)
+        given, strides, constants = self._arguments()
+        _swiglu[(cdiv(width, _DEFERRED_COLUMNS), self.adapters.tiles.cells.shape[1])](
+            self.y_MO, self.u_SMR, out, *given, width, *strides, **constants, BLOCK_N=_DEFERRED_COLUMNS
+        )
+        return out
+
+    def rotate(
+        self, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k, normalised (if asked) and rotated, and v."""
+        (h, g), (rows, width), y = heads, self.y_MO.shape, self.y_MO
+        c = width // (h + 2 * g)
+        q, k, v = (y.new_empty(rows, n, c) for n in (h, g, g))
+        given, strides, constants = self._arguments()
+        _rotate[(h + 2 * g, self.adapters.tiles.cells.shape[1])](
+            y, self.u_SMR, cos, sin, *(norms or (cos, cos)), q, k, v, *given, h, g, eps, *strides,
+            **constants, C=c, HALF=max(16, power_of_2(c // 2)), NORM=norms is not None,
+        )  # fmt: skip
+        return q, k, v
+
+    def total(self) -> Tensor:
+        raise NotImplementedError("only qkv and gate-up are deferred")
+
+    addend = total
+
+    def _arguments(self) -> tuple[tuple[Any, ...], tuple[int, int], dict[str, Any]]:
+        """What both kernels are given: tables, tiles and the site's column; strides; constants."""
+        u, (table, tiles) = self.u_SMR, (self.adapters.table, self.adapters.tiles)
+        rank = max(16, power_of_2(table.widest))
+        constants = {"SPLITS": len(u), "RANK": rank, "VECTORS": table.vectors, "BLOCK_M": tiles.rows}
+        return self.adapters.b.where, (u.stride(1), u.stride(0)), {**constants, "num_warps": 4, **PDL}
+
+
 def tile_rows(rows: int) -> int:
     """Rows of a tile where one adapter has all rows."""
     return 16 if rows <= 16 else 64 if rows <= 128 else 128
 
 
-def suits(rows: int, weight: Tensor, adapters: SiteAdapters) -> bool:
+def suits(rows: int, weight: Tensor, at: SiteAdapters) -> bool:
     """Whether this is faster than a library's product and what follows it: few tiles and a small weight.
 
     A large weight's product runs without the speed-up of split-K, as the trainer's does, so few columns only:
     in a model of 8B parameters any difference in the last bit shows in the logprobs.
     """
-    table, tiles, site = adapters
-    count, fits = tiles.cells.shape[1], table.widest <= _MAX_RANK and shared_bytes(weight.device) >= _SHARED
+    count, tile = at.tiles.cells.shape[1], at.tiles.rows
+    fits = at.table.widest <= _MAX_RANK and shared_bytes(weight.device) >= _SHARED
     if large(weight):
-        few = count == 1 and rows <= MAX_ROWS_LARGE and sum(site.outs) <= _MAX_COLUMNS_LARGE
-        return fits and few and tiles.rows >= 64
+        few = count == 1 and rows <= MAX_ROWS_LARGE and sum(at.outs) <= _MAX_COLUMNS_LARGE
+        return fits and few and tile >= 64
     # Every tile reads the whole weight: tiles of 16 rows pay only where the step has no more rows.
-    few = rows <= MAX_ROWS and tiles.rows * count < 2 * max(rows, 64)
-    return fits and few and (tiles.rows >= 64 or rows <= 16)
+    few = rows <= MAX_ROWS and tile * count < 2 * max(rows, 64)
+    return fits and few and (tile >= 64 or rows <= 16)

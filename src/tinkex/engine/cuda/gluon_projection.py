@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """A frozen product and its adapters' up-projection in one launch, for many rows: training and long prompts.
 
-u·Bᵀ is one more step of every sum, so it costs no reading or writing of the result. The grid is persistent: a
-program goes from tile to tile, and TMA loads operands three iterations ahead, across the ends of tiles.
-Results are batch-invariant. A large weight's product is rounded before adapters are added to it, as in a
-sampler's captured steps, and is bitwise identical to theirs. Written in Gluon for Hopper's wgmma and TMA;
-elsewhere `grouped_lora.product_with` takes other paths. Knows nothing of autograd.
+u·Bᵀ is one more iteration of every sum, so adapters cost no reading or writing of the result. The grid is
+persistent: each program computes one tile after another, and TMA loads operands three iterations ahead, also
+from the next tile. Results are batch-invariant. A large weight's product is rounded before adapters are added
+to it, as in a sampler's captured steps, and is bitwise identical to theirs. Written in Gluon for Hopper's
+wgmma and TMA; elsewhere `grouped_lora.product_with` takes other paths.
 
 Shapes: M rows, N out-features, K in-features, of this product: a gradient's are the other way round.
 """
@@ -29,11 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tinkex.engine.cuda.adapter_table import ALIGNED, AdapterTable, RowTiles, TableSite
+from tinkex.engine.cuda.adapter_table import ALIGNED, SiteMatrices
 from tinkex.engine.cuda.fused_projection import MAX_FEATURES, large
-from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.lora_kernels import triple
-from tinkex.engine.cuda.sizes import MULTIPROCESSORS, cdiv
+from tinkex.engine.cuda.launch import MULTIPROCESSORS, cdiv, launched
 
 # renamed in Triton 3.7
 wait_for_all = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -242,17 +240,14 @@ def _project(
             done += STEP
             more = (done < wide) | (at < end)
         one, two = _halves(total.to(dtype))
-        quarter, second = _halves(one)
-        third, fourth = _halves(two)
-        _store(y, buffers, quarter, m, n, 0)
-        _store(y, buffers, second, m, n, 1)
-        _store(y, buffers, third, m, n, 2)
-        _store(y, buffers, fourth, m, n, 3)
+        slices = _halves(one) + _halves(two)
+        for number in gl.static_range(4):
+            _store(y, buffers, slices[number], m, n, number)
     tma.store_wait(0)
 
 
 @cache
-def _able(device: torch.device) -> bool:
+def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -266,7 +261,7 @@ def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
     aligned = max(weight.stride()) % 8 == 0 and sizes[-1] % 8 == 0 and features % 8 == 0
     fits = whole and aligned and 5 * _FEATURES < features <= MAX_FEATURES
     many = cdiv(rows, ALIGNED) * cdiv(columns, _COLUMNS) >= MULTIPROCESSORS
-    return rows >= MIN_ROWS and many and fits and _able(weight.device)
+    return rows >= MIN_ROWS and many and fits and _hopper(weight.device)
 
 
 @cache
@@ -278,48 +273,15 @@ def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(*block))
 
 
-def _projected(
-    x: Tensor,
-    w_NK: Tensor,
-    u: Tensor,
-    y: Tensor,
-    table: AdapterTable,
-    tiles: RowTiles,
-    column: int,
-    sizes: Sequence[int],
-    multiple: int,
-) -> None:
-    turned = w_NK.stride(0) == 1
+def project(x: Tensor, w_NK: Tensor, u: Tensor, at: SiteMatrices, y: Tensor | None = None) -> Tensor:
+    """x · wᵀ + scale · u · matrix, into `y` if given; `u` is one split, and tiles cover every row."""
+    (rows, k), turned = x.shape, w_NK.stride(0) == 1
+    y = x.new_empty(rows, w_NK.shape[0]) if y is None else y
     weight = _descriptor(w_NK.t(), _FEATURES, _COLUMNS) if turned else _descriptor(w_NK, _COLUMNS, _FEATURES)
-    (rows, k), count = x.shape, tiles.cells.shape[1]
     tiles_m, tiles_n = cdiv(rows, ALIGNED), cdiv(y.shape[1], _COLUMNS)
     _project[(min(MULTIPROCESSORS, tiles_m * tiles_n),)](
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
-        u, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
-        *triple(sizes), u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
-        TURNED=turned, ROUNDED=large(w_NK), MULTIPLE=multiple, STAGES=4, STEP=32, TOGETHER=8,
-        num_warps=8,
+        u, *at.where, *at.widths, u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
+        TURNED=turned, ROUNDED=large(w_NK), MULTIPLE=at.multiple, STAGES=4, STEP=32, TOGETHER=8, num_warps=8,
     )  # fmt: skip
-
-
-def project(
-    x: Tensor, weight: Tensor, u: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite
-) -> Tensor:
-    """x · weightᵀ + scale · u · Bᵀ; `u` is one split of `lora_kernels.shrink`, and tiles cover every row."""
-    y = x.new_empty(x.shape[0], weight.shape[0])
-    _projected(x, weight, u, y, table, tiles, site.column + 1, site.outs, 1)
     return y
-
-
-def project_back(
-    grad_y: Tensor,
-    weight: Tensor,
-    grad_u: Tensor,
-    grad_x: Tensor,
-    table: AdapterTable,
-    tiles: RowTiles,
-    site: TableSite,
-) -> None:
-    """grad_x = grad_y · weight + scale · grad_u · A."""
-    parts = len(site.outs)
-    _projected(grad_y, weight.t(), grad_u, grad_x, table, tiles, site.column, [site.in_features], parts)

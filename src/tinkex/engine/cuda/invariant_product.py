@@ -2,42 +2,32 @@
 """A batch-invariant frozen product: a row's result does not depend on how many other rows there are.
 
 Each sum runs over the features in order, without split-K, so the tile shape (chosen by the number of rows)
-does not change the result. A library's product is faster and promises no such thing. Knows nothing of
-adapters.
+does not change the result. A library's product is faster and promises no such thing.
 
 Shapes: M rows, N out-features, K in-features.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import PDL, wait_for_previous
-from tinkex.engine.cuda.sizes import cdiv
+from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, wait_for_previous
 
 _TOGETHER = 8  # tiles of rows that share weights in L2
 
 
-class _InvariantTile(NamedTuple):
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-def _shape(rows: int) -> _InvariantTile:
+def _tile(rows: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns, features of an iteration, warps, stages."""
     if rows <= 16:
-        return _InvariantTile(16, 64, 128, 4, 4)
+        return 16, 64, 128, 4, 4
     if rows <= 64:
-        return _InvariantTile(64, 64, 128, 4, 3)
-    return _InvariantTile(64, 128, 64, 4, 4) if rows <= 512 else _InvariantTile(128, 128, 64, 8, 3)
+        return 64, 64, 128, 4, 3
+    return (64, 128, 64, 4, 4) if rows <= 512 else (128, 128, 64, 8, 3)
 
 
 @launched
@@ -60,12 +50,10 @@ def _product(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         if EVEN:
-            left = tl.load(at_x, mask=have_m, other=0.0)
-            right = tl.load(at_weight, mask=have_n, other=0.0)
+            left, right = load(at_x, have_m), load(at_weight, have_n)
         else:
             have_k = start + k < K
-            left = tl.load(at_x, mask=have_m & have_k[None, :], other=0.0)
-            right = tl.load(at_weight, mask=have_n & have_k[:, None], other=0.0)
+            left, right = load(at_x, have_m & have_k[None, :]), load(at_weight, have_n & have_k[:, None])
         total = tl.dot(left, right, total)
         at_x += BLOCK_K
         at_weight += BLOCK_K * stride_k
@@ -76,14 +64,14 @@ def _product(
 
 def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias, [M, N] in x's dtype; the weight may be row- or column-major."""
-    (rows, k), n, tile = x_MK.shape, weight_NK.shape[0], _shape(x_MK.shape[0])
-    y_MN = torch.empty(rows, n, dtype=x_MK.dtype, device=x_MK.device)
-    _product[(cdiv(rows, tile.m) * cdiv(n, tile.n),)](
+    (rows, k), n = x_MK.shape, weight_NK.shape[0]
+    block_m, block_n, block_k, warps, stages = _tile(rows)
+    y_MN = x_MK.new_empty(rows, n)
+    _product[(cdiv(rows, block_m) * cdiv(n, block_n),)](
         x_MK, weight_NK, x_MK if bias_N is None else bias_N, y_MN, rows, n, k,
         x_MK.stride(0), *weight_NK.stride(), y_MN.stride(0),
         BIAS=bias_N is not None, EVEN=k % 128 == 0, TOGETHER=_TOGETHER,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **PDL,
     )  # fmt: skip
     return y_MN
 

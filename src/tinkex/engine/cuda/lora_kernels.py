@@ -1,19 +1,18 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """LoRA down- and up-projections of many adapters of any ranks, one launch each.
 
-`shrink` is the down-projection u = x·Aᵀ and `expand` the up-projection y += scale·u·Bᵀ, as in Punica. `unite`
-adds the up-projection to the splits of a split-K product; `write` stores it. Kernels find an adapter's
-matrices through a table of addresses on the device: a captured graph serves whatever adapters the table holds
-when it is replayed, and nothing is copied to group adapters. Rows come in tiles of one adapter each. Knows
-nothing of sites' meaning, of autograd or of runs. The plain implementation is `engine.torch.lora.LoraBatch`.
+`shrink` is the down-projection u = x·Aᵀ and `expand` the up-projection y += scale·u·Bᵀ, as in Punica; with A
+and B exchanged they compute the gradients to u and x. `unite` adds the up-projection to the splits of a
+split-K product; `write` stores it. Kernels find an adapter's matrices through a table of addresses on the
+device: a captured graph serves whatever adapters the table holds when it is replayed. The plain
+implementation is `engine.torch.lora.LoraBatch`.
 
-Shapes: T rows, S splits, P parts of a site, R rank, I in-features, O out-features.
+Shapes: T rows, S splits, P parts of a site, R rank, O out-features.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,10 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, TableSite
-from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.pdl import CLUSTERS, PDL, wait_for_previous
-from tinkex.engine.cuda.sizes import MULTIPROCESSORS, cdiv, power_of_2, shared_bytes
+from tinkex.engine.cuda.adapter_table import SiteMatrices
+from tinkex.engine.cuda.launch import (
+    CLUSTERS,
+    MULTIPROCESSORS,
+    PDL,
+    cdiv,
+    launched,
+    load,
+    load_fp32,
+    power_of_2,
+    shared_bytes,
+    wait_for_previous,
+)
 
 # As measured on an H200:
 PROGRAMS = 2 * MULTIPROCESSORS  # that keep the device busy
@@ -34,6 +42,7 @@ _FEW = 64  # tiles: their programs wait for memory, and more of them hide that f
 _SHARED = 215_000  # bytes of shared memory: most of what Hopper has
 _VAST = 16384  # features from which on a sum is split over all programs
 _MAX_U = 128  # columns of u that one program holds
+MAX_WRITTEN = 256  # columns of u of all parts that `write` serves
 
 
 # -- kernels -------------------------------------------------------------------------------------------
@@ -46,12 +55,18 @@ def tile_at(cells, tiles, tile):
 
 
 @triton.jit
-def rank_at(table, slot, columns, VECTORS: tl.constexpr):
-    """A slot's rank; VECTORS: it is a multiple of 8, so that u is loaded 16 bytes at a time."""
+def adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS: tl.constexpr):
+    """A tile's slot, first row and number of rows; its adapter's rank, and the address of a part's matrix.
+
+    VECTORS: ranks are multiples of 8, so that u is loaded 16 bytes at a time.
+    """
+    slot, start, count = tile_at(cells, tiles, tile)
     rank = tl.load(table + slot * columns).to(tl.int32)
     if VECTORS:
         rank = tl.multiple_of(rank, 8)
-    return rank
+    address = tl.load(table + slot * columns + column + part)
+    wait_for_previous()
+    return slot, start, count, rank, address
 
 
 @triton.jit
@@ -74,6 +89,15 @@ def part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_u(place, have, stride, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of u's splits."""
+    u = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for split in tl.static_range(SPLITS):
+        u += load_fp32(place + split * stride, have)
+    return u
+
+
+@triton.jit
 def scaled(u, scale, dtype):
     """u as every kernel multiplies it with B that continues an fp32 sum, so that all are bitwise identical.
 
@@ -83,25 +107,23 @@ def scaled(u, scale, dtype):
 
 
 @triton.jit
-def b_of(
-    table, scales, slot, columns, column, part, width, at, col, have_n,
-    DTYPE: tl.constexpr, VECTORS: tl.constexpr = False,
-):  # fmt: skip
+def b_of(where, part, width, at, col, have_n, DTYPE: tl.constexpr, VECTORS: tl.constexpr = False):
     """Rows `at` and columns `col` of an adapter's Bᵀ at one part, its rank there and its scale."""
+    table, scales, slot, columns, column = where
     address = tl.load(table + slot * columns + column + part)
     rank = tl.where(address != 0, tl.load(table + slot * columns).to(tl.int32), 0)
     if VECTORS:
         rank = tl.multiple_of(rank, 8)
     matrix = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
     have = have_n & ((at >= 0) & (at < rank))[:, None]
-    b = tl.load(matrix + at[:, None] * width + col[None, :], mask=have, other=0.0)
+    b = load(matrix + at[:, None] * width + col[None, :], have)
     return b, rank, tl.load(scales + slot)
 
 
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _shrink(
-    x, u, table, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
+    x, u, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
     EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -113,10 +135,7 @@ def _shrink(
     tile = tl.program_id(0) // (TILE // BLOCK_M)
     inside = tl.program_id(0) % (TILE // BLOCK_M) * BLOCK_M
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
-    slot, start, count = tile_at(cells, tiles, tile)
-    rank = rank_at(table, slot, columns, VECTORS)
-    address = tl.load(table + slot * columns + column + part)
-    wait_for_previous()
+    _, start, count, rank, address = adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS)
     if (count > inside) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
         width, before = part_at(part, n0, n1, n2, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -130,13 +149,8 @@ def _shrink(
             for k in range(split * span, tl.minimum((split + 1) * span, width), BLOCK_K):
                 at = k + tl.arange(0, BLOCK_K)
                 have_k = at < width
-                left = tl.load(
-                    x + row[:, None] * stride_x + before + at[None, :],
-                    mask=have_m & have_k[None, :], other=0.0,
-                )  # fmt: skip
-                right = tl.load(
-                    matrix + n[None, :] * width + at[:, None], mask=have_n & have_k[:, None], other=0.0
-                )
+                left = load(x + row[:, None] * stride_x + before + at[None, :], have_m & have_k[None, :])
+                right = load(matrix + n[None, :] * width + at[:, None], have_n & have_k[:, None])
                 total = tl.dot(left, right, total)
             out = u + split * stride_split + row[:, None] * stride_u + part * rank + n[None, :]
             tl.store(out, total, mask=have_m & have_n)
@@ -156,10 +170,9 @@ def _expand(
     each.
     """
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
-    slot, start, count = tile_at(cells, tiles, tl.program_id(1))
-    rank = rank_at(table, slot, columns, VECTORS)
-    address = tl.load(table + slot * columns + column + part)
-    wait_for_previous()
+    slot, start, count, rank, address = adapter_at(
+        table, cells, tiles, columns, column, tl.program_id(1), part, VECTORS
+    )
     work = count > 0
     if IN_PLACE:
         work = work & (address != 0)
@@ -174,21 +187,16 @@ def _expand(
         united = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for number in tl.static_range(BASES):
             place = base + number * split_base + row[:, None] * stride_base + before + n[None, :]
-            held = tl.load(place, mask=have_m & have_n, other=0.0).to(tl.float32)  # early: all loads overlap
+            held = load_fp32(place, have_m & have_n)  # early: all loads overlap
             total = held
             if SPLITS > 1:
                 total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(0, wide, BLOCK_K):
                 at = k + tl.arange(0, BLOCK_K)
                 have_k = at < wide
-                right = tl.load(
-                    matrix + at[:, None] * width + n[None, :], mask=have_n & have_k[:, None], other=0.0
-                )
+                right = load(matrix + at[:, None] * width + n[None, :], have_n & have_k[:, None])
                 of_u = u + number * split_u + row[:, None] * stride_u + part * rank + at[None, :]
-                left = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-                for split in tl.static_range(SPLITS):
-                    more = tl.load(of_u + split * split_u, mask=have_m & have_k[None, :], other=0.0)
-                    left += more.to(tl.float32)
+                left = load_u(of_u, have_m & have_k[None, :], split_u, SPLITS, BLOCK_M, BLOCK_K)
                 left = left.to(dtype) if SPLITS > 1 else scaled(left, scale, dtype)
                 total = tl.dot(left, right, total)
             if SPLITS > 1:  # faster; no other kernel must match it bitwise
@@ -201,7 +209,7 @@ def _expand(
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _write(
     u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
-    EVEN: tl.constexpr, VECTORS: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[rows, part's columns] = scale · u[rows, part] · matrix, zeros where there is no matrix.
@@ -210,10 +218,7 @@ def _write(
     """
     tile = tl.program_id(1)
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
-    slot, start, count = tile_at(cells, tiles, tile)
-    rank = rank_at(table, slot, columns, VECTORS)
-    address = tl.load(table + slot * columns + column + part)
-    wait_for_previous()
+    slot, start, count, rank, address = adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS)
     wide = tl.where(address != 0, rank, 0)
     width, before = part_at(part, n0, n1, n2, EVEN)
     matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
@@ -221,30 +226,18 @@ def _write(
     row = (start + m).to(tl.int64)
     have_m, have_k = (m < count)[:, None], at < wide
     place = u + row[:, None] * stride_u + part * rank + at[None, :]
-    left = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for split in tl.static_range(SPLITS):
-        left += tl.load(place + split * stride_split, mask=have_m & have_k[None, :], other=0.0).to(tl.float32)
+    left = load_u(place, have_m & have_k[None, :], stride_split, SPLITS, BLOCK_M, BLOCK_K)
     left = left.to(y.dtype.element_ty)
     scale = tl.load(scales + slot)
     for n in range(first, tl.minimum(first + GROUP, width), BLOCK_N):
         col = n + tl.arange(0, BLOCK_N)
         have_n = (col < width)[None, :]
-        right = tl.load(matrix + at[:, None] * width + col[None, :], mask=have_n & have_k[:, None], other=0.0)
+        right = load(matrix + at[:, None] * width + col[None, :], have_n & have_k[:, None])
         out = y + row[:, None] * stride_y + before + col[None, :]
         tl.store(out, tl.dot(left, right) * scale, mask=have_m & have_n)
 
 
 # -- launching -----------------------------------------------------------------------------------------
-
-
-def triple(sizes: Sequence[int]) -> tuple[int, int, int]:
-    assert len(sizes) <= 3
-    n0, n1, n2 = (*sizes, 0, 0)[:3]
-    return n0, n1, n2
-
-
-def even(sizes: Sequence[int]) -> bool:
-    return all(size % 16 == 0 for size in sizes)
 
 
 def split_count(wanted: int, most: int) -> int:
@@ -253,8 +246,6 @@ def split_count(wanted: int, most: int) -> int:
 
 
 class _ShrinkTile(NamedTuple):
-    """The tile sizes and the grid of `shrink`."""
-
     splits: int
     each: int  # splits that one program computes, one after the other
     rows: int
@@ -265,110 +256,61 @@ class _ShrinkTile(NamedTuple):
     clusters: bool = False
 
 
-def _shrink_tile(
-    x: Tensor,
-    table: AdapterTable,
-    tiles: RowTiles,
-    sizes: Sequence[int],
-    width: int,
-    splits: int | None,
-    beside: bool,
-) -> _ShrinkTile:
-    """As measured on an H200; `beside`: a library's product runs at the same time."""
-    count, columns = tiles.cells.shape[1], max(16, min(_MAX_U, power_of_2(width)))
-    shared, few = shared_bytes(x.device), count <= _SHRINK_PROGRAMS // 2
-    if table.invariant or (splits is None and tiles.rows > 64):
+def _shrink_tile(at: SiteMatrices, shared: int, splits: int | None, beside: bool) -> _ShrinkTile:
+    """As measured on an H200, for programs with so many bytes of `shared` memory."""
+    (cells, rows), parts, features = at.tiles, len(at.sizes), max(at.sizes)
+    count, width = cells.shape[1], at.multiple * at.table.widest
+    columns, few = max(16, min(_MAX_U, power_of_2(width))), count <= _SHRINK_PROGRAMS // 2
+    if at.table.invariant or (splits is None and rows > 64):
         splits, beside = 1, False
-    if beside and splits and tiles.rows == 64 and count in (2, 4) and width <= _MAX_U and shared >= _SHARED:
+    if beside and splits and rows == 64 and count in (2, 4) and width <= _MAX_U and shared >= _SHARED:
         # The library's product has 128 programs in clusters of two, on 132 multiprocessors, and would wait
         # for every further one that this takes. So this takes two or four, in clusters, however long it
         # needs.
         stages = min(6, _SHARED // (2 * 128 * (64 + columns)))
         return _ShrinkTile(splits, splits, 64, columns, 128, 8, stages, clusters=True)
     if splits is None:
-        wanted = _SHRINK_PROGRAMS if max(sizes) < _VAST else PROGRAMS
-        wanted //= count * len(sizes) * cdiv(width, columns)
-        most = max(256 // tiles.rows, max(sizes) // 1024)  # so that a product beside does not wait for it
-        splits = split_count(min(wanted, most), max(sizes) // 256)
+        wanted = (_SHRINK_PROGRAMS if features < _VAST else PROGRAMS) // (
+            count * parts * cdiv(width, columns)
+        )
+        most = max(256 // rows, features // 1024)  # so that a product beside does not wait for it
+        splits = split_count(min(wanted, most), features // 256)
         few = few and splits == 1
-    programs = count * cdiv(tiles.rows, 16) * len(sizes) * cdiv(width, 16) * splits
-    if few and programs <= PROGRAMS // 2:  # the smallest programs finish soonest
-        features = min(1024 if shared >= 140_000 else 256, max(16, power_of_2(max(sizes))))
+    if few and count * cdiv(rows, 16) * parts * cdiv(width, 16) * splits <= PROGRAMS // 2:
+        # the smallest programs finish soonest
+        block = min(1024 if shared >= 140_000 else 256, max(16, power_of_2(features)))
         if splits > 1:  # a split has the same features in every shape of tile
-            features = math.gcd(features, max(sizes) // splits)
-        return _ShrinkTile(splits, 1, 16, 16, features, 2, 3)
+            block = math.gcd(block, features // splits)
+        return _ShrinkTile(splits, 1, 16, 16, block, 2, 3)
     if few:  # whole tiles would leave most of the device idle
         stages = max(3, min(6, 1 + 90_000 // (2 * 128 * (16 + columns))))  # in bytes that every device has
         return _ShrinkTile(splits, 1, 16, columns, 128, 4, stages)
-    return _ShrinkTile(splits, 1, tiles.rows, columns, 128, 4, 3)
+    return _ShrinkTile(splits, 1, rows, columns, 128, 4, 3)
 
 
-def _shrunk(
-    x: Tensor,
-    table: AdapterTable,
-    tiles: RowTiles,
-    column: int,
-    sizes: Sequence[int],
-    multiple: int,
-    splits: int | None = None,
-    beside: bool = False,
-) -> Tensor:
-    count, parts, width = tiles.cells.shape[1], len(sizes), multiple * table.widest
-    tile = _shrink_tile(x, table, tiles, sizes, width, splits, beside)
-    blocks, dtype = cdiv(width, tile.columns), x.dtype if tile.splits == 1 else torch.float32
-    # rows begin at multiples of 16 elements
-    u = torch.empty(tile.splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
-    _shrink[(count * (tiles.rows // tile.rows), parts * blocks, tile.splits // tile.each)](
-        x, u, table.addresses, tiles.cells, count, table.addresses.shape[1], column, *triple(sizes),
-        x.stride(0), u.stride(1), u.stride(0),
-        EVEN=even(sizes), VECTORS=table.vectors, MULTIPLE=multiple, BLOCKS=blocks, SPLITS=tile.splits,
-        EACH=tile.each, TILE=tiles.rows, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.features,
-        num_warps=tile.warps, num_stages=tile.stages, **PDL, **(CLUSTERS if tile.clusters else {}),
-    )  # fmt: skip
-    return u
-
-
-def _expanded(
-    u: Tensor,
-    base: Tensor,
-    y: Tensor,
-    table: AdapterTable,
-    tiles: RowTiles,
-    column: int,
-    sizes: Sequence[int],
-    multiple: int,
-) -> None:
-    """`base` is [S, T, O]: y itself, or the splits of a product."""
-    count, bases, in_place = tiles.cells.shape[1], len(base), base.data_ptr() == y.data_ptr()
-    block_n, warps = 64 if in_place else 32, 8
-    if count > _FEW or (in_place and max(sizes) >= _VAST):
-        block_n, warps = 128, 4 if tiles.rows <= 64 else 8
-    wide = 64 if table.invariant else power_of_2(multiple * table.widest)
-    _expand[(sum(cdiv(size, block_n) for size in sizes), count)](
-        u, base, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], column,
-        *triple(sizes), u.stride(1), u.stride(0), base.stride(1), base.stride(0), y.stride(0),
-        EVEN=even(sizes), VECTORS=table.vectors, MULTIPLE=multiple, BASES=bases,
-        SPLITS=len(u) if bases == 1 else 1, IN_PLACE=in_place,
-        BLOCK_M=tiles.rows, BLOCK_N=block_n, BLOCK_K=max(16, min(64, wide)),
-        num_warps=warps, num_stages=2 if in_place and count <= _FEW else 1, **PDL,
-    )  # fmt: skip
-
-
-def shrink(
-    x: Tensor,
-    table: AdapterTable,
-    tiles: RowTiles,
-    site: TableSite,
-    splits: int | None = None,
-    *,
-    beside: bool = False,
-) -> Tensor:
+def shrink(x: Tensor, at: SiteMatrices, splits: int | None = None, *, beside: bool = False) -> Tensor:
     """u = x·Aᵀ of all parts side by side, [S, T, P·R], to be summed over S.
 
     Without `splits` it takes as many as are fastest; with an invariant table always one. `beside`: a product
     with the same x runs at the same time.
     """
-    return _shrunk(x, table, tiles, site.column, [site.in_features], len(site.outs), splits, beside)
+    width, parts = at.multiple * at.table.widest, len(at.sizes)
+    tile = _shrink_tile(at, shared_bytes(x.device), splits, beside)
+    blocks, dtype = cdiv(width, tile.columns), x.dtype if tile.splits == 1 else torch.float32
+    # rows begin at multiples of 16 elements
+    u = torch.empty(tile.splits, x.shape[0], 16 * cdiv(parts * width, 16), dtype=dtype, device=x.device)
+    programs = (
+        at.tiles.cells.shape[1] * (at.tiles.rows // tile.rows),
+        parts * blocks,
+        tile.splits // tile.each,
+    )
+    _shrink[programs](
+        x, u, *at.where, *at.widths, x.stride(0), u.stride(1), u.stride(0),
+        **at.constants, BLOCKS=blocks, SPLITS=tile.splits, EACH=tile.each, TILE=at.tiles.rows,
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.features,
+        num_warps=tile.warps, num_stages=tile.stages, **PDL, **(CLUSTERS if tile.clusters else {}),
+    )  # fmt: skip
+    return u
 
 
 def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
@@ -376,54 +318,50 @@ def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
     return u if len(u) == 1 else u.sum(0, keepdim=True).to(dtype)
 
 
-def shrink_back(grad_y: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> Tensor:
-    """The gradient to u, in splits like u, without the scale."""
-    return _shrunk(grad_y, table, tiles, site.column + 1, site.outs, 1)
+def _expanded(u: Tensor, base: Tensor, y: Tensor, at: SiteMatrices) -> None:
+    """`base` is [S, T, O]: y itself, or the splits of a product."""
+    count, bases, in_place = at.tiles.cells.shape[1], len(base), base.data_ptr() == y.data_ptr()
+    block_n, warps = 64 if in_place else 32, 8
+    if count > _FEW or (in_place and max(at.sizes) >= _VAST):
+        block_n, warps = 128, 4 if at.tiles.rows <= 64 else 8
+    wide = 64 if at.table.invariant else power_of_2(at.multiple * at.table.widest)
+    _expand[(at.blocks(block_n), count)](
+        u, base, y, *at.where, *at.widths,
+        u.stride(1), u.stride(0), base.stride(1), base.stride(0), y.stride(0),
+        **at.constants, BASES=bases, SPLITS=len(u) if bases == 1 else 1, IN_PLACE=in_place,
+        BLOCK_M=at.tiles.rows, BLOCK_N=block_n, BLOCK_K=max(16, min(64, wide)),
+        num_warps=warps, num_stages=2 if in_place and count <= _FEW else 1, **PDL,
+    )  # fmt: skip
 
 
-def expand(u: Tensor, y: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> None:
+def expand(u: Tensor, y: Tensor, at: SiteMatrices) -> None:
     """y += scale · u · Bᵀ in place."""
-    _expanded(u, y[None], y, table, tiles, site.column + 1, site.outs, 1)
+    _expanded(u, y[None], y, at)
 
 
-def expand_back(
-    grad_u: Tensor, grad_x: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite
-) -> None:
-    """grad_x += scale · grad_u · A in place; `lora_gradients.backward` returns `grad_u`."""
-    _expanded(grad_u, grad_x[None], grad_x, table, tiles, site.column, [site.in_features], len(site.outs))
-
-
-def unite(
-    u: Tensor, base: Tensor, dtype: torch.dtype, table: AdapterTable, tiles: RowTiles, site: TableSite
-) -> Tensor:
+def unite(u: Tensor, base: Tensor, dtype: torch.dtype, at: SiteMatrices) -> Tensor:
     """The sum over S of base + scale · u · Bᵀ, both [S, …]; `base` is fp32 and tiles cover every row."""
     assert len(u) == len(base)
     y = torch.empty(base.shape[1:], dtype=dtype, device=base.device)
-    _expanded(u, base, y, table, tiles, site.column + 1, site.outs, 1)
+    _expanded(u, base, y, at)
     return y
 
 
-def writes(table: AdapterTable, site: TableSite) -> bool:
-    """Whether `write` can hold so wide a product."""
-    return len(site.outs) * table.widest <= 256
-
-
-def columns_for(sizes: Sequence[int], tiles: int, least: int) -> int:
+def columns_for(at: SiteMatrices, least: int) -> int:
     """How many columns a program of `write` loops over: fewer where tiles are few, for more programs."""
-    group = 512 if max(sizes) <= 1024 else 1024
-    while tiles <= _FEW and group > least and tiles * sum(cdiv(n, group) for n in sizes) < _WRITE_PROGRAMS:
+    count, group = at.tiles.cells.shape[1], 512 if max(at.sizes) <= 1024 else 1024
+    while count <= _FEW and group > least and count * at.blocks(group) < _WRITE_PROGRAMS:
         group //= 2
     return group
 
 
-def write(u: Tensor, y: Tensor, table: AdapterTable, tiles: RowTiles, site: TableSite) -> None:
+def write(u: Tensor, y: Tensor, at: SiteMatrices) -> None:
     """y = scale · u · Bᵀ; tiles cover every row."""
-    count, block_k = tiles.cells.shape[1], max(16, power_of_2(table.widest))
-    columns, warps = (64, 4) if tiles.rows < 64 or block_k > 128 else (128, 8)
-    group = columns_for(site.outs, count, columns)
-    _write[(sum(cdiv(size, group) for size in site.outs), count)](
-        u, y, table.addresses, table.scales, tiles.cells, count, table.addresses.shape[1], site.column + 1,
-        *triple(site.outs), u.stride(1), u.stride(0), y.stride(0),
-        EVEN=even(site.outs), VECTORS=table.vectors, SPLITS=len(u), GROUP=group,
-        BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=block_k, num_warps=warps, num_stages=3, **PDL,
+    (_, rows), count, block_k = at.tiles, at.tiles.cells.shape[1], max(16, power_of_2(at.table.widest))
+    columns, warps = (64, 4) if rows < 64 or block_k > 128 else (128, 8)
+    group = columns_for(at, columns)
+    _write[(at.blocks(group), count)](
+        u, y, *at.where, *at.widths, u.stride(1), u.stride(0), y.stride(0),
+        **at.constants, SPLITS=len(u), GROUP=group, BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=block_k,
+        num_warps=warps, num_stages=3, **PDL,
     )  # fmt: skip

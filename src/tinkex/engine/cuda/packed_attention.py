@@ -4,7 +4,7 @@
 Work comes in tiles of one sequence's positions, the longest first, so that ragged batches fill the device.
 The backward over keys sums over the query heads that share a kv head, and stores the slopes (the gradients to
 the scores) for the backward over queries, unless they take too much memory. The order of every sum is fixed.
-The plain implementation is `attention.attend`. Knows nothing of autograd.
+The plain implementation is `attention.attend`.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim. Logarithms are to base 2.
 """
@@ -20,9 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.sizes import power_of_2
-from tinkex.engine.cuda.sums import sum_mma_rows
+from tinkex.engine.cuda.launch import launched, load, load_fp32, power_of_2
 from tinkex.engine.torch.upload import all_to_device
 
 TILE = 64  # positions of a tile
@@ -61,6 +59,44 @@ def cut(lengths: Sequence[int], device: torch.device) -> AttentionTiles:
 
 
 @triton.jit
+def sum_mma_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row sums of the result of `tl.dot`, at least 16 columns: distant columns first, eight apart last.
+
+    A thread holds two neighbours; columns eight apart may belong to another warp. `tl.sum` adds what one
+    thread holds first: with it, kernels of other layouts would not be bitwise identical.
+    """
+    n: tl.constexpr = COLUMNS // 2
+    if COLUMNS > 16:
+        return sum_mma_rows(tl.sum(tl.reshape(x, (ROWS, 2, n)), 1), ROWS, n)
+    else:
+        x = tl.sum(tl.reshape(x, (ROWS, 2, 4, 2)), 3)
+        x = tl.sum(tl.reshape(x, (ROWS, 2, 2, 2)), 2)
+        return tl.sum(tl.sum(x, 2), 1)
+
+
+@triton.jit
+def _program(cells, tiles, HEADS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A program's head and tile; its sequence's first row and length; its first position; all its positions,
+    and where their vectors of that head are and which there are.
+    """
+    head, tile = tl.program_id(0), tl.program_id(1)
+    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
+    at = tl.load(cells + 2 * tiles + tile)
+    position, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    inside = (position < length)[:, None] & (c < C)[None, :]
+    place = (first + position)[:, None] * (HEADS * C) + head * C + c[None, :]
+    return head, tile, first, length, at, position, place, inside
+
+
+@triton.jit
+def _vectors(start, length, STRIDE, BLOCK: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Positions from `start` on, where their vectors are after the sequence's first, and which exist."""
+    position, c = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    place = position.to(tl.int64)[:, None] * STRIDE + c[None, :]
+    return position, place, (position < length)[:, None] & (c < C)[None, :]
+
+
+@triton.jit
 def _visible(scores, query, key, length, WINDOW: tl.constexpr):
     """-inf where a query may not attend: `query` and `key` are positions, broadcast against each other."""
     seen = (key <= query) & (query < length)
@@ -75,12 +111,9 @@ def _look(
     MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Attend a tile of queries to the keys low:high (online softmax)."""
-    c = tl.arange(0, BLOCK_C)
     for start in range(low, high, BLOCK):
-        key = start + tl.arange(0, BLOCK)
-        inside = (key < length)[:, None] & (c < C)[None, :]
-        place = key.to(tl.int64)[:, None] * stride + c[None, :]
-        keys = tl.load(k + place, mask=inside, other=0.0)
+        key, place, inside = _vectors(start, length, stride, BLOCK, C, BLOCK_C)
+        keys = load(k + place, inside)
         scores = tl.dot(queries, tl.trans(keys))
         if MASK:
             scores = _visible(scores, query[:, None], key[None, :], length, WINDOW)
@@ -89,7 +122,7 @@ def _look(
         weights = tl.exp2(scores * scale - level[:, None])
         fade = tl.exp2(best - level)
         mass = mass * fade + sum_mma_rows(weights, weights.shape[0], BLOCK)
-        values = tl.load(v + place, mask=inside, other=0.0)
+        values = load(v + place, inside)
         total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
         best = higher
     return total, best, mass
@@ -102,13 +135,8 @@ def _forward(
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)
-    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
-    at = tl.load(cells + 2 * tiles + tile)
-    query, c = at + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
-    inside = (query < length)[:, None] & (c < C)[None, :]
-    place = (first + query)[:, None] * (H * C) + head * C + c[None, :]
-    queries = tl.load(q + place, mask=inside, other=0.0)
+    head, _, first, length, at, query, place, inside = _program(cells, tiles, H, C, BLOCK_M, BLOCK_C)
+    queries = load(q + place, inside)
     kv = first * (G * C) + head // (H // G) * C
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
@@ -118,14 +146,11 @@ def _forward(
     if WINDOW > 0:
         low = tl.maximum(at - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         whole = low
-    total, best, mass = _look(
-        total, best, mass, queries, k + kv, v + kv, query, low, whole, length, G * C, scale,
-        MASK=False, WINDOW=WINDOW, BLOCK=BLOCK_N, C=C, BLOCK_C=BLOCK_C,
-    )  # fmt: skip
-    total, best, mass = _look(
-        total, best, mass, queries, k + kv, v + kv, query, whole, end, length, G * C, scale,
-        MASK=True, WINDOW=WINDOW, BLOCK=BLOCK_N, C=C, BLOCK_C=BLOCK_C,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        total, best, mass = _look(
+            total, best, mass, queries, k + kv, v + kv, query, whole if masked else low,
+            end if masked else whole, length, G * C, scale, masked == 1, WINDOW, BLOCK_N, C, BLOCK_C,
+        )  # fmt: skip
     tl.store(out + place, total / tl.where(mass == 0, 1.0, mass)[:, None], mask=inside)
     tl.store(lse + head * T + first + query, best + tl.log2(mass), mask=query < length)
 
@@ -144,15 +169,9 @@ def _along(
     H: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Each query's log-sum-exp and Σ out · grad, side by side in one int64, so that one load reads both."""
-    head, tile = tl.program_id(0), tl.program_id(1)
-    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
-    at = tl.load(cells + 2 * tiles + tile)
-    query, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    inside = (query < length)[:, None] & (c < C)[None, :]
-    place = (first + query)[:, None] * (H * C) + head * C + c[None, :]
-    o = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    level = tl.load(lse + head * T + first + query, mask=query < length, other=0.0)
+    head, tile, first, length, _, query, place, inside = _program(cells, tiles, H, C, BLOCK, BLOCK_C)
+    o, g = load_fp32(out + place, inside), load_fp32(grad + place, inside)
+    level = load(lse + head * T + first + query, query < length)
     cell = 2 * ((head * tiles + tl.load(cells + 3 * tiles + tile)) * BLOCK + query)
     tl.store(sums + cell, level)
     tl.store(sums + cell + 1, tl.sum(o * g, 1))
@@ -165,18 +184,16 @@ def _gather_keys(
     BLOCK: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the queries low:high of one head to a tile of keys and values."""
-    row, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    row = tl.arange(0, BLOCK)
     for start in range(low, high, BLOCK):
-        query = start + row
-        inside = (query < length)[:, None] & (c < C)[None, :]
-        place = query.to(tl.int64)[:, None] * STRIDE + c[None, :]
-        queries = tl.load(q + place, mask=inside, other=0.0)
+        query, place, inside = _vectors(start, length, STRIDE, BLOCK, C, BLOCK_C)
+        queries = load(q + place, inside)
         level, along = _halves(tl.load(sums + query))
         scores = tl.dot(keys, tl.trans(queries))  # [keys, queries]
         if MASK:
             scores = _visible(scores, query[None, :], key[:, None], length, WINDOW)
         weights = tl.exp2(scores * scale - level[None, :])
-        grads = tl.load(grad + place, mask=inside, other=0.0)
+        grads = load(grad + place, inside)
         grad_v = tl.dot(weights.to(grads.dtype), grads, grad_v)
         slope = weights * tl.dot(values, tl.trans(grads), tl.broadcast_to(-along[None, :], BLOCK, BLOCK))
         slope = slope.to(queries.dtype)
@@ -196,17 +213,11 @@ def _backward_keys(
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, STORE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    kv, tile = tl.program_id(0), tl.program_id(1)
-    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
-    at = tl.multiple_of(tl.load(cells + 2 * tiles + tile), BLOCK)
+    kv, tile, first, length, at, key, place, inside = _program(cells, tiles, G, C, BLOCK, BLOCK_C)
+    at = tl.multiple_of(at, BLOCK)
     first_tile, first_slope = tl.load(cells + 3 * tiles + tile), tl.load(cells + 4 * tiles + tile)
-    key, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    inside = (key < length)[:, None] & (c < C)[None, :]
-    place = (first + key)[:, None] * (G * C) + kv * C + c[None, :]
-    keys = tl.load(k + place, mask=inside, other=0.0)
-    values = tl.load(v + place, mask=inside, other=0.0)
-    grad_k = tl.zeros((BLOCK, BLOCK_C), tl.float32)
-    grad_v = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+    keys, values = load(k + place, inside), load(v + place, inside)
+    grad_k, grad_v = tl.zeros((BLOCK, BLOCK_C), tl.float32), tl.zeros((BLOCK, BLOCK_C), tl.float32)
     whole, end = at + BLOCK, length  # queries from `whole` on see every key of the tile
     if WINDOW > 0:
         whole += WINDOW
@@ -215,18 +226,12 @@ def _backward_keys(
         base = first * (H * C) + head * C
         at_sums = sums + (head * query_tiles + first_tile) * BLOCK
         at_slopes = slopes + (head * stored + first_slope + at // BLOCK).to(tl.int64) * (BLOCK * BLOCK)
-        grad_k, grad_v = _gather_keys(
-            grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
-            at, tl.minimum(whole, length), length, scale2,
-            MASK=True, WINDOW=WINDOW, STORE=STORE, STRIDE=H * C,
-            BLOCK=BLOCK, C=C, BLOCK_C=BLOCK_C,
-        )  # fmt: skip
-        grad_k, grad_v = _gather_keys(
-            grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
-            whole, end, length, scale2,
-            MASK=False, WINDOW=WINDOW, STORE=STORE, STRIDE=H * C,
-            BLOCK=BLOCK, C=C, BLOCK_C=BLOCK_C,
-        )  # fmt: skip
+        for unmasked in tl.static_range(2):
+            grad_k, grad_v = _gather_keys(
+                grad_k, grad_v, keys, values, q + base, grad + base, at_sums, at_slopes, key,
+                whole if unmasked else at, end if unmasked else tl.minimum(whole, length), length, scale2,
+                unmasked == 0, WINDOW, STORE, H * C, BLOCK, C, BLOCK_C,
+            )  # fmt: skip
     tl.store(out_k + place, grad_k * scale, mask=inside)
     tl.store(out_v + place, grad_v, mask=inside)
 
@@ -246,16 +251,15 @@ def _backward_slopes(
     column = tl.arange(0, HEADS * BLOCK)
     head, query = group * HEADS + column // BLOCK, at + column % BLOCK
     of_head = head * stored + tl.load(cells + 4 * tiles + tile) + number * (number + 1) // 2
-    slopes += (
-        of_head.to(tl.int64)[None, :] * (BLOCK * BLOCK) + row[:, None] * BLOCK + (column % BLOCK)[None, :]
-    )
+    slopes += of_head.to(tl.int64)[None, :] * (BLOCK * BLOCK)
+    slopes += row[:, None] * BLOCK + (column % BLOCK)[None, :]
     k += first * (G * C) + group * HEADS // (H // G) * C
     grad_q = tl.zeros((HEADS * BLOCK, BLOCK_C), tl.float32)
     for start in range(0, at + BLOCK, BLOCK):
         key = start + row
         inside = (key < length)[:, None] & (c < C)[None, :]
         slope = tl.load(slopes + start * BLOCK)  # [keys, queries]
-        keys = tl.load(k + key.to(tl.int64)[:, None] * (G * C) + c[None, :], mask=inside, other=0.0)
+        keys = load(k + key.to(tl.int64)[:, None] * (G * C) + c[None, :], inside)
         grad_q = tl.dot(tl.trans(slope), keys, grad_q)
     place = (first + query)[:, None] * (H * C) + head[:, None] * C + c[None, :]
     tl.store(out_q + place, grad_q * scale, mask=(query < length)[:, None] & (c < C)[None, :])
@@ -268,13 +272,9 @@ def _gather_queries(
     STRIDE: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the keys low:high to a tile of queries."""
-    c = tl.arange(0, BLOCK_C)
     for start in range(low, high, BLOCK):
-        key = start + tl.arange(0, BLOCK)
-        inside = (key < length)[:, None] & (c < C)[None, :]
-        place = key.to(tl.int64)[:, None] * STRIDE + c[None, :]
-        keys = tl.load(k + place, mask=inside, other=0.0)
-        values = tl.load(v + place, mask=inside, other=0.0)
+        key, place, inside = _vectors(start, length, STRIDE, BLOCK, C, BLOCK_C)
+        keys, values = load(k + place, inside), load(v + place, inside)
         scores = tl.dot(queries, tl.trans(keys))
         if MASK:
             scores = _visible(scores, query[:, None], key[None, :], length, WINDOW)
@@ -291,31 +291,21 @@ def _backward_queries(
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)
-    first, length = tl.load(cells + tile).to(tl.int64), tl.load(cells + tiles + tile)
-    at = tl.load(cells + 2 * tiles + tile)
-    query, c = at + tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    inside = (query < length)[:, None] & (c < C)[None, :]
-    place = (first + query)[:, None] * (H * C) + head * C + c[None, :]
-    queries = tl.load(q + place, mask=inside, other=0.0)
-    grads = tl.load(grad + place, mask=inside, other=0.0)
+    head, tile, first, length, at, query, place, inside = _program(cells, tiles, H, C, BLOCK, BLOCK_C)
+    queries, grads = load(q + place, inside), load(grad + place, inside)
     first_tile = tl.load(cells + 3 * tiles + tile)
     level, along = _halves(tl.load(sums + (head * tiles + first_tile) * BLOCK + query))
     kv = first * (G * C) + head // (H // G) * C
-    low, end = 0, tl.minimum(at + BLOCK, length)
-    whole = at
+    low, whole, end = 0, at, tl.minimum(at + BLOCK, length)
     if WINDOW > 0:
         low = tl.maximum(at - WINDOW + 1, 0) // BLOCK * BLOCK
         whole = low
     grad_q = tl.zeros((BLOCK, BLOCK_C), tl.float32)
-    grad_q = _gather_queries(
-        grad_q, queries, grads, level, along, k + kv, v + kv, query, low, whole, length, scale2,
-        MASK=False, WINDOW=WINDOW, BLOCK=BLOCK, STRIDE=G * C, C=C, BLOCK_C=BLOCK_C,
-    )  # fmt: skip
-    grad_q = _gather_queries(
-        grad_q, queries, grads, level, along, k + kv, v + kv, query, whole, end, length, scale2,
-        MASK=True, WINDOW=WINDOW, BLOCK=BLOCK, STRIDE=G * C, C=C, BLOCK_C=BLOCK_C,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        grad_q = _gather_queries(
+            grad_q, queries, grads, level, along, k + kv, v + kv, query, whole if masked else low,
+            end if masked else whole, length, scale2, masked == 1, WINDOW, BLOCK, G * C, C, BLOCK_C,
+        )  # fmt: skip
     tl.store(out_q + place, grad_q * scale, mask=inside)
 
 

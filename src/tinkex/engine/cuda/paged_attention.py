@@ -5,7 +5,7 @@ A tile is up to `tokens` consecutive queries of one sequence with all heads that
 key is loaded once for all of them. Masked keys are never loaded, so pages need no clearing. Few sequences are
 split along their keys (split-K), and `_join` combines the splits. With one size of tile and no splits results
 are batch-invariant: blocks of keys begin at multiples of their size. The plain implementation is
-`kv.PagedAttend`. Knows nothing of requests.
+`kv.PagedAttend`.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim, B sequences, N pages of a sequence.
 """
@@ -19,11 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.cuda.launch import launched
-from tinkex.engine.cuda.packed_attention import LOG2E
-from tinkex.engine.cuda.pdl import PDL, wait_for_previous
-from tinkex.engine.cuda.sizes import power_of_2
-from tinkex.engine.cuda.sums import sum_mma_columns, sum_mma_rows
+from tinkex.engine.cuda.launch import PDL, launched, load, power_of_2, wait_for_previous
+from tinkex.engine.cuda.packed_attention import LOG2E, sum_mma_rows
 
 _MANY = 1024  # tiles times kv heads that fill the device with programs of one warp
 
@@ -57,6 +54,14 @@ def write(k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, slots_T:
 
 
 @triton.jit
+def sum_mma_columns(x, COLUMNS: tl.constexpr):
+    """Column sums of 16 rows, bitwise identical to `sum_mma_rows` of the transpose."""
+    x = tl.sum(tl.reshape(x, (2, 4, 2, COLUMNS)), 2)
+    x = tl.sum(tl.reshape(x, (2, 2, 2, COLUMNS)), 1)
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
 def _either(condition, yes, no, ALIGNED: tl.constexpr):
     """The pointer `yes` or one of `no`; ALIGNED: all are multiples of 16 bytes, which `where` would hide."""
     address = tl.where(condition, yes.to(tl.int64), no.to(tl.int64)).to(no.dtype)
@@ -81,85 +86,64 @@ def _page(
         rows = _either(key == position, new, rows, ALIGNED=C % 8 == 0)
     have, have_c = (key >= first) & (key <= position), c < C
     if TURNED:
-        places, have = rows[None, :] + c[:, None], have[None, :] & have_c[:, None]
-        have_c = have_c[:, None]
+        places, have, have_c = rows[None, :] + c[:, None], have[None, :], have_c[:, None]
     else:
-        places, have = rows[:, None] + c[None, :], have[:, None] & have_c[None, :]
-        have_c = have_c[None, :]
+        places, have, have_c = rows[:, None] + c[None, :], have[:, None], have_c[None, :]
     if MASK:
-        return tl.load(places, mask=have, other=0.0)
+        return load(places, have & have_c)
     elif C == BLOCK_C:
         return tl.load(places)
     else:
-        return tl.load(places, mask=have_c, other=0.0)
-
-
-@triton.jit
-def _scores(keys, queries, key, first, position, MASK: tl.constexpr):
-    scores = tl.dot(keys, queries)
-    if MASK:
-        scores = tl.where(((key >= first) & (key <= position))[:, None], scores, float("-inf"))
-    return scores
+        return load(places, have_c)
 
 
 @triton.jit
 def _see(
-    total, best, mass, queries, k, v, new_k, new_v, p1, p2, p3, p4, start, first, position, scale,
+    state, queries, pools, pages, start, first, position, scale,
     MASK: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys of the first PAGES of four pages, from position `start` on (online softmax).
+    """Attend to the keys of PAGES pages, from position `start` on (online softmax).
 
     MASK: only to those from `first` to `position`, at least one.
     """
-    key1 = start + tl.arange(0, PAGE)
-    key2, key3, key4 = key1 + PAGE, key1 + 2 * PAGE, key1 + 3 * PAGE
-    k1 = _page(k, new_k, p1, key1, first, position, MASK, False, PAGE, G, C, BLOCK_C)
-    v1 = _page(v, new_v, p1, key1, first, position, MASK, True, PAGE, G, C, BLOCK_C)
-    s1 = _scores(k1, queries, key1, first, position, MASK)
-    top = s1
-    if PAGES > 1:
-        k2 = _page(k, new_k, p2, key2, first, position, MASK, False, PAGE, G, C, BLOCK_C)
-        v2 = _page(v, new_v, p2, key2, first, position, MASK, True, PAGE, G, C, BLOCK_C)
-        s2 = _scores(k2, queries, key2, first, position, MASK)
-        top = tl.maximum(top, s2)
-    if PAGES > 2:
-        k3 = _page(k, new_k, p3, key3, first, position, MASK, False, PAGE, G, C, BLOCK_C)
-        k4 = _page(k, new_k, p4, key4, first, position, MASK, False, PAGE, G, C, BLOCK_C)
-        v3 = _page(v, new_v, p3, key3, first, position, MASK, True, PAGE, G, C, BLOCK_C)
-        v4 = _page(v, new_v, p4, key4, first, position, MASK, True, PAGE, G, C, BLOCK_C)
-        s3 = _scores(k3, queries, key3, first, position, MASK)
-        s4 = _scores(k4, queries, key4, first, position, MASK)
-        top = tl.maximum(top, tl.maximum(s3, s4))
+    total, best, mass = state
+    k, v, new_k, new_v = pools
+    keys, values, scores, weights = (), (), (), ()
+    for i in tl.static_range(PAGES):
+        key = start + i * PAGE + tl.arange(0, PAGE)
+        keys += (_page(k, new_k, pages[i], key, first, position, MASK, False, PAGE, G, C, BLOCK_C),)
+        values += (_page(v, new_v, pages[i], key, first, position, MASK, True, PAGE, G, C, BLOCK_C),)
+    for i in tl.static_range(PAGES):
+        score, key = tl.dot(keys[i], queries), start + i * PAGE + tl.arange(0, PAGE)
+        if MASK:
+            score = tl.where(((key >= first) & (key <= position))[:, None], score, float("-inf"))
+        scores += (score,)
+    top = scores[0]
+    for i in tl.static_range(1, PAGES):
+        top = tl.maximum(top, scores[i])
     higher = tl.maximum(best, tl.max(top, 0) * scale)
     fade = tl.exp2(best - higher)
-    w1 = tl.exp2(s1 * scale - higher[None, :])
-    total = tl.dot(v1, w1.to(v1.dtype), total * fade[None, :])
-    if PAGES > 1:
-        w2 = tl.exp2(s2 * scale - higher[None, :])
-        total = tl.dot(v2, w2.to(v2.dtype), total)
-    if PAGES > 2:
-        w3, w4 = tl.exp2(s3 * scale - higher[None, :]), tl.exp2(s4 * scale - higher[None, :])
-        total = tl.dot(v3, w3.to(v3.dtype), total)
-        total = tl.dot(v4, w4.to(v4.dtype), total)
-        w1, w2 = w1 + w3, w2 + w4
-    if PAGES > 1:
-        w1 += w2
-    sums = sum_mma_columns(w1, HEADS) if PAGES == 4 else tl.sum(w1, 0)
+    total = total * fade[None, :]
+    for i in tl.static_range(PAGES):
+        weights += (tl.exp2(scores[i] * scale - higher[None, :]),)
+        total = tl.dot(values[i], weights[i].to(v.dtype.element_ty), total)
+    if PAGES == 4:
+        sums = sum_mma_columns((weights[0] + weights[2]) + (weights[1] + weights[3]), HEADS)
+    elif PAGES == 2:
+        sums = tl.sum(weights[0] + weights[1], 0)
+    else:
+        sums = tl.sum(weights[0], 0)
     return total, higher, mass * fade + sums
 
 
 @triton.jit
 def _pages(pages, start, newest, PAGES: tl.constexpr, PAGE: tl.constexpr):
-    """Page numbers of PAGES pages from position `start` on, clamped to the newest; always four."""
-    at = start // PAGE
-    p1 = tl.load(pages + tl.minimum(at, newest))
-    p2, p3, p4 = p1, p1, p1
-    if PAGES > 1:
-        p2 = tl.load(pages + tl.minimum(at + 1, newest))
-    if PAGES > 2:
-        p3, p4 = tl.load(pages + tl.minimum(at + 2, newest)), tl.load(pages + tl.minimum(at + 3, newest))
-    return p1, p2, p3, p4
+    """Page numbers of PAGES pages from position `start` on, clamped to the newest."""
+    found = ()
+    for i in tl.static_range(PAGES):
+        found += (tl.load(pages + tl.minimum(start // PAGE + i, newest)),)
+    return found
 
 
 @launched
@@ -186,50 +170,41 @@ def _decode(
         head, c = tl.arange(0, HEADS), tl.arange(0, BLOCK_C)
         have_h, have_c = head < H // G, c < C
         at_q = (row.to(tl.int64) * H + kv_head * (H // G) + head)[None, :] * C + c[:, None]
-        queries = tl.load(q + at_q, mask=have_h[None, :] & have_c[:, None], other=0.0)
+        queries = load(q + at_q, have_h[None, :] & have_c[:, None])
         pages, newest = table + sequence.to(tl.int64) * stride_table, position // PAGE
         k_pool, v_pool = k_pool + kv_head * C, v_pool + kv_head * C
         new_k, new_v = k + (row.to(tl.int64) * G + kv_head) * C, v + (row.to(tl.int64) * G + kv_head) * C
         first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
         inner = first // ROUND * ROUND
         outer = inner + (position - inner) // ROUND * ROUND
-        best = tl.full((HEADS,), float("-inf"), tl.float32)
-        mass = tl.zeros((HEADS,), tl.float32)
-        total = tl.zeros((BLOCK_C, HEADS), tl.float32)
+        best, mass = tl.full((HEADS,), float("-inf"), tl.float32), tl.zeros((HEADS,), tl.float32)
+        state, pools = (tl.zeros((BLOCK_C, HEADS), tl.float32), best, mass), (k_pool, v_pool, new_k, new_v)
         if WINDOW > 0:
             whole = tl.minimum(tl.cdiv(first, ROUND) * ROUND, outer)
             for start in range(first // (ENDS * PAGE) * (ENDS * PAGE), whole, ENDS * PAGE):
-                p1, p2, p3, p4 = _pages(pages, start, newest, ENDS, PAGE)
-                total, best, mass = _see(
-                    total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
-                    start, first, position, scale, True, ENDS, PAGE, G, C, HEADS, BLOCK_C,
-                )  # fmt: skip
+                ends = _pages(pages, start, newest, ENDS, PAGE)
+                state = _see(state, queries, pools, ends, start, first, position, scale,
+                             True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
             inner = whole
-        p1, p2, p3, p4 = _pages(pages, inner, newest, PAGES, PAGE)
+        held = _pages(pages, inner, newest, PAGES, PAGE)
         for start in tl.range(inner, outer, ROUND, num_stages=STAGES):
-            n1, n2, n3, n4 = _pages(pages, start + ROUND, newest, PAGES, PAGE)
-            total, best, mass = _see(
-                total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
-                start, first, position, scale, False, PAGES, PAGE, G, C, HEADS, BLOCK_C,
-            )  # fmt: skip
-            p1, p2, p3, p4 = n1, n2, n3, n4
+            ahead = _pages(pages, start + ROUND, newest, PAGES, PAGE)
+            state = _see(state, queries, pools, held, start, first, position, scale,
+                         False, PAGES, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
+            held = ahead
         if ENDS == 1:
             for start in range(tl.maximum(outer, first // PAGE * PAGE), position + 1, PAGE):
-                p1 = tl.load(pages + start // PAGE)
-                total, best, mass = _see(
-                    total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
-                    start, first, position, scale, True, ENDS, PAGE, G, C, HEADS, BLOCK_C,
-                )  # fmt: skip
+                ends = _pages(pages, start, newest, ENDS, PAGE)
+                state = _see(state, queries, pools, ends, start, first, position, scale,
+                             True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
         else:
-            total, best, mass = _see(
-                total, best, mass, queries, k_pool, v_pool, new_k, new_v, p1, p2, p3, p4,
-                outer, first, position, scale, True, ENDS, PAGE, G, C, HEADS, BLOCK_C,
-            )  # fmt: skip
+            state = _see(state, queries, pools, held, outer, first, position, scale,
+                         True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
         place = tl.load(pages + newest).to(tl.int64) * (PAGE * G * C) + position % PAGE * (G * C) + c
         tl.store(k_pool + place, tl.load(new_k + c, mask=have_c), mask=have_c)
         tl.store(v_pool + place, tl.load(new_v + c, mask=have_c), mask=have_c)
-        total = total / mass[None, :]
-        tl.store(out + at_q, total, mask=have_h[None, :] & have_c[:, None])
+        total, best, mass = state
+        tl.store(out + at_q, total / mass[None, :], mask=have_h[None, :] & have_c[:, None])
 
 
 @launched
@@ -249,7 +224,7 @@ def _attend(
         token, head = m // HEADS, m % HEADS
         have_m, have_c = (token < count) & (head < H // G), c < C
         at_q = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head)[:, None] * C + c[None, :]
-        queries = tl.load(q + at_q, mask=have_m[:, None] & have_c[None, :], other=0.0)
+        queries = load(q + at_q, have_m[:, None] & have_c[None, :])
         last = position + count  # keys of the last query
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
         span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, MIN_SPLIT)
@@ -259,17 +234,13 @@ def _attend(
         total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
         for start in range(first + split * span, tl.minimum(first + (split + 1) * span, last), KEYS):
             key = start + l
-            page = tl.load(table + sequence * stride_table + key // PAGE, mask=key < last, other=0).to(
-                tl.int64
-            )
-            slot = ((page * PAGE + key % PAGE) * G + kv_head) * C
+            page = tl.load(table + sequence * stride_table + key // PAGE, mask=key < last, other=0)
+            slot = ((page.to(tl.int64) * PAGE + key % PAGE) * G + kv_head) * C
             at_k, at_v = k_pool + slot, v_pool + slot
             if TOKENS == 1:  # the new key is not in its page yet
                 at_k = _either(key == position, k + new, at_k, ALIGNED=C % 8 == 0)
                 at_v = _either(key == position, v + new, at_v, ALIGNED=C % 8 == 0)
-            keys = tl.load(
-                at_k[None, :] + c[:, None], mask=(key < last)[None, :] & have_c[:, None], other=0.0
-            )
+            keys = load(at_k[None, :] + c[:, None], (key < last)[None, :] & have_c[:, None])
             scores = tl.dot(queries, keys)
             seen = key[None, :] <= position + token[:, None]
             if WINDOW > 0:
@@ -281,9 +252,7 @@ def _attend(
             fade = tl.exp2(best - level)
             sums = sum_mma_rows(weights, TOKENS * HEADS, KEYS) if MIN_SPLIT > 0 else tl.sum(weights, 1)
             mass = mass * fade + sums
-            values = tl.load(
-                at_v[:, None] + c[None, :], mask=(key < last)[:, None] & have_c[None, :], other=0.0
-            )
+            values = load(at_v[:, None] + c[None, :], (key < last)[:, None] & have_c[None, :])
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
         low = first + split * span
@@ -308,7 +277,7 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
     levels = tl.load(lse + row * SPLITS + s)
     level = tl.max(levels, 0)
     weights = tl.exp2(levels - tl.where(level == float("-inf"), 0.0, level))
-    values = tl.load(parts + (row * SPLITS + s)[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
+    values = load(parts + (row * SPLITS + s)[:, None] * C + c[None, :], (c < C)[None, :])
     whole = tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
     tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
 
@@ -327,33 +296,35 @@ def attend(
     k_pool: Tensor,
     v_pool: Tensor,
     queries: Queries,
-    kv_heads: int,
+    slots_T: Tensor,
     page: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its sequence's keys up to its own, `window` of them if given.
 
-    Tiles of one token also store their keys and values in the pools; for larger tiles `write` has done so.
-    The second result, for larger tiles only, is every query's log-sum-exp [T, H] to base 2.
+    New keys and values are stored in `slots_T` of the pools: tiles of one token do that themselves, into the
+    slot that the page table has. The second result, for larger tiles only, is every query's log-sum-exp
+    [T, H] to base 2.
     """
-    (tokens, h, c), splits = q_THC.shape, queries.splits
+    (tokens, h, c), g, splits = q_THC.shape, k_TGC.shape[1], queries.splits
+    if queries.tokens > 1:
+        write(k_TGC, v_TGC, k_pool, v_pool, slots_T)
     out = torch.empty_like(q_THC)
     parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
     lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
     block_c, count = max(16, power_of_2(c)), queries.tiles.shape[1]
     tensors = (q_THC, k_TGC, v_TGC, k_pool, v_pool)
     seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5 * LOG2E)
-    shape = {"H": h, "G": kv_heads, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
-    heads = power_of_2(h // kv_heads)
-    exact = queries.min_split_keys > 0
-    if queries.tokens == 1 and count * kv_heads >= _MANY:
-        _decode[(count, kv_heads)](
+    shape = {"H": h, "G": g, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
+    heads, exact = power_of_2(h // g), queries.min_split_keys > 0
+    if queries.tokens == 1 and count * g >= _MANY:
+        _decode[(count, g)](
             *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if exact else 2, STAGES=2,
             num_warps=2 if exact else 1, **PDL,
         )  # fmt: skip
         return out, lse[:, :, 0]
     keys, warps, stages = _loop(queries)
-    _attend[(count, kv_heads, splits)](
+    _attend[(count, g, splits)](
         *tensors, parts, lse, *seen, **shape, SPLITS=splits, MIN_SPLIT=queries.min_split_keys,
         TOKENS=queries.tokens, HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps,
         num_stages=stages, **PDL,

@@ -3,8 +3,7 @@
 Serves what `DecodePipeline` does not: prompts, chunks of prompts, single tokens beside them, and requests
 with top-k or top-p. Everything that differs between steps lies in tensors that never move, so one graph
 serves every step of about its size, and the host launches one graph instead of hundreds of kernels. A step of
-a new size runs eagerly the first time and is captured the second, unless a larger graph serves it. Knows
-tokens, pages and adapters; nothing of requests or of logits.
+a new size runs eagerly the first time and is captured the second, unless a larger graph serves it.
 
 Shapes: T tokens of the step, D width.
 """
@@ -13,22 +12,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda.adapter_slots import AdapterSlots, SlotTiles
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles
-from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
-from tinkex.engine.cuda.paged_layout import PagedLayout, layout_of
-from tinkex.engine.cuda.sizes import power_of_2
+from tinkex.engine.cuda.adapter_table import usable
+from tinkex.engine.cuda.attention_hooks import (
+    KernelAttend,
+    PagedLayout,
+    layout_of,
+    splits_for,
+    tile_tokens,
+)
+from tinkex.engine.cuda.decode_graphs import DecodeGraphs
+from tinkex.engine.cuda.grouped_lora import AdapterSlots, SlotShape
+from tinkex.engine.cuda.launch import power_of_2
 from tinkex.engine.torch.continuous_batch import StepLimits
-from tinkex.engine.torch.hooks import LoraHook
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.decoder import Decoder
@@ -51,17 +54,15 @@ class PrefillGraphKey(NamedTuple):
     tile: int  # tokens of a whole tile of queries
     tiles: int
     splits: int  # of their keys
-    cells: int = 0  # tiles of `lora_kernels.RowTiles`; 0: no adapter
-    cell_rows: int = 0
-    rank: int = 0  # the widest adapter's
-    vectors: bool = False  # every rank is a multiple of 8
+    adapters: SlotShape = SlotShape()
 
     def serves(self, other: PrefillGraphKey) -> bool:
         """Whether this graph can serve a step of `other`, with padding rows and tiles."""
-        same = (self.tile, self.splits, self.cell_rows) == (other.tile, other.splits, other.cell_rows)
-        mine, others = ((key.rows, key.tiles, key.cells, key.rank) for key in (self, other))
-        fits = all(a >= b for a, b in zip(mine, others, strict=True))
-        return same and fits and self.vectors <= other.vectors
+        mine, theirs = self.adapters, other.adapters
+        same = (self.tile, self.splits, mine.rows) == (other.tile, other.splits, theirs.rows)
+        fits = self.rows >= other.rows and self.tiles >= other.tiles
+        adapters_fit = mine.tiles >= theirs.tiles and mine.rank >= theirs.rank
+        return same and fits and adapters_fit and mine.vectors <= theirs.vectors
 
 
 def size(tokens: int) -> int:
@@ -81,7 +82,13 @@ def largest(parameters: int, tokens: int) -> int:
 def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
     """Views of a step's orders: tokens, positions, slots, tiles, cells [rows, columns] each, and pages."""
     parts, stop = [], 0
-    for rows, columns in ((1, key.rows), (1, key.rows), (1, key.rows), (4, key.tiles), (6, key.cells)):
+    for rows, columns in (
+        (1, key.rows),
+        (1, key.rows),
+        (1, key.rows),
+        (4, key.tiles),
+        (6, key.adapters.tiles),
+    ):
         start, stop = stop, stop + -(-rows * columns // 4) * 4  # each begins at a multiple of 16 bytes
         parts.append(orders[start : start + rows * columns].reshape(rows, columns))
     return [*parts, orders[stop:]]
@@ -92,7 +99,7 @@ def write_orders(
     key: PrefillGraphKey,
     tokens: np.ndarray,
     layout: PagedLayout,
-    placed: SlotTiles | None,
+    placed: np.ndarray | None,
 ) -> int:
     """Write a step into `orders`; returns the length used. Rows and tiles beyond the step do nothing."""
     at_tokens, positions, slots, tiles, cells, pages = cut(orders, key)
@@ -105,31 +112,17 @@ def write_orders(
     slots[0, : len(tokens)] = layout.slots
     tiles[:, : layout.tiles.shape[1]] = layout.tiles
     if placed is not None:
-        cells[:, : placed.cells.shape[1]] = placed.cells
-        cells[3, placed.cells.shape[1] :] = np.count_nonzero(placed.cells[2])  # padding has no tile
+        cells[:, : placed.shape[1]] = placed
+        cells[3, placed.shape[1] :] = np.count_nonzero(placed[2])  # padding has no tile
     pages[: len(layout.pages)] = layout.pages
     return used
-
-
-class CapturedGraph(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None: ...
-
-
-class Captures(Protocol):
-    """What `DecodeGraphs` provides: the memory pool that all graphs share, and the LoRA hook."""
-
-    def capture(self, step: Callable[[], None]) -> CapturedGraph: ...
-
-    def hook(self, table: AdapterTable, tiles: RowTiles) -> LoraHook: ...
 
 
 class CapturedPrefill:
     """Captured steps of up to `rows` tokens."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, limits: StepLimits, captures: Captures) -> None:
-        self._decoder, self._cache, self._captures = decoder, cache, captures
+    def __init__(self, decoder: Decoder, cache: KVCache, limits: StepLimits, graphs: DecodeGraphs) -> None:
+        self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self._sequences = limits.sequences
         weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
         self.rows = largest(parameters, limits.tokens)
@@ -140,7 +133,7 @@ class CapturedPrefill:
         self._host = np.zeros(room, np.int32)
         self._orders = torch.zeros(room, dtype=torch.int32, device=weight.device)
         self._hidden = torch.zeros(self.rows, decoder.config.width, dtype=weight.dtype, device=weight.device)
-        self._captured: OrderedDict[PrefillGraphKey, CapturedGraph] = OrderedDict()
+        self._captured: OrderedDict[PrefillGraphKey, torch.cuda.CUDAGraph] = OrderedDict()
         self._asked: Counter[PrefillGraphKey] = Counter()
         self._warm: set[PrefillGraphKey] = set()
         self._refused: set[PrefillGraphKey] = set()
@@ -154,24 +147,18 @@ class CapturedPrefill:
 
         None if no graph can serve them: too many tokens, or adapters that the kernels cannot read.
         """
-        if size(len(tokens)) > self.rows or (lora is not None and not _readable(lora)):
+        if size(len(tokens)) > self.rows or not (lora is None or usable([a for a, _, _ in lora.segments])):
             return None
         layout = layout_of(pieces, tile_tokens(pieces, self._decoder.backend.invariant))
-        placed = None if lora is None else self._slots.place(lora.segments)
-        key = self._choose(self._key(len(tokens), len(pieces), layout.tile, placed))
+        placed, shape = (None, SlotShape()) if lora is None else self._slots.place(lora.segments)
+        rows, tile = size(len(tokens)), layout.tile
+        tiles = power_of_2(len(pieces)) if tile == 1 else rows // tile + min(rows, self._sequences)
+        splits = splits_for(len(pieces) * self._cache.heads, tile)
+        key = self._choose(PrefillGraphKey(rows, tile, tiles, splits, shape))
         used = write_orders(self._host, key, tokens, layout, placed)
         fill(self._orders[:used], self._host[:used])
         self._run(key)
         return self._hidden[: len(tokens)]
-
-    def _key(self, tokens: int, pieces: int, tile: int, placed: SlotTiles | None) -> PrefillGraphKey:
-        rows = size(tokens)
-        tiles = power_of_2(pieces) if tile == 1 else rows // tile + min(rows, self._sequences)
-        key = PrefillGraphKey(rows, tile, tiles, splits_for(pieces * self._cache.heads, tile))
-        if placed is None:
-            return key
-        cells, cell_rows, rank, vectors = placed
-        return key._replace(cells=cells.shape[1], cell_rows=cell_rows, rank=rank, vectors=vectors)
 
     def _choose(self, key: PrefillGraphKey) -> PrefillGraphKey:
         """The graph to use: the key's own or, the first few times, a larger one that was captured already."""
@@ -196,10 +183,10 @@ class CapturedPrefill:
         graph.replay()
         self.replayed += 1
 
-    def _capture(self, key: PrefillGraphKey) -> CapturedGraph | None:
+    def _capture(self, key: PrefillGraphKey) -> torch.cuda.CUDAGraph | None:
         """Capture a step that has run before. None, and the key is never tried again, if that fails."""
         try:
-            graph = self._captures.capture(lambda: self._step(key))
+            graph = self._graphs.capture(lambda: self._step(key))
         except RuntimeError as error:  # most likely out of memory
             log.warning("a step of %d rows could not be captured: %s", key.rows, error)
             self._warm.discard(key)
@@ -214,13 +201,5 @@ class CapturedPrefill:
         tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
         queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
-        lora = None
-        if key.cells:
-            lora = self._captures.hook(
-                self._slots.table(key.rank, key.vectors), RowTiles(cells, key.cell_rows)
-            )
+        lora = self._graphs.hook(self._slots, key.adapters, cells)
         self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))
-
-
-def _readable(lora: LoraBatch) -> bool:
-    return grouped.usable(list({adapter for adapter, _, _ in lora.segments}))
