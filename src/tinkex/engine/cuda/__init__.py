@@ -1,4 +1,1 @@
-"""Triton kernels and captured graphs for CUDA in bf16, behind `cuda_backend.CudaBackend`.
-
-Every kernel has an oracle in plain torch; README.md lists both. Importing the modules here needs Triton.
-"""
+"""Triton kernels and captured graphs for CUDA in bf16: see README.md. Importing the modules needs Triton."""

@@ -29,7 +29,7 @@ from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.models.decoder import UNEMBED, Decoder
-from tinkex.engine.torch.next_tokens import Choice, scaled, scaled_logprobs
+from tinkex.engine.torch.next_tokens import Choice, scaled
 from tinkex.engine.torch.upload import to_device
 
 
@@ -63,12 +63,9 @@ class CudaBackend(Backend):
         return RaggedAttend(lengths, windows, self._device, self.invariant)
 
     def paged_attend(
-        self,
-        cache: KVCache,
-        pieces: Sequence[TokenSpan],
-        windows: Sequence[int | None],
+        self, cache: KVCache, pieces: Sequence[TokenSpan], windows: Sequence[int | None],
         min_split_keys: int = 0,
-    ) -> KernelAttend:
+    ) -> KernelAttend:  # fmt: skip
         """For any mix of prompts and single tokens."""
         tokens = attention_hooks.tile_tokens(pieces, self.invariant)
         splits = attention_hooks.splits_for(len(pieces) * cache.heads, tokens)
@@ -76,15 +73,9 @@ class CudaBackend(Backend):
         return KernelAttend(cache, windows, queries, slots_T)
 
     def logprob_chunk(
-        self,
-        h_ND: Tensor,
-        weight_VD: Tensor,
-        lora: CudaLora,
-        start: int,
-        cells: tuple[Tensor, Tensor],
-        grads: Callable[[Tensor], Tensor] | None,
-        out_ND: Tensor | None,
-    ) -> Tensor:
+        self, h_ND: Tensor, weight_VD: Tensor, lora: CudaLora, start: int, cells: tuple[Tensor, Tensor],
+        grads: Callable[[Tensor], Tensor] | None, out_ND: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """`logprobs.logprob_chunk` with logits that stay in bf16 and become their own gradient in place."""
         if not lora.readable:
             assert not self.invariant
@@ -122,7 +113,7 @@ class CudaBackend(Backend):
 
     def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
         if not self.invariant:
-            return scaled_logprobs(logits_NV, temperature_N)
+            return super().logprobs(logits_NV, temperature_N)
         return scaled(logits_NV, temperature_N) - kernel.normaliser(logits_NV, temperature_N)[:, None]
 
     def captured_steps(

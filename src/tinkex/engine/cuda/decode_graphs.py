@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -195,13 +194,19 @@ class DecodeGraphs:
         token_kernels.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
 
 
-@dataclass
-class StepInFlight:
+class StepInFlight(NamedTuple):
     """A launched step: its rows' sequences, and where the results will be."""
 
     rows: list[tuple[int, RunningSequence]]
     results: Results
     done: torch.cuda.Event
+
+    def land(self) -> Landed:
+        self.done.synchronize()
+        tokens, logprobs = self.results.tokens.tolist(), self.results.logprobs.tolist()
+        for _, sequence in self.rows:
+            sequence.in_flight -= 1
+        return [(sequence, tokens[row], logprobs[row]) for row, sequence in self.rows]
 
 
 class DecodePipeline:
@@ -234,18 +239,16 @@ class DecodePipeline:
         if any(s not in self._row for s in sequences) or self._shrinks(bucket(len(sequences))):
             self._assign_rows(sequences)
         self._flight = self._launch(sequences, sources)
-        return _land(before) if before else []
+        return before.land() if before else []
 
     def land(self) -> Landed:
         """Wait for the step in flight; returns its results."""
         flight, self._flight = self._flight, None
-        return _land(flight) if flight else []
+        return flight.land() if flight else []
 
     def drop(self) -> None:
         """Forget the step in flight: its sequences have failed."""
         self._flight, self._row = None, {}
-
-    # -- rows ------------------------------------------------------------------------------------------
 
     def _shrinks(self, rows: int) -> bool:
         """Whether to take a smaller graph: at once if there is one, else if rows stay few."""
@@ -265,18 +268,11 @@ class DecodePipeline:
         fill(graphs.temperature[:rows], np.array(temperatures, np.float32))
         self._seed[:rows] = [s.request.seed for s in placed]
         self._index[:rows] = [s.index for s in placed]
-        self._key = self._key_for(placed)
-
-    def _key_for(self, placed: Several[RunningSequence]) -> DecodeGraphKey:
-        """The graph that serves these sequences; puts their adapters into the slots."""
-        rows, lora = bucket(len(placed)), lora_of(self._graphs.backend, placed, [1] * len(placed))
-        if lora is None:
-            return DecodeGraphKey(rows)
-        cells, shape = self._graphs.slots.place(lora.segments)
-        fill(self._graphs.cells(shape.tiles), cells)
-        return DecodeGraphKey(rows, shape)
-
-    # -- steps -----------------------------------------------------------------------------------------
+        self._key = DecodeGraphKey(bucket(rows))
+        if (lora := lora_of(graphs.backend, placed, [1] * rows)) is not None:
+            cells, shape = graphs.slots.place(lora.segments)
+            fill(graphs.cells(shape.tiles), cells)
+            self._key = DecodeGraphKey(bucket(rows), shape)
 
     def _launch(
         self, sequences: Several[RunningSequence], sources: dict[RunningSequence, int]
@@ -302,13 +298,4 @@ class DecodePipeline:
         done.record()
         for sequence in sequences:
             sequence.in_flight += 1
-        placed = list(zip(rows.tolist(), sequences, strict=True))
-        return StepInFlight(placed, results, done)
-
-
-def _land(flight: StepInFlight) -> Landed:
-    flight.done.synchronize()
-    tokens, logprobs = flight.results.tokens.tolist(), flight.results.logprobs.tolist()
-    for _, sequence in flight.rows:
-        sequence.in_flight -= 1
-    return [(sequence, tokens[row], logprobs[row]) for row, sequence in flight.rows]
+        return StepInFlight(list(zip(rows.tolist(), sequences, strict=True)), results, done)

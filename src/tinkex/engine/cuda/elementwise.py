@@ -221,13 +221,9 @@ def rotate(
 
 
 def rotate_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    norms: Norms | None,
-    rstd: Tensor | None,
-) -> Tensor:
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor | None, cos: Tensor, sin: Tensor,
+    norms: Norms | None, rstd: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The gradient to the fused projection; without norms it does not need its values."""
     grad_q, grad_k, grad_v = (grad.contiguous() for grad in grads)
     (tokens, h, c), g = grad_q.shape, grad_k.shape[1]

@@ -1,15 +1,11 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
 """Projections with adapters in decode steps, as `hooks.PartialProjection`. Tiles must cover every row.
 
-`FusedProjection`, for rows of few adapters: product and adapters in one launch. Every program multiplies its
-rows with its columns of the weight and with all of A, and adds (x·Aᵀ)·Bᵀ before it stores: x·Aᵀ is computed
-again for every block of columns, which costs less than a second launch. With split-K each split adds its own
-(x·Aᵀ)·Bᵀ, and the norm that follows sums the splits. SwiGLU can run in the same launch. Results of large
-weights are bitwise identical to `grouped_lora.product_with`, which the trainer uses.
-
-`DeferredExpand`, for more rows or many adapters: a library computes the frozen product, and the rotation of
-qkv or the SwiGLU that reads it adds u·Bᵀ, so the projection is read and written once less than with
-`lora_kernels.expand`. Rounds where `elementwise` rounds; where u is not split, as the trainer does bitwise.
+`FusedProjection`, for rows of few adapters, takes one launch: every program computes all of x·Aᵀ for its rows
+again, which costs less than a second launch. With split-K each split adds its own (x·Aᵀ)·Bᵀ, and the norm
+that follows sums the splits. `DeferredExpand`, for more rows or many adapters: a library computes the frozen
+product, and the rotation or SwiGLU that reads it adds u·Bᵀ. Results of large weights are bitwise identical to
+`grouped_lora.product_with`, which the trainer uses.
 
 Shapes: M rows, I in-features, O out-features, F MLP width, S splits, P parts of a site, R rank.
 """
@@ -61,6 +57,11 @@ _MAX_COLUMNS_LARGE = 8192  # beyond, x·Aᵀ would be computed too often
 _DEFERRED_COLUMNS = 64  # of one program
 MAX_DEFERRED = 128  # columns of u, of all parts, that `DeferredExpand` can hold
 MAX_FEATURES = 6144  # of a sum without split-K
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of a tile where one adapter has all rows."""
+    return 16 if rows <= 16 else 64 if rows <= 128 else 128
 
 
 def large(weight: Tensor) -> bool:
@@ -436,11 +437,6 @@ class DeferredExpand:
         rank = max(16, power_of_2(table.widest))
         constants = {"SPLITS": len(u), "RANK": rank, "VECTORS": table.vectors, "BLOCK_M": tiles.rows}
         return self.adapters.b.where, (u.stride(1), u.stride(0)), {**constants, "num_warps": 4, **PDL}
-
-
-def tile_rows(rows: int) -> int:
-    """Rows of a tile where one adapter has all rows."""
-    return 16 if rows <= 16 else 64 if rows <= 128 else 128
 
 
 def suits(rows: int, weight: Tensor, at: SiteAdapters) -> bool:

@@ -1,11 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """A frozen product and its adapters' up-projection in one launch, for many rows: training and long prompts.
 
-u·Bᵀ is one more iteration of every sum, so adapters cost no reading or writing of the result. The grid is
-persistent: each program computes one tile after another, and TMA loads operands three iterations ahead, also
-from the next tile. Results are batch-invariant. A large weight's product is rounded before adapters are added
-to it, as in a sampler's captured steps, and is bitwise identical to theirs. Written in Gluon for Hopper's
-wgmma and TMA; elsewhere `grouped_lora.product_with` takes other paths.
+u·Bᵀ is one more iteration of every sum. Each program computes one tile after another, and TMA loads operands
+three iterations ahead, also from the next tile. Results are batch-invariant; a large weight's product is
+rounded before adapters are added to it, bitwise identical to a sampler's captured steps. Written in Gluon for
+Hopper; elsewhere `grouped_lora.product_with` takes other paths.
 
 Shapes: M rows, N out-features, K in-features, of this product: a gradient's are the other way round.
 """

@@ -88,15 +88,9 @@ class CudaLora(LoraBatch):
     """`LoraBatch` by kernels; adapters that they cannot read, and experts, take the plain path."""
 
     def __init__(
-        self,
-        adapters: Sequence[Adapter | None],
-        lengths: Sequence[int],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        train: bool = False,
-        invariant: bool = False,
-    ) -> None:
+        self, adapters: Sequence[Adapter | None], lengths: Sequence[int], device: torch.device,
+        dtype: torch.dtype, *, train: bool = False, invariant: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(adapters, lengths, train=train)
         self._device, self._dtype, self._invariant = device, dtype, invariant
         self._adapters = list(dict.fromkeys(a for a, _, _ in self.segments if a is not None))

@@ -1,11 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """LoRA down- and up-projections of many adapters of any ranks, one launch each.
 
-`shrink` is the down-projection u = x·Aᵀ and `expand` the up-projection y += scale·u·Bᵀ, as in Punica; with A
-and B exchanged they compute the gradients to u and x. `unite` adds the up-projection to the splits of a
-split-K product; `write` stores it. Kernels find an adapter's matrices through a table of addresses on the
-device: a captured graph serves whatever adapters the table holds when it is replayed. The plain
-implementation is `engine.torch.lora.LoraBatch`.
+`shrink` is the down-projection u = x·Aᵀ and `expand` the up-projection y += scale·u·Bᵀ; with A and B
+exchanged they compute the gradients to u and x. `unite` adds the up-projection to the splits of a split-K
+product; `write` stores it. The plain implementation is `engine.torch.lora.LoraBatch`.
 
 Shapes: T rows, S splits, P parts of a site, R rank, O out-features.
 """

@@ -1,7 +1,6 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
 """Causal attention within the sequences of a packed batch, forward and backward, with sliding windows.
 
-Work comes in tiles of one sequence's positions, the longest first, so that ragged batches fill the device.
 The backward over keys sums over the query heads that share a kv head, and stores the slopes (the gradients to
 the scores) for the backward over queries, unless they take too much memory. The order of every sum is fixed.
 The plain implementation is `attention.attend`.
@@ -24,6 +23,7 @@ from tinkex.engine.cuda.launch import launched, load, load_fp32, power_of_2
 from tinkex.engine.torch.upload import all_to_device
 
 TILE = 64  # positions of a tile
+LOG2E = 1.4426950408889634  # scores are scaled with it too, for exp2
 # Slopes may take this many times the queries' memory: about what the layer's MLP has freed when the backward
 # reaches its attention. Sequences of 2,500 tokens reach it with a head dim of 128.
 ROOM = 10
@@ -47,7 +47,6 @@ def cut(lengths: Sequence[int], device: torch.device) -> AttentionTiles:
     counts = -(-n // TILE)
     slopes = counts * (counts + 1) // 2
     before = [np.cumsum(sizes) - sizes for sizes in (n, counts, slopes)]
-
     of = np.repeat(np.arange(len(n)), counts)
     at = TILE * (np.arange(len(of)) - (np.cumsum(counts) - counts)[of])
     row, tile, slope = (number[of] for number in before)
@@ -138,8 +137,7 @@ def _forward(
     head, _, first, length, at, query, place, inside = _program(cells, tiles, H, C, BLOCK_M, BLOCK_C)
     queries = load(q + place, inside)
     kv = first * (G * C) + head // (H // G) * C
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    mass = tl.zeros((BLOCK_M,), tl.float32)
+    best, mass = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     low, end = 0, tl.minimum(at + BLOCK_M, length)
     whole = at // BLOCK_N * BLOCK_N  # keys before it are seen by every query of the tile
@@ -311,8 +309,6 @@ def _backward_queries(
 
 # -- launching -----------------------------------------------------------------------------------------
 
-LOG2E = 1.4426950408889634  # scores are scaled with it too, for exp2
-
 
 def forward(
     q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: AttentionTiles, window: int | None
@@ -324,29 +320,22 @@ def forward(
     _forward[(h, count)](
         q_THC, k_TGC, v_TGC, out, lse, tiles.queries, count, tokens, c**-0.5 * LOG2E,
         H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=TILE, BLOCK_N=64,
-        BLOCK_C=_columns(c), num_warps=4, num_stages=3,
+        BLOCK_C=max(16, power_of_2(c)), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, lse
 
 
 def backward(
-    grad_THC: Tensor,
-    q_THC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    out_THC: Tensor,
-    lse: Tensor,
-    tiles: AttentionTiles,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_THC: Tensor, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, out_THC: Tensor, lse: Tensor,
+    tiles: AttentionTiles, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients to q, k and v."""
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
-    blocks = {"BLOCK": TILE, "BLOCK_C": _columns(c)}
+    blocks = {"BLOCK": TILE, "BLOCK_C": max(16, power_of_2(c))}
     cells, count = tiles.queries, tiles.queries.shape[1]
     sums = torch.empty(h, count * TILE, dtype=torch.int64, device=lse.device)
-    _along[(h, count)](
-        out_THC, grad_THC, lse, sums.view(torch.float32), cells, count, tokens, H=h, C=c, **blocks
-    )
+    both = sums.view(torch.float32)
+    _along[(h, count)](out_THC, grad_THC, lse, both, cells, count, tokens, H=h, C=c, **blocks)
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q_THC, k_TGC, v_TGC))
     store = window is None and tiles.slopes * TILE**2 <= ROOM * tokens * c
     slopes = q_THC.new_empty(h, tiles.slopes, TILE, TILE) if store else grad_q  # [keys, queries]
@@ -368,7 +357,3 @@ def backward(
             **shape, WINDOW=window or 0, **blocks, num_warps=4, num_stages=2,
         )  # fmt: skip
     return grad_q, grad_k, grad_v
-
-
-def _columns(c: int) -> int:
-    return max(16, power_of_2(c))

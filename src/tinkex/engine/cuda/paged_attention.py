@@ -1,11 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """Attention over the paged KV cache: `_attend` for tiles of queries, `_decode` for many tiles of one token.
 
-A tile is up to `tokens` consecutive queries of one sequence with all heads that share a kv head, so that a
-key is loaded once for all of them. Masked keys are never loaded, so pages need no clearing. Few sequences are
-split along their keys (split-K), and `_join` combines the splits. With one size of tile and no splits results
-are batch-invariant: blocks of keys begin at multiples of their size. The plain implementation is
-`kv.PagedAttend`.
+A tile has all heads that share a kv head, so that a key is loaded once for all of them. Masked keys are never
+loaded, so pages need no clearing. Few sequences are split along their keys, and `_join` combines the splits.
+With one size of tile and no splits results are batch-invariant: blocks of keys begin at multiples of their
+size. The plain implementation is `kv.PagedAttend`.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim, B sequences, N pages of a sequence.
 """
@@ -290,16 +289,9 @@ def _loop(queries: Queries) -> tuple[int, int, int]:
 
 
 def attend(
-    q_THC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    queries: Queries,
-    slots_T: Tensor,
-    page: int,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, queries: Queries,
+    slots_T: Tensor, page: int, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of every query over its sequence's keys up to its own, `window` of them if given.
 
     New keys and values are stored in `slots_T` of the pools: tiles of one token do that themselves, into the

@@ -1,9 +1,9 @@
 """The decoder's part of prefill and mixed steps as captured CUDA graphs.
 
 Serves what `DecodePipeline` does not: prompts, chunks of prompts, single tokens beside them, and requests
-with top-k or top-p. Everything that differs between steps lies in tensors that never move, so one graph
-serves every step of about its size, and the host launches one graph instead of hundreds of kernels. A step of
-a new size runs eagerly the first time and is captured the second, unless a larger graph serves it.
+with top-k or top-p. What differs between steps lies in tensors that never move, so one graph serves every
+step of about its size. A new size runs eagerly first and is captured the second time, unless a larger graph
+serves it.
 
 Shapes: T tokens of the step, D width.
 """
@@ -21,13 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import usable
-from tinkex.engine.cuda.attention_hooks import (
-    KernelAttend,
-    PagedLayout,
-    layout_of,
-    splits_for,
-    tile_tokens,
-)
+from tinkex.engine.cuda.attention_hooks import KernelAttend, PagedLayout, layout_of, splits_for, tile_tokens
 from tinkex.engine.cuda.decode_graphs import DecodeGraphs
 from tinkex.engine.cuda.grouped_lora import AdapterSlots, SlotShape
 from tinkex.engine.cuda.launch import power_of_2
@@ -82,25 +76,16 @@ def largest(parameters: int, tokens: int) -> int:
 def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
     """Views of a step's orders: tokens, positions, slots, tiles, cells [rows, columns] each, and pages."""
     parts, stop = [], 0
-    for rows, columns in (
-        (1, key.rows),
-        (1, key.rows),
-        (1, key.rows),
-        (4, key.tiles),
-        (6, key.adapters.tiles),
-    ):
+    for rows, columns in (*[(1, key.rows)] * 3, (4, key.tiles), (6, key.adapters.tiles)):
         start, stop = stop, stop + -(-rows * columns // 4) * 4  # each begins at a multiple of 16 bytes
         parts.append(orders[start : start + rows * columns].reshape(rows, columns))
     return [*parts, orders[stop:]]
 
 
 def write_orders(
-    orders: np.ndarray,
-    key: PrefillGraphKey,
-    tokens: np.ndarray,
-    layout: PagedLayout,
+    orders: np.ndarray, key: PrefillGraphKey, tokens: np.ndarray, layout: PagedLayout,
     placed: np.ndarray | None,
-) -> int:
+) -> int:  # fmt: skip
     """Write a step into `orders`; returns the length used. Rows and tiles beyond the step do nothing."""
     at_tokens, positions, slots, tiles, cells, pages = cut(orders, key)
     used = len(orders) - len(pages) + len(layout.pages)

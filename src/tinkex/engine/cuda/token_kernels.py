@@ -55,16 +55,9 @@ def _begin(
 
 
 def begin(
-    orders: Tensor,
-    last: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    tiles: Tensor,
-    table: Tensor,
-    page: int,
-    known: tuple[Tensor, Tensor],
-    angles: tuple[Tensor, Tensor],
-) -> None:
+    orders: Tensor, last: Tensor, tokens: Tensor, slots: Tensor, tiles: Tensor, table: Tensor, page: int,
+    known: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
     """Distribute the orders (int64 [ORDERS, capacity]) over the rows of a decode step.
 
     A row's token is the last token of row `source`, or `token` if `source` is negative; a row with a negative
@@ -162,14 +155,9 @@ def _pick(
 
 
 def draw(
-    logits_BV: Tensor,
-    temperature_B: Tensor,
-    keys_B: Tensor,
-    vocab: int,
-    tokens_B: Tensor,
-    logprobs_B: Tensor,
-    invariant: bool = False,
-) -> None:
+    logits_BV: Tensor, temperature_B: Tensor, keys_B: Tensor, vocab: int,
+    tokens_B: Tensor, logprobs_B: Tensor, invariant: bool = False,
+) -> None:  # fmt: skip
     """One token id (int64) and its logprob (float32) per row, from the random stream of the row's key.
 
     `invariant`: logprobs are bitwise identical to those of a batch-invariant trainer.
