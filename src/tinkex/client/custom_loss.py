@@ -115,15 +115,13 @@ class LossHandle:
         from tinkex.client import loss_tracing
 
         losses: list[torch.Tensor] = []
-        totals: dict[str, float] = {}
+        reported: list[tuple[dict[str, float], int]] = []
         for datum, given in zip(data, logprobs, strict=True):
             inputs = [torch.tensor(datum.loss_fn_inputs[key].to_numpy()) for key in self.input_names]
             loss, metrics = loss_tracing.run(self.name, self.graph, [given, *inputs])
             losses.append(loss)
-            for key, value in metrics.items():
-                share = 1 / len(data) if key.endswith(":mean") else 1
-                totals[key] = totals.get(key, 0.0) + float(value.detach()) * share
-        return torch.stack(losses).sum(), totals
+            reported.append(({key: float(value.detach()) for key, value in metrics.items()}, 1))
+        return torch.stack(losses).sum(), passes.reduce_metrics(reported)
 
     def explain(self, error: RequestFailedError) -> RequestFailedError:
         """Add the user's source line to an error that names a node of the graph."""
