@@ -51,7 +51,7 @@ class Verdict(Enum):
 
 
 @dataclass(eq=False)
-class RunQueue:
+class OrderedRequests:
     """The requests of one run, in their order."""
 
     owner: str
@@ -132,7 +132,7 @@ class Scheduler:
     def __init__(self, *, batch_tokens: int = BATCH_TOKENS, gap_patience: float = 60.0) -> None:
         self.batch_tokens = batch_tokens
         self.gap_patience = gap_patience
-        self._runs: dict[str, RunQueue] = {}
+        self._runs: dict[str, OrderedRequests] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
         self._level = 0.0  # tokens that the owner served last had been served before that
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
@@ -141,9 +141,9 @@ class Scheduler:
         self._patience = 0.0  # how long the next batch may wait
         self._ready_since: float | None = None  # when its first pass was ready
 
-    def open(self, run: str, owner: str, next_seq: int = 1) -> RunQueue:
+    def open(self, run: str, owner: str, next_seq: int = 1) -> OrderedRequests:
         self._served.setdefault(owner, self._level)
-        queue = self._runs[run] = RunQueue(owner, next_seq)
+        queue = self._runs[run] = OrderedRequests(owner, next_seq)
         return queue
 
     def close(self, run: str) -> None:

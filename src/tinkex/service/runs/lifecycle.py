@@ -27,7 +27,7 @@ from tinkex.service.futures import Future, seq_of
 from tinkex.service.ledger import Ledger
 from tinkex.service.rows import RunRow
 from tinkex.service.runs.journal import Journal, JournalError
-from tinkex.service.scheduler import RunQueue, Scheduler
+from tinkex.service.scheduler import OrderedRequests, Scheduler
 from tinkex.service.served_models import ServedModel, execute
 from tinkex.store import sync_tree
 
@@ -64,7 +64,7 @@ class Run:
     row: RunRow
     model: ServedModel
     scheduler: Scheduler
-    queue: RunQueue
+    queue: OrderedRequests
     journal: Journal
     restore_from: Path | None  # the snapshot to load; None: its first request creates the adapter
     state: RunState = RunState.OPEN
