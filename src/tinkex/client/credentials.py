@@ -287,7 +287,6 @@ _NOT_FOUND = {
 
 
 def _find(source: str, settings: Settings) -> Credential | None:
-    """The credential from one source, if it has one."""
     if source == "environment" and settings.api_key:
         return Credential(check_key(settings.api_key, "TINKER_API_KEY"), source)
     if source == "command" and settings.credential_cmd:

@@ -78,9 +78,6 @@ def _local(url: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-# -- directories -----------------------------------------------------------------------------------------
-
-
 @contextmanager
 def new_directory(target: Path, *, overwrite: bool) -> Generator[Path]:
     """A temporary directory to fill, renamed to `target` if the block succeeds."""
@@ -106,8 +103,9 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
     for name, url in urls.items():
         place = (directory / name).resolve()
         if not place.is_relative_to(directory.resolve()):
-            outside = "which is outside of the checkpoint; refused"
-            raise TinkerError(f"the server named a file {name!r}, {outside}")
+            raise TinkerError(
+                f"the server named a file {name!r}, which is outside of the checkpoint; refused"
+            )
         place.parent.mkdir(parents=True, exist_ok=True)
         # The total is not known before the last file has begun, so it is not shown.
         before += download(url, place, lambda done, total, before=before: progress(before + done, None))

@@ -74,7 +74,6 @@ class Http1Client:
         self._closed = False
 
     async def execute(self, request: HttpRequest) -> HttpResponse:
-        """Send one request, to a URL of this server, and read its response."""
         pieces = self._write(request)
         while self._idle:
             connection = self._idle.pop()
@@ -89,7 +88,6 @@ class Http1Client:
         return await self._exchange(await self._connect(), pieces)
 
     async def stream(self, request: HttpRequest) -> HttpStream:
-        """Send one request; the response, once its head is there."""
         pieces = self._write(request)
         return await (await self._connect()).open_stream(pieces, self._timeout)
 
@@ -167,7 +165,6 @@ class _Http1Connection(asyncio.BufferedProtocol):
         return self._socket is not None and not self._socket.is_closing()
 
     async def exchange(self, pieces: list[bytes | memoryview], timeout: float) -> HttpResponse:
-        """Send a request and read the whole response."""
         await self._send(pieces, timeout, streaming=False)
         body = self._take()
         if encoding := self.headers.pop("content-encoding", ""):

@@ -116,7 +116,6 @@ async def encode(call: Call, *, proto: bool, compress: bool, pace: Pace) -> code
 
 
 async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) -> Any:
-    """An operation's reply, or the result that was awaited."""
     status, headers, body, _ = response
     awaiting = call.context.awaiting
     reader, op = (codec.decode_reply, call.op) if awaiting is None else (codec.decode_result, awaiting)
@@ -160,7 +159,6 @@ class SSEDecoder:
         self._event = ""
 
     def feed(self, data: bytes) -> list[ServerSentEvent]:
-        """The events that end in `data`."""
         if self._after_cr and data[:1] == b"\n":
             data = data[1:]
         elif not data:

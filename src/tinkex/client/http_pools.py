@@ -96,7 +96,6 @@ class HttpPools:
         return HttpResponse(stream.status, stream.headers, bytes(body))
 
     def client(self, pool: Pool, url: str) -> Http1Client | LibraryClient:
-        """What sends this kind of traffic to `url`."""
         plain = self._plain and url.startswith(self._base_url + "/")
         if (client := self._clients.get((pool, plain))) is None:
             client = self._clients[pool, plain] = self._make(pool, plain)
@@ -177,7 +176,6 @@ class LibraryClient:
         return HttpResponse(response.status, response.headers, response.content)  # type: ignore[arg-type]
 
     async def stream(self, request: HttpRequest) -> HttpStream:
-        """Send one request; the response, once its head is there."""
         method, url, headers, _ = request
         sent = pyqwest.Request(method, url, pyqwest.Headers(headers), _body(request))  # type: ignore[arg-type]
         with self._in_use() as transport:

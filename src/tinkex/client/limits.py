@@ -29,7 +29,6 @@ class FairLimiter:
         self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()  # by owner
 
     def __len__(self) -> int:
-        """How many are waiting."""
         return sum(map(len, self._waiting.values()))
 
     def _fits(self, units: int) -> bool:
@@ -161,7 +160,6 @@ class Host:
                 self._prober.cancel()
 
     def state(self) -> str:
-        """For error messages."""
         if not self.is_open:
             return "circuit closed"
         span = self._last - self._first

@@ -133,7 +133,6 @@ def on_loop() -> bool:
 
 
 def call_soon(callback: Callable[..., object], *args: Any) -> None:
-    """Run `callback` on the loop, from any thread."""
     get_loop().call_soon_threadsafe(callback, *args)
 
 

@@ -245,11 +245,9 @@ class QueueWatch:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, state: str, reason: str | None) -> None:
-        """Report what a poll says."""
         self._report("poll", state, reason)
 
     def submitting(self, state: str, reason: str | None) -> None:
-        """Report how a submission went."""
         self._report("submission", state, reason)
 
     def stats(self) -> QueueStats:

@@ -113,7 +113,6 @@ class SendQueue:
 
 
 async def after(waiting: Awaitable[T], convert: Callable[[T], R]) -> R:
-    """Await a result and convert it."""
     return convert(await waiting)
 
 
@@ -164,7 +163,6 @@ class RunQueue(SendQueue):
     def submit_pass(
         self, what: str, data: list[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Queue a forward or a forward_backward."""
 
         def send() -> Awaitable[Awaitable[ForwardBackwardOutput]]:
             sending = self.send_pass(data, loss_fn, config, forward_only=forward_only)
@@ -173,7 +171,6 @@ class RunQueue(SendQueue):
         return self.enqueue(what, send)
 
     def submit_step(self, request: OptimStepRequest) -> APIFuture[OptimStepResponse]:
-        """Queue an optim_step."""
         failures = self._failures
         return self.enqueue("optim_step", lambda: self._send_step(request, failures))
 

@@ -69,7 +69,6 @@ class RetryConfig:
 
 
 def check_sampler_settings(retry_config: object, record_stability_info: object) -> None:
-    """Refuse settings that a sampler cannot be made with."""
     if retry_config is not None and not isinstance(retry_config, RetryConfig):
         raise InvalidInputError(f"retry_config must be a RetryConfig, got {type(retry_config).__name__}")
     if not isinstance(record_stability_info, bool):
@@ -106,7 +105,6 @@ class RetryPolicy:
     probe_cap: float = 2.0  # seconds, at most, between two probes of a host whose circuit is open
 
     def tuned(self, config: RetryConfig) -> RetryPolicy:
-        """This policy with a sampling client's own settings."""
         return replace(
             self, base=config.retry_delay_base, cap=config.retry_delay_max, jitter=config.jitter_factor,
             enabled=config.enable_retry_logic, queues=config.enable_retry_logic,

@@ -189,9 +189,6 @@ def _log_to_stderr(level: str) -> None:
         log.setLevel(logging.DEBUG if level.lower() == "debug" else logging.INFO)
 
 
-# -- headers ---------------------------------------------------------------------------------------------
-
-
 def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     """`headers` by their names in lower case; an error about an invalid one does not show its value."""
     if headers is not None and not isinstance(headers, Mapping):

@@ -141,7 +141,6 @@ class Session:
 
     @property
     def project_id(self) -> str | None:
-        """The project of the session, if one was given."""
         return self._request.project_id
 
     async def open(self) -> str:
@@ -178,7 +177,6 @@ class Session:
 
     @property
     def session_id(self) -> str | None:
-        """The session's id, once it is open."""
         return self._lease and self._lease.session_id
 
     async def alive(self) -> bool:

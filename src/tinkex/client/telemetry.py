@@ -68,8 +68,6 @@ class Telemetry:
         self.sent = 0  # events
         self.dropped = 0
 
-    # -- events ------------------------------------------------------------------------------------------
-
     def log(
         self, event_name: str, event_data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
     ) -> bool:
@@ -119,8 +117,6 @@ class Telemetry:
         is_name = isinstance(value, str) and _PLAIN_NAME.fullmatch(value) and not _CREDENTIAL.search(value)
         return bool(is_name) and self._allowed(name, value)
 
-    # -- the session -------------------------------------------------------------------------------------
-
     def begin(self, session_id: str) -> None:
         """A session was opened: later events belong to it."""
         self._session_id, self._began = session_id, time.monotonic()
@@ -141,8 +137,6 @@ class Telemetry:
             task.cancel()
         self.dropped += len(self._queue)
         self._queue.clear()
-
-    # -- on the background loop --------------------------------------------------------------------------
 
     def _on_loop(self, function: Callable[..., object], *args: Any) -> bool:
         try:

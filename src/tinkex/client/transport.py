@@ -53,9 +53,7 @@ class Transport(Protocol):
         """Fetch the server's settings, and apply those that concern the transport. Called before any call."""
         ...
 
-    async def call(self, op: AnyOp, request: Any, context: CallContext = NO_CONTEXT) -> Any:
-        """Do one operation."""
-        ...
+    async def call(self, op: AnyOp, request: Any, context: CallContext = NO_CONTEXT) -> Any: ...
 
     def stream(
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
