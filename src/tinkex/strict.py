@@ -1,8 +1,7 @@
-"""Strict construction: unknown arguments are refused with a suggestion.
+"""Strict construction: unknown arguments are refused with a suggestion. Knows no pydantic.
 
 A class decorated with `strict` is a frozen dataclass whose unknown, missing or superfluous arguments raise
 InvalidInputError. `Dumpable` adds pydantic's `model_dump` family, which scripts for the official types use.
-Knows no pydantic; types/base.py does.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     tinkex.client · tinkex.transport · tinkex.server · tinkex.service · tinkex.scheduler · tinkex.engine
 
-Spans exist only if the process itself has imported OpenTelemetry's API, so that others pay for no import. One
-trace runs from the caller's span to the engine, across threads and HTTP. No span holds a key, a prompt, a
-token or an error message.
+Spans exist only if the process itself has imported OpenTelemetry's API. One trace runs from the caller's span
+to the engine, across threads and HTTP. No span holds a key, a prompt, a token or an error message.
 """
 
 from __future__ import annotations

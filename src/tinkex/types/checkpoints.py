@@ -194,12 +194,10 @@ class CheckpointRequest(RequestModel):  # to delete, publish, unpublish or downl
     checkpoint_id: str
 
 
-class SetCheckpointTTLRequest(RequestModel):
+class SetCheckpointTTLRequest(CheckpointRequest):
     sent_as_null = frozenset({"ttl_seconds"})
 
-    training_run_id: str
-    checkpoint_id: str
-    ttl_seconds: Count | None
+    ttl_seconds: Count | None  # from now; None: never
 
 
 class ExternalWeightsUrlsResponse(ReplyModel):  # by relative path

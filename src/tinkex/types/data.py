@@ -140,10 +140,8 @@ class _Image(Dumpable):
     @property
     def length(self) -> int:
         if self.expected_tokens is None:
-            who = type(self).__name__
-            raise InvalidInputError(
-                f"{who} has no known length: set expected_tokens to how many positions it takes"
-            )
+            hint = "set expected_tokens to how many positions it takes"
+            raise InvalidInputError(f"{type(self).__name__} has no known length: {hint}")
         return self.expected_tokens
 
 
@@ -223,9 +221,8 @@ class ModelInput:
     @strict_init
     def __init__(self, chunks: Sequence[ModelInputChunk]) -> None:
         if not isinstance(chunks, (list, Sequence)) or isinstance(chunks, (str, bytes)):
-            raise InvalidInputError(
-                f"ModelInput.chunks must be a list of chunks, got {type(chunks).__name__}"
-            )
+            given = type(chunks).__name__
+            raise InvalidInputError(f"ModelInput.chunks must be a list of chunks, got {given}")
         self.chunks = list(chunks)
         for i, chunk in enumerate(self.chunks):
             if not isinstance(chunk, ModelInputChunk):
@@ -287,12 +284,10 @@ class _ProvenanceSpan:
     length: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sequence_id, str):
-            raise InvalidInputError(f"sequence_id must be a string, got {self.sequence_id!r}")
-        for name in ("offset", "length"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-                raise InvalidInputError(f"{name} must be a whole number from 0 on, got {value!r}")
+        _check(isinstance(self.sequence_id, str), "sequence_id must be a string", self.sequence_id)
+        for name, value in (("offset", self.offset), ("length", self.length)):
+            fine = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+            _check(fine, f"{name} must be a whole number from 0 on", value)
 
 
 @strict
@@ -330,9 +325,8 @@ def as_tensor(key: str, value: ArrayLike | Mapping[str, Any]) -> TensorData:
         tensor = tensor.float() if as_float and not tensor.is_floating_point() else tensor
         return TensorData.from_torch_sparse(tensor) if key in _SPARSE_KEYS else TensorData.from_torch(tensor)
     if isinstance(value, np.ndarray):
-        return TensorData.from_numpy(
-            value.astype(np.float32) if as_float and value.dtype.kind in "iub" else value
-        )
+        floats = as_float and value.dtype.kind in "iub"
+        return TensorData.from_numpy(value.astype(np.float32) if floats else value)
     if isinstance(value, Mapping):
         return TensorData(**value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):

@@ -39,9 +39,8 @@ def _as_wire_array(array: np.ndarray, dtype: str | None = None) -> np.ndarray:
     target = dtype or ("float32" if kind == "f" else "int64")
     if target == "int64" and kind == "f" and array.size:
         first = array.reshape(-1)[0]
-        raise InvalidInputError(
-            f"floats given where int64 is needed (the first is {first}); convert them if you mean it"
-        )
+        hint = f"(the first is {first}); convert them if you mean it"
+        raise InvalidInputError(f"floats given where int64 is needed {hint}")
     if target == "int64" and kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise InvalidInputError(f"{int(array.max())} is too large for int64")
     if kind != "f" or array.dtype.itemsize <= 4:
@@ -175,9 +174,8 @@ class TensorData:
         if rows * cols > MAX_SPARSE_CELLS:
             raise InvalidInputError(f"shape {self.shape} has more than {MAX_SPARSE_CELLS} cells")
         if crow.shape != (rows + 1,) or crow[0] != 0 or (np.diff(crow) < 0).any() or crow[-1] != col.size:
-            raise InvalidInputError(
-                "sparse_crow_indices must rise from 0 to the number of values, one per row + 1"
-            )
+            must = "must rise from 0 to the number of values, one per row + 1"
+            raise InvalidInputError(f"sparse_crow_indices {must}")
         if col.size != self.values_np.size:
             raise InvalidInputError(f"{col.size} column indices for {self.values_np.size} values")
         if col.size and (col.min() < 0 or col.max() >= cols):

@@ -1,9 +1,8 @@
 """The wire codec: requests, replies and results to bytes and back, for both ends of a connection.
 
-Pure functions. A writer writes every default; a reader accepts its absence and takes null as "not given".
-Forward-backward passes and samples are protobuf for peers that accept it and JSON for others. Bad input
-raises InvalidInputError, which names the field, and nothing else. Knows neither sockets nor an HTTP library:
-a request is a path, a query string, headers and a body. Header names are in lower case.
+A writer writes every default; a reader accepts its absence and takes null as "not given". Passes and samples
+are protobuf for peers that accept it and JSON for others. Bad input raises InvalidInputError, which names the
+field, and nothing else. Knows neither sockets nor an HTTP library. Header names are in lower case.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ def _dump(value: Any) -> bytes:
 def _encode_pass(op: Op[Any, Any], request: t.ForwardBackwardRequest, *, proto: bool) -> Encoded:
     if proto and op is not ops.FORWARD:
         return Encoded(op.path, "", _headers(PROTO), proto_codec.write_pass(request))
-    path = ops.FORWARD.path if request.forward_only else ops.FORWARD_BACKWARD.path
-    return Encoded(path, "", _headers(JSON), _dump(json_codec.write_pass(request)))
+    op = ops.FORWARD if request.forward_only else ops.FORWARD_BACKWARD
+    return Encoded(op.path, "", _headers(JSON), _dump(json_codec.write_pass(request)))
 
 
 def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
