@@ -35,7 +35,7 @@ SHARED_CLASS_NAMES: set[str] = set()
 
 # Module names that occur more than once, and why that is one job each time. The list may only shrink.
 SHARED_MODULE_NAMES = {
-    "billing": "usage: the values, the service's operations, the command",
+    "billing": "usage: the service's operations, the command",
     "checkpoints": "saved adapters: the values, the service's operations, the client's calls",
     "config": "settings: of the process, of the service, and those that a server sends to its clients",
     "demo": "the package, and the command that runs it",
@@ -48,7 +48,6 @@ SHARED_MODULE_NAMES = {
     "serve": "the command, and what it starts",
     "service": "the package, its class, and the client of it",
     "sessions": "the values, and the service's operations",
-    "telemetry": "the values, and what sends them",
     "trainer": "the contract's Trainer, in each engine",
     "training": "the values, and the client of them",
 }
