@@ -1,9 +1,8 @@
 """uvicorn's HTTP protocol, with small complete responses sent in one write.
 
 uvicorn writes head and body separately: two system calls, two packets and two client wake-ups for each small
-response. `scope[SEND_WHOLE]` joins them, and writes at the end of the event loop's current iteration. It
-returns False where only the ASGI messages will do. One keep-alive timer per connection replaces one timer
-per response. Headers are not validated: they must be the server's own.
+response. `scope[SEND_WHOLE]` joins them. One keep-alive timer per connection replaces one timer per response.
+Headers are not validated: they must be the server's own.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 SEND_WHOLE = "tinkex.send_whole"  # the scope's key for a SendWhole
 LARGE = 64 * 1024  # bytes; a larger body is not worth copying
 
+Headers = Iterable[tuple[bytes, bytes]]
 # (scope, status, headers, body) -> False if the caller has to send ASGI messages instead.
-SendWhole = Callable[[Any, int, Iterable[tuple[bytes, bytes]], bytes], bool]
+SendWhole = Callable[[Any, int, Headers, bytes], bool]
 
 
 class SingleWriteProtocol(HttpToolsProtocol):
@@ -30,9 +30,8 @@ class SingleWriteProtocol(HttpToolsProtocol):
         # Bound to the connection, not to uvicorn's request cycle: that holds the scope, a reference cycle.
         self.scope[SEND_WHOLE] = self.send_whole  # type: ignore[literal-required]
 
-    def send_whole(
-        self, scope: Any, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes
-    ) -> bool:
+    def send_whole(self, scope: Any, status: int, headers: Headers, body: bytes) -> bool:
+        """Write a response at the end of the event loop's current iteration."""
         cycle = self.cycle
         is_latest = cycle.scope is scope  # a client may pipeline the next request
         if not is_latest or cycle.response_started or scope["method"] == "HEAD":

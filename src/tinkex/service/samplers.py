@@ -42,7 +42,6 @@ REMEMBERED = 100_000  # seq ids, for recognising repeats
 STOPPING = "the server is stopping: sample anew"
 Outcome = SampleResponse | RequestFailedResponse
 Pieces = asyncio.Queue[types.SampleEvent]  # of a sample that is streamed
-_COUNTED: tuple[UsageKind, ...] = ("sampling_prefill_cached", "sampling_prefill", "sampling_sample")
 
 
 class SampleObserver(Protocol):
@@ -257,7 +256,8 @@ class Samplers:
         for sequence in response.sequences:
             sampled += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         read = max(0, len(request.prompt.to_numpy()) - cached)
-        self._activity.count(row, dict(zip(_COUNTED, (cached, read, sampled), strict=True)))
+        amounts: dict[UsageKind, float] = {"sampling_prefill_cached": cached, "sampling_prefill": read}
+        self._activity.count(row, {**amounts, "sampling_sample": sampled})
 
     # -- unnamed samplers --------------------------------------------------------------------------------
 
