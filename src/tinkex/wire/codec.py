@@ -27,8 +27,10 @@ from tinkex import types as t
 from tinkex.errors import InvalidInputError, RequestErrorCategory
 from tinkex.strict import at
 from tinkex.types.base import WIRE, AnyJson, WireModel, explain
+from tinkex.types.checkpoints import CopyWeightsRequest
 from tinkex.types.data import as_tokens
-from tinkex.types.sampling import SampleEvent
+from tinkex.types.sampling import SampleEvent, SampleRequest
+from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import json_codec, ops, proto_codec
 from tinkex.wire.ops import Op
 
@@ -65,10 +67,10 @@ class Encoded:
 
 def request_size(request: Any, enough: int = sys.maxsize) -> int:
     """Estimate the encoded size of `request` in bytes; counting stops at `enough`."""
-    if isinstance(request, t.SampleRequest):
+    if isinstance(request, SampleRequest):
         return sum(map(_written_size, request.prompt.chunks))
     size = 0
-    for datum in request.forward_backward_input.data if isinstance(request, t.ForwardBackwardRequest) else ():
+    for datum in request.forward_backward_input.data if isinstance(request, ForwardBackwardRequest) else ():
         size += datum.nbytes
         if size >= enough:
             break
@@ -85,9 +87,9 @@ def _written_size(chunk: Any) -> int:
 def encode_request(op: Op[Any, Any], request: Any, *, proto: bool = True, compress: bool = False) -> Encoded:
     """Encode `request` for `op`. `proto=False` is for servers that accept only JSON."""
     try:
-        if isinstance(request, t.ForwardBackwardRequest):
+        if isinstance(request, ForwardBackwardRequest):
             encoded = _encode_pass(op, request, proto=proto)
-        elif isinstance(request, t.SampleRequest):
+        elif isinstance(request, SampleRequest):
             encoded = Encoded(op.path, "", _headers(JSON), _dump(json_codec.write_sample_request(request)))
         else:
             encoded = _encode_model(op, request)
@@ -109,7 +111,7 @@ def _dump(value: Any) -> bytes:
     return bytes(memoryview(body)) if len(body) < 1024 else body
 
 
-def _encode_pass(op: Op[Any, Any], request: t.ForwardBackwardRequest, *, proto: bool) -> Encoded:
+def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bool) -> Encoded:
     if proto and op is not ops.FORWARD:
         return Encoded(op.path, "", _headers(PROTO), proto_codec.write_pass(request))
     op = ops.FORWARD if request.forward_only else ops.FORWARD_BACKWARD
@@ -119,7 +121,7 @@ def _encode_pass(op: Op[Any, Any], request: t.ForwardBackwardRequest, *, proto: 
 def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
     fields = request.to_wire()
     headers = _headers(JSON)
-    if isinstance(request, t.CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
+    if isinstance(request, CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
         headers[_ACCESS_TOKEN] = token
     path = op.path
     for name, has_slashes in op.placeholders.items():
@@ -151,16 +153,16 @@ def decode_request(
     try:
         if (encoding := headers.get("content-encoding")) is not None:
             body = unpack(body, encoding, max_body)
-        if op.request is t.ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
+        if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
         fields = load_object(body or b"{}")
         if query or path_params:
             fields = {**(query or {}), **fields, **(path_params or {})}
-        if op.request is t.ForwardBackwardRequest:
+        if op.request is ForwardBackwardRequest:
             return json_codec.read_pass(fields, forward_only=op is ops.FORWARD)
-        if op.request is t.SampleRequest:
+        if op.request is SampleRequest:
             return json_codec.read_sample_request(fields)
-        if op.request is t.CopyWeightsRequest and _ACCESS_TOKEN in headers:
+        if op.request is CopyWeightsRequest and _ACCESS_TOKEN in headers:
             fields["weights_access_token"] = headers[_ACCESS_TOKEN]
         return op.request.model_validate(fields, context=WIRE)  # type: ignore[union-attr]
     except (TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -173,7 +175,7 @@ def peek_turn(
     """The run and seq id of a request that `decode_request` refused, if they can be read."""
     try:
         body = unpack(body, headers.get("content-encoding", ""), max_body)
-        if op.request is t.ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
+        if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_turn(body)
         fields = load_object(body)
     except (ValueError, MemoryError):
