@@ -134,11 +134,13 @@ def test_one_normaliser_for_all():
     temperature = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 0.0], device=DEVICE)
     want = next_tokens.scaled_logprobs(logits.double().float(), temperature)
     keys = torch.from_numpy(stream_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows), np.arange(rows)))
-    tokens = torch.empty(rows, dtype=torch.int64, device=DEVICE)
-    drawn = torch.empty(rows, device=DEVICE)
-    token_kernels.draw(
-        logits, temperature, keys.view(torch.int64).to(DEVICE), vocab, tokens, drawn, invariant=True
-    )
+    keys = keys.view(torch.int64).to(DEVICE)
+    tokens = torch.full((rows + 2,), -7, device=DEVICE)  # a captured step's tensors have room for more rows
+    drawn, spare = torch.full((rows + 2,), 7.0, device=DEVICE), torch.ones(2, device=DEVICE)
+    wide = torch.cat((temperature, spare))
+    token_kernels.draw(logits, wide, keys, vocab, tokens, drawn, invariant=True)
+    assert (tokens[rows:].tolist(), drawn[rows:].tolist()) == ([-7, -7], [7.0, 7.0])
+    tokens, drawn = tokens[:rows], drawn[:rows]
     torch.testing.assert_close(drawn, want.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-4)
     at = np.arange(rows)
     scored = TorchRows(logits, vocab, INVARIANT)

@@ -6,7 +6,7 @@ of A and of each part's Bᵀ. Knows no kernel; `grouped_lora` fills the tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ def offsets_of(adapter: Adapter) -> np.ndarray:
     return adapter.offsets
 
 
-def usable(adapters: Sequence[Adapter | None]) -> bool:
+def usable(adapters: Iterable[Adapter | None]) -> bool:
     """Whether the kernels can read these adapters' matrices."""
     return all(a is None or not (np.maximum(offsets_of(a), 0) % _VECTOR).any() for a in adapters)
 

@@ -132,7 +132,7 @@ class CapturedPrefill:
 
         None if no graph can serve them: too many tokens, or adapters that the kernels cannot read.
         """
-        if size(len(tokens)) > self.rows or not (lora is None or usable([a for a, _, _ in lora.segments])):
+        if size(len(tokens)) > self.rows or not (lora is None or usable({a for a, _, _ in lora.segments})):
             return None
         layout = layout_of(pieces, tile_tokens(pieces, self._decoder.backend.invariant))
         placed, shape = (None, SlotShape()) if lora is None else self._slots.place(lora.segments)

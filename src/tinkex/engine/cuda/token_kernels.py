@@ -160,6 +160,7 @@ def draw(
 ) -> None:  # fmt: skip
     """One token id (int64) and its logprob (float32) per row, from the random stream of the row's key.
 
+    All but the logits may have further rows, which are left alone.
     `invariant`: logprobs are bitwise identical to those of a batch-invariant trainer.
     """
     (rows, v), n = logits_BV.shape, cdiv(logits_BV.shape[1], BLOCK)
@@ -175,9 +176,9 @@ def draw(
     )  # fmt: skip
     if invariant:
         # `next_tokens.scaled` without a number from the host, which no graph can capture
-        divisor_B = temperature_B.clamp_min(COLDEST).masked_fill(temperature_B == 0, 1.0)
-        logits_B = logits_BV.gather(1, tokens_B[:, None])[:, 0].float()
-        logprobs_B.copy_(logits_B / divisor_B - normaliser(logits_BV, temperature_B))
+        divisor_B = temperature_B[:rows].clamp_min(COLDEST).masked_fill(temperature_B[:rows] == 0, 1.0)
+        logits_B = logits_BV.gather(1, tokens_B[:rows, None])[:, 0].float()
+        logprobs_B[:rows].copy_(logits_B / divisor_B - normaliser(logits_BV, temperature_B))
 
 
 # -- logprobs ------------------------------------------------------------------------------------------
