@@ -52,10 +52,9 @@ def layout_of(pieces: Sequence[TokenSpan], tile: int) -> PagedLayout:
     tiles = -(-new // tile)
     of = np.repeat(np.arange(len(pieces)), tiles)
     done = tile * (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of])
-    cells = np.stack(
-        [first_row[of] + done, np.minimum(tile, new[of] - done), start[of] + done, first_page[of]]
-    )
-    return PagedLayout(*(x.astype(np.int32) for x in (positions, slots, np.stack(cells))), pages, tile)
+    cells = first_row[of] + done, np.minimum(tile, new[of] - done), start[of] + done, first_page[of]
+    positions, slots, tiles = (x.astype(np.int32) for x in (positions, slots, np.stack(cells)))
+    return PagedLayout(positions, slots, tiles, pages, tile)
 
 
 def tile_tokens(pieces: Sequence[TokenSpan], invariant: bool = False) -> int:
@@ -111,8 +110,10 @@ class PackedForward:
     def __call__(
         self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        pools = q_THC.new_empty(2, self._slots, k_TGC[0].numel())
-        out, lse_TH = paged.attend(q_THC, k_TGC, v_TGC, *pools, self._queries, self._slots_T, PAGE, window)
+        k_pool, v_pool = q_THC.new_empty(2, self._slots, k_TGC[0].numel())
+        out, lse_TH = paged.attend(
+            q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, self._slots_T, PAGE, window
+        )
         return out, lse_TH.t().contiguous()
 
 
@@ -153,5 +154,6 @@ class _Ragged(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        back = packed.backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.tiles, ctx.window)
+        q, k, v, out, lse = ctx.saved_tensors
+        back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
         return *back, None, None, None

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Attention over the paged KV cache: `_attend` for tiles of queries, `_decode` for many tiles of one token.
 
 A tile has all heads that share a kv head, so that a key is loaded once for all of them. Masked keys are never
