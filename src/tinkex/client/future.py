@@ -48,6 +48,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def __init__(self, what: str = "request") -> None:
         super().__init__()
+        self._condition._waiters = []  # type: ignore[attr-defined]  # a deque takes 600 bytes of each future
         self._task: asyncio.Task[Any] | None = None  # cancelled with the future
         self._what = what
         self._pid = os.getpid()
