@@ -15,12 +15,12 @@ import numpy as np
 
 from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork
 from tinkex.engine.rng import stream_keys
+from tinkex.errors import InvalidInputError
 from tinkex.types import outputs
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopDetail, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
-# Bounds of one request, since all others wait meanwhile: likely tokens listed, tokens drawn for a prompt.
-_LISTED, _DRAWN = 1 << 26, 1 << 20
+_DRAWN = 1 << 20  # tokens drawn for one prompt: all other requests wait meanwhile
 _ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past any sample's index
 
 
@@ -39,25 +39,27 @@ def check_work(work: SampleWork, vocab: int, context: int) -> int:
         raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{vocab - 1}")
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
-    if work.topk_prompt_logprobs or work.topk_sample_logprobs or work.prompt_alt_tokens_k:
-        _check_lists(work, length)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if (given := getattr(work, name)) < 0:
+            raise user_error(f"{name} must be at least 0, got {given}")
+    if work.prompt_alt_tokens_k > (most := _DRAWN // length):
+        got = work.prompt_alt_tokens_k
+        raise user_error(f"prompt_alt_tokens_k must be 0 to {most} for this request, got {got}")
     if work.prompt_logprobs_last_n is not None and work.prompt_logprobs_last_n < 1:
         raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
     if b"" in work.stop_bytes:
         raise user_error("a stop sequence is empty; use stop=[] to never stop early")
     if work.target_prompt_logprobs is not None:
         _check_targets(work.target_prompt_logprobs, length, vocab)
-    return _max_tokens(work, length, context)
-
-
-def _check_lists(work: SampleWork, length: int) -> None:
-    for name, given, rows, most in (
-        ("topk_prompt_logprobs", work.topk_prompt_logprobs, length, _LISTED),
-        ("topk_sample_logprobs", work.topk_sample_logprobs, work.num_samples, _LISTED),
-        ("prompt_alt_tokens_k", work.prompt_alt_tokens_k, length, _DRAWN),
-    ):
-        if not 0 <= given <= most // rows:
-            raise user_error(f"{name} must be 0 to {most // rows} for this request, got {given}")
+    max_tokens = _max_tokens(work, length, context)
+    try:
+        outputs.sample_bytes(
+            length, max_tokens, work.num_samples, work.prompt_logprobs, work.topk_prompt_logprobs,
+            work.topk_sample_logprobs, work.target_prompt_logprobs, work.prompt_alt_tokens_k,
+        )  # fmt: skip
+    except InvalidInputError as error:
+        raise user_error(str(error)) from None
+    return max_tokens
 
 
 def _check_targets(targets: TensorData, length: int, vocab: int) -> None:

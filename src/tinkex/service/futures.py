@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,6 +46,7 @@ class Future:
     finished: float = 0.0
     delivered: float | None = None  # when it was fetched for the first time
     queue_state: QueueState = ACTIVE
+    size: int = 0  # bytes of a large outcome, as far as they can be foreseen
     _waiters: list[asyncio.Future[None]] | None = None  # most are done before anybody polls
 
     def resolve(self, outcome: Any) -> None:
@@ -111,14 +112,18 @@ class Futures:
 
     def __init__(self) -> None:
         self._futures: dict[str, Future] = {}
+        self.held: Counter[str] = Counter()  # bytes of large outcomes, pending ones too, by owner
         self._prefix, self._count = uuid.uuid4().hex[:12], itertools.count()
 
     def __len__(self) -> int:
         return len(self._futures)
 
-    def create(self, owner: str, *, request_id: str | None = None, feed: str = "") -> Future:
+    def create(self, owner: str, *, request_id: str | None = None, feed: str = "", size: int = 0) -> Future:
         request_id = request_id or f"{self._prefix}-{next(self._count)}"
         future = self._futures[request_id] = Future(request_id, owner, feed)
+        if size:
+            future.size = size
+            self.held[owner] += size
         return future
 
     def create_resolved(self, owner: str, outcome: Any, request_id: str | None = None) -> Future:
@@ -133,8 +138,18 @@ class Futures:
         """Forget those of these that are done; returns their ids."""
         dropped = [i for i in request_ids if (future := self._futures.get(i)) is not None and future.done]
         for request_id in dropped:
-            del self._futures[request_id]
+            future = self._futures.pop(request_id)
+            if future.size:
+                self.held[future.owner] -= future.size
         return dropped
+
+    def large_delivered(self, owner: str, before: float) -> list[str]:
+        """Large outcomes of an owner that were fetched before then."""
+        return [
+            i
+            for i, f in self._futures.items()
+            if f.size and f.owner == owner and f.delivered is not None and f.delivered < before
+        ]
 
     def expired(self, now: float, keep: float, keep_delivered: float) -> list[str]:
         """Those fetched more than `keep_delivered` seconds ago, or done and not fetched for `keep`."""

@@ -20,6 +20,7 @@ from tinkex.service.rows import CheckpointRow, KeyRow, RunRow, SamplerRow, Scope
 from tinkex.types.sessions import ClientFinishedSessionStatusQuery, SessionSearchRequest, UserSearchOwner
 
 BUSY_SECONDS = 5.0  # how long a write waits for another process's (the CLI's) to be done
+MAX_PAGE = 10_000  # rows of one page, whatever is asked for
 _BIGGEST = 2**63 - 1  # SQLite's largest integer
 
 Row = TypeVar("Row")
@@ -133,7 +134,7 @@ class Ledger:
     ) -> rows.RowPage[Row]:
         ((total,),) = self._read(f"SELECT count(*) FROM {rows.TABLES[kind]} WHERE {where}", values)
         rest = f"WHERE {where} ORDER BY created_at DESC, {tie} DESC LIMIT ? OFFSET ?"
-        page = [*values, min(limit, _BIGGEST), min(offset, _BIGGEST)]
+        page = [*values, min(limit, MAX_PAGE), min(offset, _BIGGEST)]
         return rows.RowPage(self._select(kind, rest, page), total)
 
     def _insert(self, kind: type, fields: dict[str, Any], on_conflict: str = "") -> bool:

@@ -34,10 +34,12 @@ from tinkex.service.rows import SamplerRow, UsageKind
 from tinkex.service.served_models import ServedModel, ServedModels
 from tinkex.types import sampling as types
 from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
-from tinkex.types.outputs import NewTokens, SampleResponse
+from tinkex.types.outputs import MAX_SAMPLE_BYTES, NewTokens, SampleResponse, sample_bytes
 
 CLONE_STRIDE = 1_000_000_000
 MAX_SAMPLES = 4096  # num_samples of one request
+MAX_HELD = 4 * MAX_SAMPLE_BYTES  # of one owner's samples that list likely tokens or score prompts
+LOST_ANSWER = 10.0  # seconds for which a large result that was fetched is kept, whatever it takes
 REMEMBERED = 100_000  # seq ids, for recognising repeats
 STOPPING = "the server is stopping: sample anew"
 Outcome = SampleResponse | RequestFailedResponse
@@ -139,7 +141,7 @@ class Samplers:
         """Accept a sample; with `pieces`, its tokens are put there as they are drawn."""
         row = self._row(request, caller)
         model = self._models.find(row.base_model)
-        _check(request, model.max_context())
+        size = _check(request, model.max_context())
         key = None  # of what may be repeated
         if row.sampler_id and request.seq_id is not None:
             key = row.sampler_id, request.seq_id, _fingerprint(request)
@@ -147,7 +149,9 @@ class Samplers:
                 return future
         if self._stopped:
             raise Refusal(503, STOPPING)
-        future = self._promise(row, request, caller)
+        if size:
+            self._check_held(caller.user, size)
+        future = self._promise(row, request, caller, size)
         work = self._run(_Sample(future, row, model, request, pieces))
         self._running[future.request_id] = asyncio.get_running_loop().create_task(work)
         if key is not None:
@@ -177,11 +181,21 @@ class Samplers:
             self._used_at[row.sampler_id] = time.time()
         return row
 
-    def _promise(self, row: SamplerRow, request: types.SampleRequest, caller: Caller) -> Future:
+    def _check_held(self, owner: str, size: int) -> None:
+        """Refuse for now what an owner has no room for, beside its results that are pending or kept."""
+        futures = self._futures
+        if futures.held[owner] + size > MAX_HELD:
+            old = futures.large_delivered(owner, time.monotonic() - LOST_ANSWER)
+            self._completions.fetched(futures.drop(old))
+        if (held := futures.held[owner]) + size > MAX_HELD:
+            why = f"your pending and unfetched samples may take {held} of {MAX_HELD} bytes, {size} do not fit"
+            raise Refusal(429, f"{why}; fetch their results, and ask again")
+
+    def _promise(self, row: SamplerRow, request: types.SampleRequest, caller: Caller, size: int) -> Future:
         if not row.sampler_id:
-            return self._futures.create(caller.user)
+            return self._futures.create(caller.user, size=size)
         feed = f"{row.sampler_id}#{(request.seq_id or 0) // CLONE_STRIDE}"
-        future = self._futures.create(caller.user, feed=feed)
+        future = self._futures.create(caller.user, feed=feed, size=size)
         self._completions.begin(feed, future.request_id)
         return future
 
@@ -348,8 +362,11 @@ def _sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}.{n}" for n in range(count)]
 
 
-def _check(request: types.SampleRequest, limit: int | None) -> None:
-    """What must be a 400, because clients act on it: the prompt is too long, or is not text."""
+def _check(request: types.SampleRequest, limit: int | None) -> int:
+    """What must be a 400, because clients act on it: the prompt is too long or no text, the result too large.
+
+    Returns how many bytes of the result lists and scores may take. `limit` is the context, if it is known.
+    """
     if request.num_samples > MAX_SAMPLES:
         raise Refusal(400, f"num_samples must be at most {MAX_SAMPLES}, got {request.num_samples}")
     try:
@@ -370,6 +387,18 @@ def _check(request: types.SampleRequest, limit: int | None) -> None:
             "Prompt length plus max_tokens exceeds the model's context window: "
             f"{length} + {tokens} > {limit}",
         )
+    if request.sampling_params.max_tokens is None and limit is not None:
+        tokens = max(1, limit - length)
+    scores = (
+        request.prompt_logprobs, request.topk_prompt_logprobs, request.topk_sample_logprobs,
+        request.target_prompt_logprobs, request.prompt_alt_tokens_k,
+    )  # fmt: skip
+    try:
+        return sample_bytes(length, tokens, request.num_samples, *scores) - sample_bytes(
+            0, tokens, request.num_samples
+        )
+    except InvalidInputError as error:
+        raise Refusal(400, str(error)) from None
 
 
 def _fingerprint(request: types.SampleRequest) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from tinkex.errors import InvalidInputError
 from tinkex.types.data import LossFnOutput, shown
 from tinkex.types.tensor import TensorData
 
@@ -20,6 +21,9 @@ StopReason = Literal["length", "stop"]
 # A finer stop reason, where the server gives one. Other servers may use other words.
 StopDetail = Literal["eos", "stop_sequence", "max_tokens", "context"]
 TOPK_PADDING = -99999.0  # the logprob of an unused cell of TopkLogprobs
+MAX_SAMPLE_BYTES = 1 << 30  # of one sample's result, by the estimate of `sample_bytes`
+# Bytes that a drawn token, a score and a listed (token, logprob) take while a result is encoded as JSON.
+_TOKEN, _SCORE, _LISTED = 72, 64, 128
 _SHOWN = 4  # sequences that a repr lists
 
 
@@ -149,3 +153,41 @@ class SampleResponse:
         there = [name.removesuffix("_np") for name in optional if getattr(self, name) is not None]
         also = "".join(f", {name}=…" for name in there)
         return f"SampleResponse([{first}{more}]{also})"
+
+
+def sample_bytes(
+    length: int,
+    max_tokens: int,
+    num_samples: int = 1,
+    prompt_logprobs: bool = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
+) -> int:
+    """The most bytes that a sample's result takes, known before anything is computed.
+
+    InvalidInputError, which names the field that takes most of them, if they are over MAX_SAMPLE_BYTES.
+
+    >>> sample_bytes(10, 100, num_samples=4)
+    28800
+    """
+    targets = 0 if target_prompt_logprobs is None else target_prompt_logprobs.values_np.size
+    total = num_samples * max_tokens * (_TOKEN + topk_sample_logprobs * _LISTED) + targets * _SCORE
+    total += length * (prompt_logprobs * _SCORE + (topk_prompt_logprobs + prompt_alt_tokens_k) * _LISTED)
+    if total > MAX_SAMPLE_BYTES:
+        parts = {
+            "num_samples": (num_samples, max_tokens * _TOKEN),
+            "topk_prompt_logprobs": (topk_prompt_logprobs, length * _LISTED),
+            "topk_sample_logprobs": (topk_sample_logprobs, num_samples * max_tokens * _LISTED),
+            "target_prompt_logprobs": (targets, _SCORE),
+            "prompt_alt_tokens_k": (prompt_alt_tokens_k, length * _LISTED),
+        }  # the field, and the bytes of each one asked for
+        name, (count, each) = max(parts.items(), key=lambda part: part[1][0] * part[1][1])
+        room = MAX_SAMPLE_BYTES - (total - count * each)
+        raise InvalidInputError(
+            f"the result of this sample may take {total} bytes, and at most {MAX_SAMPLE_BYTES} are allowed: "
+            f"{name} must be at most {max(0, room // each)} for {length} tokens of prompt, {num_samples} "
+            f"samples and {max_tokens} tokens of each, got {count}"
+        )
+    return total
