@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.fx
 import torch.nn.functional as F
 
 from tinkex.engine.protocol import CustomLoss, EngineError
-from tinkex.engine.torch.loss_graph import MAX_NODES, LossGraph, read_loss_graph
+from tinkex.engine.torch.loss_graph import MAX_NODES, PASS_COST, LossGraph, LossInputs, read_loss_graph
+from tinkex.types.tensor import TensorData
 
 Result = tuple[torch.Tensor, dict[str, Any]]
 
@@ -291,7 +293,68 @@ def test_many_large_results_and_large_products_are_refused() -> None:
     products = [
         function("torch.matmul", {"ref": f"n{i}"}, {"ref": f"n{i}"}, name=f"n{i + 1}") for i in range(8)
     ]
-    assert "in all" in refused(build(square, *products), (1,))
+    assert "too costly" in refused(build(square, *products), (1,))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        method("norm", {"ref": "m"}, p="nuc"),
+        function("torch.functional.norm", {"ref": "m"}, "nuc"),
+        function("torch.nn.functional.normalize", {"ref": "m"}, p="nuc", dim={"tuple": [0, 1]}),
+        method("norm", {"ref": "pairs"}, p="nuc", dim={"tuple": [1, 2]}),
+        method("kthvalue", {"ref": "flat"}, 5),
+        method("diff", {"ref": "flat"}, 4000),
+        method("diff", {"ref": "flat"}, n=10**7),
+        method("roll", {"ref": "flat"}, {"tuple": [1] * 200}, {"tuple": [0] * 200}),
+        method("unbind", {"ref": "flat"}),
+        method("split", {"ref": "flat"}, 1),
+        function("torch.functional.split", {"ref": "flat"}, split_size_or_sections=2),
+        method("chunk", {"ref": "flat"}, 10**6),
+        method("matmul", {"ref": "m"}, {"ref": "m"}),
+    ],
+    ids=lambda node: node["target"],
+)
+def test_operations_that_take_longer_than_their_result_is_large_are_refused(node: dict[str, Any]) -> None:
+    base = [
+        method("expand", LP, 2048, 2048, name="m"),
+        method("reshape", {"ref": "m"}, -1, name="flat"),
+        method("reshape", {"ref": "m"}, -1, 2, 2, name="pairs"),
+    ]
+    started = time.monotonic()
+    assert "too" in refused(build(*base, node), (1,))
+    assert time.monotonic() - started < 10  # the check itself is cheap
+
+
+def test_reading_one_of_many_elements_counts_the_gradient_of_them_all() -> None:
+    square = method("expand", LP, 1024, 1024, name="n0")
+    reads = [function("operator.getitem", {"ref": "n0"}, {"tuple": [0, i]}, name=f"r{i}") for i in range(100)]
+    assert "too costly" in refused(build(square, *reads), (1,))
+
+
+def test_the_costs_of_a_pass_are_those_of_all_its_datums() -> None:
+    square = method("expand", LP, 1024, 1024, name="n")
+    reader = LossInputs(read_loss_graph(build(square, function("torch.sin", {"ref": "n"}, name="m"), SUM)))
+    reader.read({}, (1,))
+    for _ in range(PASS_COST // reader.costs[0] - 1):
+        reader.read({}, (1,))
+    with pytest.raises(EngineError, match=f"too costly for so many datums: .* allowed: {PASS_COST}"):
+        reader.read({}, (1,))
+
+
+def test_what_honest_passes_need_is_allowed() -> None:
+    """Thousands of datums of a usual loss, and a batch of very long ones."""
+    for loss, shape, count in (
+        (ppo_with_kl, (2048,), 4096),
+        (ppo_with_kl, (32_768,), 128),
+        (many_operations, (32_768,), 128),
+    ):
+        custom = trace(loss)
+        reader = LossInputs(read_loss_graph(custom))
+        inputs = {key: TensorData.from_numpy(np.zeros(shape, np.float32)) for key in custom.inputs[1:]}
+        for _ in range(count):
+            reader.read(inputs, shape)
+        assert len(reader.costs) == count
 
 
 @pytest.mark.parametrize(

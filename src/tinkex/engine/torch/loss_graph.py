@@ -1,8 +1,9 @@
 """Uploaded custom losses: a torch.fx graph in wire form, checked node by node and run from an allow-list.
 
 Nothing that a client sends is executed as code: a node names an operation of a fixed table
-(loss_graph_ops.py), and anything else is refused by name. Costs are bounded: `check` runs the graph on the
-meta device, which computes shapes alone, and refuses results or products that are too large.
+(loss_graph_ops.py), and anything else is refused by name. Costs are bounded: before anything is computed,
+`LossInputs` runs the graph of each datum on the meta device, which computes shapes alone, and adds up what
+each operation costs (loss_graph_costs.py).
 Runs once per datum with (logprobs, *inputs); knows nothing of models or batches.
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tinkex.engine.protocol import CustomLoss, EngineError
 from tinkex.engine.request import user_error
+from tinkex.engine.torch import loss_graph_costs as costs
 from tinkex.engine.torch import loss_graph_ops as ops
 from tinkex.errors import InvalidInputError
 from tinkex.types.losses import check_finite
@@ -31,7 +33,9 @@ MAX_ITEMS = 256  # in one list of arguments
 MAX_TEXT = 64
 MAX_ELEMENTS = 1 << 24  # of one result: a [4096, 4096] matrix
 MAX_TOTAL = 1 << 26  # of all results of one datum
-WORK_PER_ELEMENT = 64  # multiplications of a matrix product that count as one element
+# In units of loss_graph_costs: about a second for one datum, and half a minute for all datums of a pass.
+DATUM_COST = 1 << 30
+PASS_COST = 1 << 35
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -66,24 +70,15 @@ class LossGraph:
     loss: NodeRef
     metrics: dict[str, Any]
 
-    def read_inputs(self, given: Mapping[str, TensorData], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """What the graph reads of a datum's `loss_fn_inputs`, checked with targets of `shape`."""
-        inputs = {}
-        for key in self.inputs[1:]:
-            if key not in given:
-                raise InvalidInputError(f"loss_fn_inputs has no {key!r}, which the custom loss reads")
-            check_finite(key, given[key])
-            inputs[key] = given[key].to_numpy()
-        self.check(shape, inputs)
-        return inputs
-
-    def check(self, shape: tuple[int, ...], inputs: Mapping[str, np.ndarray]) -> None:
-        """Refuse shapes that the graph cannot compute or that are too costly; runs on the meta device."""
+    def check(self, shape: tuple[int, ...], inputs: Mapping[str, np.ndarray]) -> int:
+        """What a datum of these shapes costs; refuses those that the graph cannot compute."""
         given = [torch.empty(shape, device="meta")]
         for key in self.inputs[1:]:
             dtype = torch.float32 if inputs[key].dtype.kind == "f" else torch.int64
             given.append(torch.empty(inputs[key].shape, dtype=dtype, device="meta"))
-        self._run(given, bounded=True)
+        bounds = _DatumBounds()
+        self._run(given, bounds.add)
+        return bounds.cost
 
     def gradient(
         self, logprobs: Tensor, inputs: Mapping[str, np.ndarray]
@@ -107,16 +102,17 @@ class LossGraph:
         loss, metrics = self._run([logprobs, *given])
         return loss, {key: float(torch.as_tensor(value).detach()) for key, value in metrics.items()}
 
-    def _run(self, given: list[Tensor], *, bounded: bool = False) -> tuple[Tensor, dict[str, Any]]:
+    def _run(
+        self, given: list[Tensor], called: Callable[..., None] = lambda *_: None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss and its metrics; `called` gets each call and its result."""
         values: dict[str, Any] = dict(zip(self.placeholders, given, strict=True))
-        device, total = given[0].device, 0
+        device = given[0].device
         for node in self.nodes:
             args, kwargs = _resolve(node.args, values, device), _resolve(node.kwargs, values, device)
             try:
                 values[node.name] = value = ops.call(node.function, args, kwargs)
-                if bounded:
-                    work = ops.product_work(node.function, args, kwargs)
-                    total = _bounded_total(value, total + work // WORK_PER_ELEMENT)
+                called(node.function, args, kwargs, value)
             except Exception as error:  # torch's complaint about a client's arguments is a user error
                 reason = str(error).split("\n")[0][:300]
                 raise user_error(f"custom loss node {node.name!r} ({node.target}): {reason}") from None
@@ -130,22 +126,58 @@ class LossGraph:
         return loss, metrics
 
 
-def _bounded_total(value: Any, total: int) -> int:
-    """`total` elements and those of one more result; refuses too many."""
-    size = sum(t.numel() for t in _tensors(value))
-    total += size
-    if size > MAX_ELEMENTS or total > MAX_TOTAL:
-        raise user_error(
-            f"too large: {size} elements, {total} in all so far; allowed: {MAX_ELEMENTS} in one result, "
-            f"{MAX_TOTAL} in all"
-        )
-    return total
+class _DatumBounds:
+    """Adds up one datum's results, which take memory, and its cost; refuses too much of either."""
+
+    def __init__(self) -> None:
+        self.elements = self.cost = 0
+
+    def add(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> None:
+        size = sum(t.numel() for t in costs.tensors(value))
+        self.elements += size
+        if size > MAX_ELEMENTS or self.elements > MAX_TOTAL:
+            raise user_error(
+                f"too large: {size} elements, {self.elements} in all so far; allowed: {MAX_ELEMENTS} in one "
+                f"result, {MAX_TOTAL} in all"
+            )
+        cost = costs.cost(function, args, kwargs, value)
+        self.cost += cost
+        if self.cost > DATUM_COST:
+            raise user_error(
+                f"too costly: {cost} units, {self.cost} for this datum so far; allowed: {DATUM_COST}. A unit "
+                "is about a nanosecond of one core, forward and backward together"
+            )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, tuple | list) else []
+class LossInputs:
+    """Reads what a graph needs of each datum of one pass, and adds up what they cost: `costs`, by datum."""
+
+    def __init__(self, graph: LossGraph) -> None:
+        self._graph = graph
+        self._known: dict[Any, int] = {}  # the cost of datums of these shapes
+        self.costs: list[int] = []
+        self._total = 0
+
+    def read(self, given: Mapping[str, TensorData], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """The next datum's inputs, with targets of `shape`; refuses what is missing, wrong or too costly."""
+        inputs = {}
+        for key in self._graph.inputs[1:]:
+            if key not in given:
+                raise InvalidInputError(f"loss_fn_inputs has no {key!r}, which the custom loss reads")
+            check_finite(key, given[key])
+            inputs[key] = given[key].to_numpy()
+        shapes = (shape, *((array.shape, array.dtype.kind) for array in inputs.values()))
+        if shapes not in self._known:
+            self._known[shapes] = self._graph.check(shape, inputs)
+        self.costs.append(self._known[shapes])
+        self._total += self.costs[-1]
+        if self._total > PASS_COST:
+            raise user_error(
+                f"the custom loss is too costly for so many datums: {self.costs[-1]} units for this one, "
+                f"{self._total} with those before it; allowed: {PASS_COST} in one pass. A unit is about a "
+                "nanosecond of one core: send fewer datums in a pass, or take fewer or cheaper operations"
+            )
+        return inputs
 
 
 def _resolve(value: Any, values: Mapping[str, Any], device: torch.device) -> Any:

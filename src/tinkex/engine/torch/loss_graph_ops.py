@@ -102,7 +102,7 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 DTYPES: dict[str, torch.dtype] = _table("", torch, "float16 bfloat16 float32 float64 int32 int64 bool")
 LAYOUTS: dict[str, Any] = _table("", torch, "strided contiguous_format preserve_format")
 METHODS: dict[str, Callable[..., Any]] = _table("", Tensor, _BOTH, _METHODS) | {"to": _to}
-FUNCTIONS: dict[str, Callable[..., Any]] = (
+NAMED: dict[str, Callable[..., Any]] = (
     _table("torch.", torch, _BOTH, _FUNCTIONS)
     | _table("torch.nn.functional.", F, _FUNCTIONAL)
     | _table("torch.special.", torch.special, "entr expit log_softmax logit softmax xlogy")
@@ -111,16 +111,32 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
     | {"getattr": _read_attribute, "builtins.getattr": _read_attribute, "operator.getitem": _item}
 )
 # Clients name a function after the module that defines it: torch._C._nn.softplus, torch.functional.norm
-FUNCTIONS |= {f"{f.__module__}.{f.__name__}": f for n, f in FUNCTIONS.items() if n.startswith("torch.")}
+FUNCTIONS = NAMED | {f"{f.__module__}.{f.__name__}": f for n, f in NAMED.items() if n.startswith("torch.")}
 _SCALAR_ONLY = {f for name, f in FUNCTIONS.items() if name.startswith("math.")}
 _ARITHMETIC = _SCALAR_ONLY | {f for name, f in FUNCTIONS.items() if name.startswith("operator.")} - {_item}
-_PRODUCTS = [_table("", owner, "matmul mm bmm mv dot inner").values() for owner in (torch, Tensor)]
-_MULTIPLIES = {operator.matmul}.union(*_PRODUCTS)
+MAX_COUNT = 4096  # tensors that a node returns, orders of a difference
+
+
+def _pieces(tensor: Tensor, size: Any = None, dim: int = 0, **names: Any) -> int:
+    size = names.get("split_size", names.get("split_size_or_sections", size))
+    return len(size) if isinstance(size, tuple | list) else -(-tensor.shape[dim] // size)
+
+
+# Where one number says how often something is done, and the meta device does it as often: that number.
+_COUNTS: dict[str, Callable[..., int]] = {
+    "unbind": lambda input, dim=0: input.shape[dim],
+    "chunk": lambda input, chunks, dim=0: min(chunks, input.shape[dim]),
+    "split": _pieces,
+    "diff": lambda input, n=1, *_, **__: n,
+}
+_COUNTED = {getattr(owner, name): count for name, count in _COUNTS.items() for owner in (torch, Tensor)}
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function in _ARITHMETIC:
         _check_arithmetic(function, args)
+    if function in _COUNTED and (count := _COUNTED[function](*args, **kwargs)) > MAX_COUNT:
+        raise user_error(f"too large: {count} results or repetitions; allowed: {MAX_COUNT}")
     result = function(*args, **kwargs)
     if isinstance(result, int) and abs(result) >= 2**63:
         raise user_error("the result is too large a number")
@@ -135,12 +151,3 @@ def _check_arithmetic(function: Callable[..., Any], args: tuple[Any, ...]) -> No
             raise user_error("takes numbers; use the torch function of that name for tensors")
     if function is operator.pow and all(isinstance(v, int) for v in args) and abs(args[1]) > 62:
         raise user_error(f"the exponent {args[1]} is too large for whole numbers")
-
-
-def product_work(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many multiplications a matrix product takes; 0 for anything else."""
-    if function not in _MULTIPLIES:
-        return 0
-    left, right = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    inner = left.shape[-1] if left.dim() else 1
-    return left.numel() * max(1, right.numel() // max(1, inner))

@@ -31,7 +31,7 @@ from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
 from tinkex.engine.torch.logprobs import GradOf, Targets, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.loss_graph import LossGraph, read_loss_graph
+from tinkex.engine.torch.loss_graph import LossGraph, LossInputs, read_loss_graph
 from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
@@ -70,7 +70,8 @@ def read_training_pass(work: p.Pass, vocab: int, context: int) -> TrainingPass:
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
         raise user_error(f"loss_fn_config has {extra[0]!r}; 'custom' takes: loss_id")
     graph = read_loss_graph(work.custom_loss)
-    return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context, graph.read_inputs), graph)
+    inputs = LossInputs(graph)
+    return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context, inputs.read), graph)
 
 
 @dataclass(frozen=True)
