@@ -1,7 +1,8 @@
 """Downloads of files by URL, with progress.
 
-Promises: no credential is sent, since a signed URL is one; `file://` URLs (of an embedded service) are read
-directly; an interrupted download leaves nothing behind; a tar cannot write outside its directory. Blocking.
+Promises: no credential is sent, since a signed URL is one; `file://` URLs (of an embedded service; a
+server's replies cannot have any) are read directly; an interrupted download leaves nothing behind; a tar
+cannot write outside its directory; however much is sent, some of the disk stays free. Blocking.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tinkex._version import __version__
@@ -31,6 +33,7 @@ from tinkex.errors import (
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 _CHUNK = 1024 * 1024
 _TIMEOUT = 60.0
+_LEAVE_FREE = 256 * 1024 * 1024  # bytes of the disk that no download takes
 
 
 def download(url: str, target: Path, progress: Progress = lambda done, total: None) -> int:
@@ -41,7 +44,12 @@ def download(url: str, target: Path, progress: Progress = lambda done, total: No
     handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as out:
-            done = _receive(url, out.write, progress)
+
+            def write(chunk: bytes) -> None:
+                _check_free(target.parent, len(chunk))
+                out.write(chunk)
+
+            done = _receive(url, write, progress)
         os.chmod(part, 0o644)
         os.replace(part, target)
     except BaseException:
@@ -55,7 +63,8 @@ def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> 
     request = FailedRequest("GET", url.partition("?")[0])  # without the signature
     done = 0
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT) as answer:
+        opener = urllib.request.build_opener(_HttpOnly)
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT) as answer:
             length = answer.headers.get("content-length")
             total = int(length) if length else None
             while chunk := answer.read(_CHUNK):
@@ -73,9 +82,28 @@ def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> 
     return done
 
 
+class _HttpOnly(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to http and https alone."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if urlsplit(newurl).scheme not in ("http", "https"):
+            raise TinkerError("the server redirected a download to something else than http or https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def _local(url: str) -> Path | None:
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _check_free(directory: Path, size: int) -> None:
+    if (free := shutil.disk_usage(directory).free) < size + _LEAVE_FREE:
+        raise TinkerError(
+            f"the download needs {size} bytes more, and the disk of {directory} has {free} left, "
+            f"of which {_LEAVE_FREE} stay free"
+        )
 
 
 @contextmanager
@@ -122,6 +150,9 @@ def download_archive(url: str, directory: Path, progress: Progress = lambda done
             raise APIConnectionError(FailedRequest("GET", url), message)
         try:
             with tarfile.open(file) as archive:
+                size = 0
+                for member in archive:  # before the first is written; a packed tar can be of any size
+                    _check_free(directory, size := size + member.size)
                 archive.extractall(directory, filter="data")
         except tarfile.TarError as error:
             raise TinkerError(f"what the server sent cannot be unpacked: {error}") from None

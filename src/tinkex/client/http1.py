@@ -2,7 +2,8 @@
 
 It costs a third of the CPU of a full HTTP library, because it has no TLS, proxies, redirects or HTTP/2.
 Promises: arrays are written without a copy; a connection is reused only after a whole response; each stream
-has one of its own. Raises OSError and nothing else. Knows nothing of Tinker.
+has one of its own; memory grows with the bytes that arrive, whatever was announced, and a body has a limit.
+Raises OSError and nothing else, and no message has words of the server. Knows nothing of Tinker.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from tinkex.wire.codec import unpack
 
 Body = bytes | Sequence[bytes | memoryview]
 MAX_HEAD = 64 * 1024
-MAX_BODY = 1 << 30  # bytes that a response may unpack to, or that are allocated on its word
+MAX_BODY = 1 << 30  # bytes of a whole response, packed and unpacked: honest results are a tenth of it
 SCRATCH = 64 * 1024  # bytes of the read buffer; longer bodies are received in place
+TRUSTED = 1 << 24  # bytes that are allocated on a response's word; the rest, as it arrives
 STREAM_BUFFER = 256 * 1024  # unread bytes of a stream at which the socket is no longer read
 
 
@@ -52,6 +54,10 @@ class HttpResponse(NamedTuple):
 
 class StaleConnectionError(ConnectionError):
     """A connection that had been idle was closed: no byte of a response came."""
+
+
+class RefusedResponseError(ConnectionError):
+    """A response that is refused for what it is: another attempt would get the same."""
 
 
 class Http1Client:
@@ -150,10 +156,11 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._place: memoryview | None = None  # the part of a long body that is yet to come
         self._used = self._reused = self._streaming = self._paused = False
         self._has_head = self._until_eof = False
-        self._received = 0  # bytes, until the head is complete
+        self._received = 0  # bytes since the last that were of the body
+        self._size = self._length = 0  # bytes of the body: that the parser gave, that were announced
         self._timeout = 0.0  # seconds for a response; in a stream, of silence
         self._is_active = False  # is a response expected, or arriving?
-        self._chunks: list[bytes] = []  # of the body, as they arrived
+        self._chunks: list[bytes | bytearray] = []  # of the body, as they arrived
         self.reusable = False
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -168,18 +175,20 @@ class _Http1Connection(asyncio.BufferedProtocol):
         await self._send(pieces, timeout, streaming=False)
         body = self._take()
         if encoding := self.headers.pop("content-encoding", ""):
+            if encoding not in ("gzip", "zstd", "identity"):
+                raise RefusedResponseError("a body in an encoding that was not asked for")
             try:
                 body = unpack(body, encoding, MAX_BODY)
             except ValueError as error:
-                raise ConnectionError(f"not an HTTP answer: {error}") from None
+                raise RefusedResponseError(f"a body that cannot be unpacked: {error}") from None
         return HttpResponse(self.status, self.headers, body)
 
     async def open_stream(self, pieces: list[bytes | memoryview], silence: float) -> HttpStream:
         """Send a request and read the head of the response; the connection itself iterates over the body."""
         try:
             await self._send(pieces, silence, streaming=True)
-            if encoding := self.headers.get("content-encoding"):
-                raise ConnectionError(f"a stream in {encoding}, which was not asked for")
+            if "content-encoding" in self.headers:
+                raise RefusedResponseError("a stream in an encoding that was not asked for")
         except BaseException:
             self.close()
             raise
@@ -203,7 +212,8 @@ class _Http1Connection(asyncio.BufferedProtocol):
         if self._socket is None:
             raise StaleConnectionError("the server closed the connection")
         self._reused, self._used = self._used, True
-        self._received, self._has_head, self._until_eof = 0, False, False
+        self._received = self._size = self._length = 0
+        self._has_head = self._until_eof = False
         self._timeout, self._streaming, self._is_active, self.reusable = timeout, streaming, True, False
         self._error = self._place = None
         self.status, self.headers, self._chunks = 0, {}, []
@@ -236,7 +246,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
         if self._paused and self._socket is not None:
             self._paused = False
             self._socket.resume_reading()
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return cast(bytes, chunks[0]) if len(chunks) == 1 else b"".join(chunks)
 
     def close(self) -> None:
         if self._socket is not None:
@@ -266,7 +276,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
             return
         if self._until_eof and exc is None:
             self._complete()
-        elif self._reused and not self._received:
+        elif self._reused and not self._has_head and not self._received:
             self._fail(StaleConnectionError, "the server closed the connection")
         else:
             self._fail(ConnectionResetError, f"the connection broke off: {exc or 'closed by the server'}")
@@ -280,16 +290,19 @@ class _Http1Connection(asyncio.BufferedProtocol):
         if self._place is not None:
             self._place = self._place[nbytes:]
             if not self._place:
-                self._place = self._parser = None  # which has not seen the body, and expects it
-                self._complete()
+                self._go_on_in_place()
             return
-        self._received += nbytes
+        self._received, size = self._received + nbytes, self._size
         try:
             self._parser.feed_data(self._scratch[:nbytes])
         except httptools.HttpParserError as error:
+            if isinstance(error.__context__, RefusedResponseError):
+                return self._fail(RefusedResponseError, str(error.__context__))
             return self._fail(ConnectionError, f"not an HTTP answer: {error.__context__ or error}")
-        if self._received > MAX_HEAD and not self._has_head:
-            self._fail(ConnectionError, "not an HTTP answer: its head has no end")
+        if self._size > size:
+            self._received = 0
+        if self._received > MAX_HEAD:
+            self._fail(ConnectionError, "not an HTTP answer: its head, or what follows its body, has no end")
         elif self._streaming:
             self._signal_stream()
         elif not self._is_active:
@@ -306,15 +319,21 @@ class _Http1Connection(asyncio.BufferedProtocol):
 
     def _receive_in_place(self) -> None:
         """Receive the rest of a long body where it will stay."""
-        length = int(self.headers.get("content-length", 0))  # chunked bodies have none
-        if length <= SCRATCH:
-            return
-        arrived = sum(map(len, self._chunks))
-        if SCRATCH < length - arrived < MAX_BODY:
-            body = bytearray(length)
-            body[:arrived] = b"".join(self._chunks)
-            self._place = memoryview(body)[arrived:]
-            self._chunks = [body]  # type: ignore[list-item]  # used as bytes
+        if self._length - self._size > SCRATCH:
+            body = bytearray(min(self._length, TRUSTED))
+            body[: self._size] = b"".join(self._chunks)
+            self._place = memoryview(body)[self._size :]
+            self._chunks = [body]
+
+    def _go_on_in_place(self) -> None:
+        """The place is full: the body is whole, or gets as much again as has arrived."""
+        arrived = len(self._chunks[0])
+        if arrived == self._length:
+            self._place = self._parser = None  # which has not seen the body, and expects it
+            return self._complete()
+        body = bytearray(min(self._length, 2 * arrived))  # the old one, still lent to the socket, cannot grow
+        body[:arrived] = self._chunks[0]
+        self._place, self._chunks = memoryview(body)[arrived:], [body]
 
     # -- the parser ----------------------------------------------------------------------------------
 
@@ -334,10 +353,26 @@ class _Http1Connection(asyncio.BufferedProtocol):
         self._has_head = True
         self.reusable = self._parser.should_keep_alive()
         framed = "content-length" in self.headers or "transfer-encoding" in self.headers
+        self._length = int(self.headers.get("content-length", 0))  # chunked bodies have none
+        self._check_size(self._length)
         self._until_eof = not framed and self.status not in (204, 304)
 
     def on_body(self, body: bytes) -> None:
-        self._chunks.append(body)
+        self._size += len(body)
+        if self._streaming:
+            self._chunks.append(body)
+            return
+        self._check_size(self._size)
+        if not self._chunks:
+            self._chunks.append(body)
+            return
+        if not isinstance(whole := self._chunks[0], bytearray):  # many small chunks would be many objects
+            self._chunks[0] = whole = bytearray(whole)
+        whole += body
+
+    def _check_size(self, size: int) -> None:
+        if size > MAX_BODY and not self._streaming:
+            raise RefusedResponseError(f"a body of {size} bytes or more; at most {MAX_BODY} are accepted")
 
     def on_message_complete(self) -> None:
         if self._has_head:

@@ -1,8 +1,9 @@
 """One operation as HTTP: its headers, the encoding of its request, the decoding of its response, its errors.
 
 Promises: large bodies are encoded and decoded in a worker thread; medium ones on the event loop, one at a
-time, with other work in between; a response that cannot be decoded is an APIResponseValidationError. A
-streamed sample arrives as server-sent events. Decides nothing: transport and retries are http_transport.py's.
+time, with other work in between; a response that cannot be decoded is an APIResponseValidationError; no
+credential that the server echoes is in a value or an error. A streamed sample arrives as server-sent events.
+Decides nothing: transport and retries are http_transport.py's.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 
 from tinkex import tracing
 from tinkex._version import __version__
-from tinkex.client.http1 import HttpResponse, HttpStream
+from tinkex.client.http1 import HttpResponse, HttpStream, RefusedResponseError
 from tinkex.client.http_pools import LIBRARY_ERRORS
 from tinkex.client.loop import off_loop
+from tinkex.client.redaction import redacted, secrets_of
 from tinkex.client.transport import AnyOp, CallContext
 from tinkex.errors import (
     APIConnectionError,
@@ -42,6 +44,7 @@ BIG_JSON = 128 * 1024  # bytes
 BIG_PROTO = 1024 * 1024  # bytes of a response
 MANY_DATUMS = 128  # of a pass
 MAX_EVENT = 1 << 28  # bytes of a server-sent event
+MAX_STREAM = 1 << 30  # bytes of a stream of them: eight million tokens, one by one
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 SAMPLES = (ops.SAMPLE, ops.STREAM_SAMPLE)
@@ -61,7 +64,12 @@ class Call:
     started: float | None = None  # when its retry budget began, by time.monotonic()
     error: APIError | None = None  # of the last attempt
     token: str = field(default="", repr=False)  # the credential of the last attempt
+    headers: dict[str, str] = field(default_factory=dict[str, str], repr=False)  # of the last attempt
     renewed: bool = False  # was it refused for its token, and sent again with another?
+
+    def redacted(self, value: Any) -> Any:
+        """What the server said, without the credentials that it was sent."""
+        return redacted(value, secrets_of(self.headers))
 
 
 def owner_of(request: Any) -> str:
@@ -119,15 +127,18 @@ async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) 
     status, headers, body, _ = response
     awaiting = call.context.awaiting
     reader, op = (codec.decode_reply, call.op) if awaiting is None else (codec.decode_result, awaiting)
+
+    def read() -> Any:
+        return reader(op, status, headers, body if op.reply is bytes else call.redacted(body))
+
     try:
         if len(body) >= BIG_JSON:
             if len(body) >= BIG_PROTO or codec.PROTO not in headers.get("content-type", ""):
-                return await off_loop(reader, op, status, headers, body)
+                return await off_loop(read)
             await pace.turn()
-        return reader(op, status, headers, body)
+        return read()
     except InvalidInputError as error:
-        request = FailedRequest(call.op.method, base_url + call.op.path)
-        raise _unreadable("the answer", error, response, request, body[:4096]) from error
+        raise _unreadable("the answer", error, response, call, base_url, body[:4096]) from None
 
 
 # -- server-sent events ----------------------------------------------------------------------------------
@@ -191,22 +202,26 @@ class SSEDecoder:
         return bool(raw)
 
 
-async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEvent, None]:
-    """The events of a response of `url`. The caller stops at the last one; running past it is an error."""
-    request, decoder = FailedRequest("POST", url), SSEDecoder()
+async def read_events(streamed: HttpStream, call: Call, base_url: str) -> AsyncGenerator[SampleEvent, None]:
+    """The events of the reply to `call`. The caller stops at the last one; running past it is an error."""
+    url, decoder, size = base_url + call.op.path, SSEDecoder(), 0
+    request = FailedRequest(call.op.method, url)
     try:
         if "text/event-stream" not in (kind := streamed.headers.get("content-type", "")):
             raise InvalidInputError(f"text/event-stream was expected, got {kind or 'nothing'}")
         piece: bytes | None = b""
         while piece is not None:
             piece = await anext(streamed.pieces, None)
+            if (size := size + len(piece or b"")) > MAX_STREAM:
+                raise InvalidInputError(f"a stream of more than {MAX_STREAM} bytes")
             for sent in decoder.feed(b"\n\n" if piece is None else piece):  # the end also ends an event
-                if (event := read_event(sent.event, sent.data)) is not None:
+                if (event := read_event(sent.event, call.redacted(sent.data))) is not None:
                     yield event
     except (OSError, *LIBRARY_ERRORS) as cause:
-        raise StreamBrokenError(request, f"{url} broke off: {root_cause(cause)}") from None
+        why = call.redacted(root_cause(cause))
+        raise StreamBrokenError(request, f"{url} broke off: {why}") from None
     except InvalidInputError as error:
-        raise _unreadable("an event", error, streamed, request, None) from error
+        raise _unreadable("an event", error, streamed, call, base_url, None) from None
     raise StreamBrokenError(request, f"{url} broke off: it ended without its result")
 
 
@@ -214,18 +229,32 @@ async def read_events(streamed: HttpStream, url: str) -> AsyncGenerator[SampleEv
 
 
 def _unreadable(
-    what: str, error: Exception, got: HttpResponse | HttpStream, request: FailedRequest, body: bytes | None
+    what: str,
+    error: Exception,
+    got: HttpResponse | HttpStream,
+    call: Call,
+    base_url: str,
+    body: bytes | None,
 ) -> APIResponseValidationError:
-    message = f"{request.method} {request.url}: {what} cannot be read: {error}"
-    return APIResponseValidationError(FailedResponse(got.status, got.headers, "", request), body, message)
+    request = FailedRequest(call.op.method, base_url + call.op.path)
+    message = f"{request.method} {request.url}: {what} cannot be read: {call.redacted(str(error))}"
+    answer = FailedResponse(got.status, call.redacted(dict(got.headers.items())), "", request)
+    return APIResponseValidationError(answer, call.redacted(body), message)
 
 
-def connection_error(op: AnyOp, url: str, cause: BaseException) -> APIConnectionError:
+def refused_response(call: Call, url: str, cause: RefusedResponseError) -> APIResponseValidationError:
+    """A response came that must not be read or followed."""
+    response = FailedResponse(0, {}, "", FailedRequest(call.op.method, url))
+    return APIResponseValidationError(response, None, f"{call.op.method} {url}: the server sent {cause}")
+
+
+def connection_error(call: Call, url: str, cause: BaseException) -> APIConnectionError:
     """No response came."""
-    request = FailedRequest(op.method, url)
+    method = call.op.method
+    request = FailedRequest(method, url)
     if isinstance(cause, TimeoutError) and not isinstance(cause, ConnectionError):
-        return APITimeoutError(request, f"no answer from {op.method} {url} in time")
-    return APIConnectionError(request, f"no connection to {url}: {root_cause(cause)}")
+        return APITimeoutError(request, f"no answer from {method} {url} in time")
+    return APIConnectionError(request, f"no connection to {url}: {call.redacted(root_cause(cause))}")
 
 
 def root_cause(error: BaseException) -> str:
@@ -234,13 +263,14 @@ def root_cause(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def response_error(op: AnyOp, url: str, response: HttpResponse) -> APIError:
+def response_error(call: Call, url: str, response: HttpResponse) -> APIError:
     """The server refused the call."""
-    status, headers, body, _ = response
+    status, headers, body = response.status, dict(response.headers.items()), call.redacted(response.body)
     text, parsed = codec.decode_error(status, headers, body)
-    shown = body[:4096].decode(errors="replace")
-    answer = FailedResponse(status, dict(headers.items()), shown, FailedRequest(op.method, url))
-    return status_error(f"{status} from {op.method} {url}: {text}", answer, parsed)
+    request, shown = FailedRequest(call.op.method, url), body[:4096].decode(errors="replace")
+    answer = FailedResponse(status, call.redacted(headers), shown, request)
+    message = f"{status} from {call.op.method} {url}: {call.redacted(text)}"
+    return status_error(message, answer, call.redacted(parsed))
 
 
 def with_history(error: APIError, tries: int, elapsed: float, state: str = "") -> APIError:

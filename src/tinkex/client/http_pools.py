@@ -1,8 +1,9 @@
 """One server's HTTP connections, a pool for each kind of traffic.
 
 Promises: plain HTTP goes over our own HTTP/1.1 (http1.py); TLS, HTTP/2 and proxies through pyqwest, which no
-other module imports; redirects are followed, and only the server itself is sent a key. Raises OSError and
-LIBRARY_ERRORS, and nothing else. Knows nothing of permits, of retries, or of what bodies mean.
+other module imports; redirects over HTTP are followed, and only the server itself is sent a key or a body;
+a whole response has a limit. Raises OSError and LIBRARY_ERRORS, and nothing else. Knows nothing of permits,
+of retries, or of what bodies mean.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from urllib.parse import urljoin, urlsplit
 
 import pyqwest
 
-from tinkex.client.http1 import Http1Client, HttpRequest, HttpResponse, HttpStream
+from tinkex.client.http1 import (
+    MAX_BODY,
+    Http1Client,
+    HttpRequest,
+    HttpResponse,
+    HttpStream,
+    RefusedResponseError,
+)
+from tinkex.client.redaction import redacted, secrets_of
 from tinkex.client.transport import AnyOp
 from tinkex.config import Timeouts
 from tinkex.wire import ops
@@ -62,21 +71,38 @@ class HttpPools:
 
     async def send(self, op: AnyOp, pool: Pool, request: HttpRequest) -> HttpResponse:
         """Send one request, follow redirects, and read the response."""
+        secrets = request.headers
         response = await self._send(op, pool, request)
         for _ in range(MAX_REDIRECTS):
             if is_reply(op, response.status) or response.status >= 400:
                 break
-            url = urljoin(request.url, response.headers.get("location", request.url))
-            request = request._replace(url=url)
-            if not _same_origin(url, self._base_url):
-                request = request._replace(headers={})  # a signed URL elsewhere must not see our key
-            if response.status not in (307, 308):
-                request = request._replace(method="GET", content=None)
+            request = self._redirected(request, response, secrets_of(secrets))
             response = await self._send(op, pool, request)
         if note := response.headers.get("x-deprecation-note"):
             severe = response.headers.get("x-deprecation-level") == "error"
+            note = redacted(note, secrets_of(secrets))
             log.log(logging.ERROR if severe else logging.WARNING, "%s: %s", self._base_url, note)
         return response
+
+    def _redirected(self, request: HttpRequest, response: HttpResponse, secrets: list[str]) -> HttpRequest:
+        """The request that a redirect asks for; RefusedResponseError if it must not be sent."""
+        if response.status not in (307, 308):
+            request = request._replace(method="GET", content=None)
+        try:
+            url = urljoin(request.url, response.headers.get("location", request.url))
+            to = urlsplit(url)
+            valid = to.scheme in ("http", "https") and bool(to.hostname) and (to.port or 1) > 0
+        except ValueError:
+            valid, url = False, ""
+        if not valid or not (url.isascii() and url.isprintable()) or " " in url:
+            raise RefusedResponseError("a redirect to something else than an http or https URL")
+        if _same_origin(url, self._base_url):
+            return request._replace(url=url)
+        if request.content is not None or request.method != "GET":
+            raise RefusedResponseError("a redirect of a request with a body to another host")
+        if redacted(url, secrets) != url:
+            raise RefusedResponseError("a redirect that would send the key to another host")
+        return request._replace(url=url, headers={})  # a signed URL elsewhere must not see our key
 
     async def _send(self, op: AnyOp, pool: Pool, request: HttpRequest) -> HttpResponse:
         client = self.client(pool, request.url)
@@ -158,7 +184,6 @@ class LibraryClient:
         """
         if self._transport is None:
             self._transport = self._make()
-            self._client = pyqwest.Client(self._transport)
         transport, sent = self._transport, time.monotonic()
         try:
             yield transport
@@ -170,16 +195,18 @@ class LibraryClient:
             raise
 
     async def execute(self, request: HttpRequest) -> HttpResponse:
-        method, url, headers, _ = request
-        with self._in_use():
-            response = await self._client.execute(method, url, headers, _body(request))
-        return HttpResponse(response.status, response.headers, response.content)  # type: ignore[arg-type]
+        body = bytearray()
+        with self._in_use() as transport:
+            async with await transport.execute(_library_request(request)) as response:
+                async for piece in response.content:
+                    body += piece
+                    if len(body) > MAX_BODY:
+                        raise RefusedResponseError(f"a body of more than {MAX_BODY} bytes")
+        return HttpResponse(response.status, response.headers, bytes(body))  # type: ignore[arg-type]
 
     async def stream(self, request: HttpRequest) -> HttpStream:
-        method, url, headers, _ = request
-        sent = pyqwest.Request(method, url, pyqwest.Headers(headers), _body(request))  # type: ignore[arg-type]
         with self._in_use() as transport:
-            response = await transport.execute(sent)
+            response = await transport.execute(_library_request(request))
         return HttpStream(response.status, response.headers, aiter(response.content), response.aclose)  # type: ignore[arg-type]
 
     async def aclose(self) -> None:
@@ -187,9 +214,10 @@ class LibraryClient:
             await self._transport.aclose()
 
 
-def _body(request: HttpRequest) -> bytes | None:
-    content = request.content
-    return content if content is None or isinstance(content, bytes) else b"".join(content)
+def _library_request(request: HttpRequest) -> pyqwest.Request:
+    method, url, headers, content = request
+    body = content if content is None or isinstance(content, bytes) else b"".join(content)
+    return pyqwest.Request(method, url, pyqwest.Headers(headers), body)  # type: ignore[arg-type]
 
 
 def _limit(seconds: float) -> float | None:

@@ -20,7 +20,7 @@ from typing import Any
 from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client.credentials import CommandCredential, Credential, JwtCredential
-from tinkex.client.http1 import HttpRequest, HttpResponse
+from tinkex.client.http1 import HttpRequest, HttpResponse, RefusedResponseError
 from tinkex.client.http_call import (
     SAMPLES,
     Call,
@@ -31,6 +31,7 @@ from tinkex.client.http_call import (
     headers_of,
     owner_of,
     read_events,
+    refused_response,
     response_error,
     root_cause,
     with_history,
@@ -158,7 +159,7 @@ class HttpTransport:
                         outcome = await self._retry(call, outcome)
                 assert outcome.stream is not None, "stream_sample replies with a stream"
                 try:
-                    async with aclosing(read_events(outcome.stream, self.base_url + op.path)) as events:
+                    async with aclosing(read_events(outcome.stream, call, self.base_url)) as events:
                         async for event in events:
                             yield event
                 finally:
@@ -193,16 +194,19 @@ class HttpTransport:
                 # Encoded only now: of thousands that wait, none holds its body in memory.
                 encoded = await encode(call, proto=proto, compress=self._compress, pace=self._pace)
                 path = encoded.path + (f"?{encoded.query}" if encoded.query else "")
-                headers = headers_of(call, encoded, self._headers)
+                call.headers = headers = headers_of(call, encoded, self._headers)
                 began = time.monotonic()
                 request = HttpRequest(op.method, self.base_url + path, headers, encoded.content)
                 response = await self._pools.send(op, call.pool, request)
         except (CredentialError, InvalidInputError) as refusal:
             raise call.error or refusal from None  # a refusal promises that nothing was ever sent
+        except RefusedResponseError as cause:
+            self._host.answered()
+            raise refused_response(call, self.base_url + path, cause) from None
         except (OSError, *LIBRARY_ERRORS) as cause:
             if not isinstance(cause, TimeoutError) or isinstance(cause, ConnectionError):
                 self._host.failed(cause)  # a slow host is reachable
-            error, took = connection_error(op, self.base_url + path, cause), time.monotonic() - began
+            error, took = connection_error(call, self.base_url + path, cause), time.monotonic() - began
             return Attempt(cause=cause, reached=self._reached, took=took, error=error)
         finally:
             if probing:
@@ -220,7 +224,7 @@ class HttpTransport:
             if call.context.observer is not None:
                 call.context.observer("active", None)
             return response
-        error, took = response_error(op, self.base_url + path, response), time.monotonic() - began
+        error, took = response_error(call, self.base_url + path, response), time.monotonic() - began
         return Attempt(status, response.headers, empty_body=not response.body, took=took, error=error)
 
     def _room_for_body(self, call: Call) -> Permit | nullcontext[None]:
@@ -310,7 +314,7 @@ class HttpTransport:
         if await host.reachable(patience, self._probe, policy.probe_delay):
             return
         cause = host.cause or ConnectionError("it does not answer")
-        error = call.error or connection_error(call.op, self.base_url + call.op.path, cause)
+        error = call.error or connection_error(call, self.base_url + call.op.path, cause)
         raise with_history(error, call.tries, time.monotonic() - call.started, host.state())
 
     async def _probe(self) -> None:

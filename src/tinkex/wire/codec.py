@@ -257,9 +257,11 @@ def decode_reply(op: Op[Any, T], status: int, headers: Headers, body: bytes) -> 
         return None  # type: ignore[return-value]
     if op.reply is bytes:
         return bytes(body)  # type: ignore[return-value]
-    if op is ops.GET_CHECKPOINT_ARCHIVE_URL and 300 <= status < 400:
-        return _read_redirect(headers)  # type: ignore[return-value]
-    return _read_model(op.reply, load_object(body))
+    redirected = op is ops.GET_CHECKPOINT_ARCHIVE_URL and 300 <= status < 400
+    reply: Any = _read_redirect(headers) if redirected else _read_model(op.reply, load_object(body))
+    if op in _LINKS:
+        _check_links(reply)
+    return reply
 
 
 def decode_result(
@@ -283,6 +285,20 @@ def decode_result(
         return _read_failure(fields)
     assert op.result is not None, f"{op.name} has no future"
     return _guarded(in_json, fields) if in_json else _read_model(op.result, fields)
+
+
+# Replies that name URLs to download from.
+_LINKS = (ops.GET_CHECKPOINT_ARCHIVE_URL, ops.GET_EXTERNAL_WEIGHTS_URLS, ops.EXPORT_SESSION_TRACE)
+
+
+def _check_links(
+    reply: t.CheckpointArchiveUrlResponse | t.ExternalWeightsUrlsResponse | t.SessionTraceExportResponse,
+) -> None:
+    """A server's links are http or https: a `file:` URL would name a file of the reader's machine."""
+    urls = reply.urls.values() if isinstance(reply, t.ExternalWeightsUrlsResponse) else [reply.url]
+    for url in urls:
+        if url and not url.lower().startswith(("http://", "https://")):
+            raise InvalidInputError(f"a link of a server must be an http or https URL, got {url!r:.80}")
 
 
 # How results that hold arrays are read: from JSON, from protobuf.

@@ -1,0 +1,51 @@
+"""Redaction: no credential that a request carried is in what its reply becomes.
+
+A server, or a proxy before it, may echo headers. Their values are replaced wherever its words can reach an
+exception, a log or a value that is shown or pickled. Knows only headers: what no request carried stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, cast
+
+REDACTED = "[redacted]"
+_SECRET = re.compile("auth|cookie|key|secret|token", re.I)  # in the name of a header
+_PLAIN = "x-idempotency-key"
+
+
+def secrets_of(headers: Mapping[str, str]) -> list[str]:
+    """The values of a request's headers that nobody else may see.
+
+    >>> secrets_of({"accept": "application/json", "x-api-key": "tml-1"})
+    ['tml-1']
+    """
+    return [value for name, value in headers.items() if value and _is_secret(name)]
+
+
+@cache
+def _is_secret(name: str) -> bool:
+    return name != _PLAIN and bool(_SECRET.search(name))
+
+
+def redacted(value: Any, secrets: list[str]) -> Any:
+    """`value` without them: text, bytes, and what parsed JSON or headers consist of.
+
+    >>> redacted({"x-api-key": ["tml-1"]}, ["tml-1"])
+    {'x-api-key': ['[redacted]']}
+    """
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, REDACTED)
+    elif isinstance(value, bytes | bytearray):
+        for secret in secrets:
+            if (raw := secret.encode("latin-1", "replace")) in value:
+                value = value.replace(raw, REDACTED.encode())
+    elif isinstance(value, Mapping):
+        fields = cast(Mapping[Any, Any], value)
+        return {redacted(name, secrets): redacted(item, secrets) for name, item in fields.items()}
+    elif isinstance(value, list):
+        return [redacted(item, secrets) for item in cast(list[Any], value)]
+    return value
