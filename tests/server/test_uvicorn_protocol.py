@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from tinkex.server import uvicorn_protocol
 from tinkex.server.gateway import BufferedResponse
 from tinkex.server.uvicorn_protocol import LARGE, SEND_WHOLE, SingleWriteProtocol
 
@@ -37,6 +38,9 @@ class Wire(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
 
@@ -46,7 +50,6 @@ class Clock:
 
     def __init__(self) -> None:
         self._loop, self.now = asyncio.get_running_loop(), 0.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
@@ -54,20 +57,19 @@ class Clock:
     def time(self) -> float:
         return self.now
 
-    def call_later(self, seconds: float, what: Callable[[], None]) -> asyncio.Handle:
-        self.timers.append((self.now + seconds, what))
-        return asyncio.Handle(what, (), self._loop)
-
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, connection: SingleWriteProtocol) -> None:
         self.now += seconds
-        due = [timer for timer in self.timers if timer[0] <= self.now]
-        self.timers = [timer for timer in self.timers if timer not in due]
-        for _, what in due:
-            what()
+        connection.expire(self.now)
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     """Says the path that was asked for; of /large, more than is worth copying."""
+    while scope["method"] == "POST":
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        if not message["more_body"]:
+            break
     body = b"x" * (LARGE + 1) if scope["path"] == "/large" else scope["path"].encode()
     await BufferedResponse(body, "text/plain", 408 if scope["path"] == "/later" else 200)(
         scope, receive, send
@@ -193,26 +195,103 @@ async def test_a_client_that_falls_silent_is_hung_up_on(connect, path: bytes):
     for _ in range(5):
         connection.data_received(GET % path)
         await turns()
-        assert len(clock.timers) == 1  # however many answers there were
-        clock.wait(50)
+        clock.wait(50, connection)
     assert not wire.closed
-    clock.wait(24)
+    clock.wait(24, connection)
     assert not wire.closed
-    clock.wait(1)
+    clock.wait(1, connection)
     assert wire.closed
+    assert b" 408 " not in b"".join(wire.sent)  # nothing was asked
 
 
-async def test_a_request_that_takes_long_is_waited_for(connect):
+POST = b"POST /x HTTP/1.1\r\nhost: here\r\ncontent-length: 1000000\r\n\r\n"
+
+
+async def test_a_client_that_has_asked_is_not_late(connect):
+    """Deadlines are the client's: a server that takes long to answer is not cut off."""
+    clock = Clock()
+    connection, wire = connect(clock)
+    connection.pause_writing()  # so the answer takes long
+    connection.data_received(GET % b"x")
+    await turns()
+    clock.wait(1000, connection)
+    assert not wire.closed
+    connection.resume_writing()
+    await turns()
+    assert b"".join(wire.sent).endswith(b"/x")
+
+
+async def test_a_head_that_arrives_slowly_is_given_up(connect):
     clock = Clock()
     connection, wire = connect(clock)
     connection.data_received(GET % b"x")
     await turns()
-    request = GET % b"y"
-    connection.data_received(request[:10])
-    clock.wait(1000)
-    assert not wire.closed
-    connection.data_received(request[10:])
-    await turns()
-    assert b"".join(wire.sent).endswith(b"/y")
-    clock.wait(75)
+    for byte in GET % b"y" * 4:
+        connection.data_received(bytes([byte]))
+        clock.wait(0.9, connection)
+        if len(wire.sent) == 2:
+            break
+    assert clock.now == pytest.approx(10, abs=2)
+    assert wire.sent[1].startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in wire.sent[1]
+    clock.wait(uvicorn_protocol.LINGER_SECONDS, connection)
     assert wire.closed
+
+
+@pytest.mark.parametrize(("size", "each", "given_up"), [(1, 31, 31), (1, 1, 31), (100_000, 20, None)])
+async def test_a_body_must_make_progress(connect, size: int, each: float, given_up: float | None):
+    clock = Clock()
+    connection, wire = connect(clock)
+    connection.data_received(POST)
+    await turns()
+    while not wire.sent and clock.now < 500:
+        connection.data_received(b"x" * size)
+        clock.wait(each, connection)
+        await turns()
+    if given_up is None:
+        assert b" 408 " not in wire.sent[0]
+    else:
+        assert clock.now == pytest.approx(given_up, abs=1.5)
+        assert wire.sent[0].startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /x HTTP/1.1\r\na: " + b"x" * 70_000,  # never ends
+        b"GET /" + b"x" * 70_000,
+        b"GET /x HTTP/1.1\r\na: " + b"x" * 70_000 + b"\r\n\r\n",
+        b"GET /x HTTP/1.1\r\n" + b"a: b\r\n" * 102,
+        b"\r\n" * 40_000,
+        b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: " + b"x" * 70_000,
+        b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 102,
+        b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;a=" + b"x" * 70_000,
+    ],
+)
+@pytest.mark.parametrize("piece", [1000, 2**20])
+@pytest.mark.parametrize("before", [b"", GET % b"x"])
+async def test_a_head_is_bounded(connect, head: bytes, piece: int, before: bytes):
+    connection, wire = connect()
+    if before:
+        connection.data_received(before)
+        await turns()
+        wire.sent.clear()
+    for i in range(0, len(head), piece):
+        connection.data_received(head[i : i + piece])
+    assert wire.sent[0].startswith(b"HTTP/1.1 431 ")
+    assert b"connection: close" in wire.sent[0]
+    await turns()
+    connection.data_received(b"x" * 100_000)
+    await turns()
+    assert len(wire.sent) == 1
+
+
+async def test_a_large_body_is_no_head(connect):
+    connection, wire = connect()
+    for _ in range(3):
+        connection.data_received(POST + b"x" * 100_000)
+        for _ in range(9):
+            connection.data_received(b"x" * 100_000)
+        await turns()
+    assert len(wire.sent) == 3
+    assert all(sent.startswith(b"HTTP/1.1 200 ") for sent in wire.sent)

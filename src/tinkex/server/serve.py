@@ -16,7 +16,9 @@ import socket
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.responses import Response
@@ -40,7 +42,15 @@ from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import ServerHooks, Service
 from tinkex.wire import ops
 
-KEEP_ALIVE = 75  # seconds: longer than clients and proxies keep theirs, so that they close connections first
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
+KEEP_ALIVE = 330  # seconds: longer than clients and proxies keep theirs, so that they close connections first
+CROWDED_KEEP_ALIVE = 10  # while more than half of the connections that are accepted are open
+TICKS = 5  # of uvicorn's clock, 0.1 s each, between two looks at the deadlines of connections
+SPARE_FILES = 256  # descriptors that connections leave to files
 
 
 class StartError(TinkerError):
@@ -57,6 +67,7 @@ class ServerConfig:
     public_url: str = ""  # how clients reach it, if not by the Host header that they send
     drain_seconds: float = 5.0  # for open polls and streams, when the server is told to stop
     max_body: int = MAX_BODY
+    max_connections: int = 16_384  # or fewer, if the process may not open as many files
 
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> None:
@@ -75,13 +86,18 @@ def _tune_process() -> None:
     sys.setswitchinterval(0.001)
     # A request creates a few hundred objects, almost none of them in cycles: collect less often.
     gc.set_threshold(50_000, 20, 100)
-    if sys.platform != "win32":
-        import resource
-
+    if resource is not None:
         # Every long poll holds a socket; the usual soft limit is 1,024.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _most_connections(wanted: int) -> int:
+    if resource is None:
+        return wanted
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files == resource.RLIM_INFINITY else min(wanted, max(1, files - SPARE_FILES))
 
 
 class Server:
@@ -116,7 +132,10 @@ class Server:
         # Between processes of one machine, sending bytes is cheaper than compressing them.
         bodies = BodyCodec(limit=config.max_body, compress=not on_this_machine)
         self.gateway = Gateway(self.service, authenticator, bodies, self._metrics, config.public_url)
-        self._uvicorn = _UvicornServer(self._uvicorn_config(), self.gateway, config.drain_seconds)
+        self._most_connections = _most_connections(config.max_connections)
+        self._uvicorn = _UvicornServer(
+            self._uvicorn_config(), self.gateway, config.drain_seconds, self._most_connections
+        )
 
     def _link(self, caller: Caller, path: Path, expires: float) -> str:
         """A link to a path below the home, valid until a unix time."""
@@ -133,7 +152,8 @@ class Server:
             *openai_routes(gateway),
         ]
         return uvicorn.Config(
-            build_app(gateway, routes), interface="asgi3", http=SingleWriteProtocol, ws="none",
+            build_app(gateway, routes), interface="asgi3", ws="none",
+            http=partial(SingleWriteProtocol, most_connections=self._most_connections),  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
             backlog=4096,
             timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(self.config.drain_seconds) + 10,
@@ -205,13 +225,31 @@ class Server:
 class _UvicornServer(uvicorn.Server):
     """uvicorn without its signal handlers; at shutdown it drains long polls first."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float, most_connections: int
+    ) -> None:
         super().__init__(config)
         self._gateway, self._drain_seconds = gateway, drain_seconds
+        self._most_connections, self._swept = most_connections, 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS == 0:
+            self._close_late_connections(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    def _close_late_connections(self, now: float) -> None:
+        # If the event loop was held up, clients may have sent in time what it has not read yet.
+        in_time, self._swept = now - self._swept < 2.0, now
+        if not in_time:
+            return
+        connections: Any = self.server_state.connections
+        crowded = len(connections) > self._most_connections // 2
+        for connection in list(connections):
+            connection.expire(now, KEEP_ALIVE - CROWDED_KEEP_ALIVE if crowded else 0.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # The port closes at once, and a connection after its response. Open polls get a while to finish.

@@ -1,19 +1,30 @@
-"""uvicorn's HTTP protocol, with small complete responses sent in one write.
+"""uvicorn's HTTP protocol, with bounded requests and with small complete responses sent in one write.
 
 uvicorn writes head and body separately: two system calls, two packets and two client wake-ups for each small
-response. `scope[SEND_WHOLE]` joins them. One keep-alive timer per connection replaces one timer per response.
-Headers are not validated: they must be the server's own.
+response. `scope[SEND_WHOLE]` joins them. Headers are not validated: they must be the server's own.
+
+A request's head is bounded in bytes and fields, and head, body and idle connections have deadlines. They cost
+no timers: the server calls `expire` on every connection about once a second. A client over a limit gets 431
+or 408 and its connection is closed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 SEND_WHOLE = "tinkex.send_whole"  # the scope's key for a SendWhole
 LARGE = 64 * 1024  # bytes; a larger body is not worth copying
+MAX_HEAD = 64 * 1024  # bytes of a request's head, or of its trailers
+MAX_FIELDS = 100  # header fields of a request, trailers included
+HEAD_SECONDS = 10.0  # from a connection's first moment, or a later request's first byte, to the head's end
+BODY_SECONDS = 30.0  # the longest silence within a body
+BODY_RATE = 500  # bytes per second of a body, on average after the first BODY_SECONDS
+LINGER_SECONDS = 5.0  # what a refused client still sends is read: a reset would destroy the answer
 
 Headers = Iterable[tuple[bytes, bytes]]
 # (scope, status, headers, body) -> False if the caller has to send ASGI messages instead.
@@ -21,14 +32,117 @@ SendWhole = Callable[[Any, int, Headers, bytes], bool]
 
 
 class SingleWriteProtocol(HttpToolsProtocol):
-    """The protocol of one client connection."""
+    """The protocol of one client connection; one of more than `most_connections` is refused."""
 
-    _idle_since: float | None = None  # None while a request is being answered
+    _deadline = math.inf  # of the client; infinite while the server is at work
+    _reading = False  # a request has begun and is not complete
+    _refused = False  # answered by `_refuse`; what still arrives is discarded
+    _unread = 0  # bytes received since the last request or part of a body was complete
+    _body_bytes, _body_began = 0, 0.0
+
+    def __init__(self, *given: Any, most_connections: int = 2**31, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._most_connections = most_connections
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.time() + HEAD_SECONDS
+        if len(self.connections) > self._most_connections:
+            self._refuse(503, "the server has as many connections as it accepts: try again in a moment")
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unread += len(data)
+        super().data_received(data)
+        if self._unread > MAX_HEAD:
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reading = True
+        self._deadline = self.loop.time() + HEAD_SECONDS
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_FIELDS:
+            self._refuse_head()
+            raise ValueError("too many header fields")  # stops the parser
 
     def on_headers_complete(self) -> None:
+        if self._unread > MAX_HEAD:  # the body may have come with it
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size > MAX_HEAD:
+                self._refuse_head()
+                raise ValueError("the head is too large")
         super().on_headers_complete()
+        self._body_bytes, self._body_began = 0, self.loop.time()
+        self._deadline = self._body_began + BODY_SECONDS
         # Bound to the connection, not to uvicorn's request cycle: that holds the scope, a reference cycle.
         self.scope[SEND_WHOLE] = self.send_whole  # type: ignore[literal-required]
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._unread = 0
+        self._body_bytes += len(body)
+        at_rate = self._body_began + self._body_bytes / BODY_RATE
+        self._deadline = min(at_rate, self.loop.time()) + BODY_SECONDS
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reading, self._unread = False, 0
+        self._deadline = math.inf
+        if self.cycle.response_complete:  # before the body was: a refusal
+            self._begin_idle()
+
+    # -- deadlines ---------------------------------------------------------------------------------------
+
+    def expire(self, now: float, idle_early: float = 0.0) -> None:
+        """Close the connection if a deadline has passed; if idle, `idle_early` seconds before it."""
+        if self._reading or self._refused:
+            idle_early = 0.0
+        if now + idle_early < self._deadline or self.transport.is_closing():
+            return
+        if self.flow.read_paused:  # the server has not read what the client may have sent
+            self._deadline = now + BODY_SECONDS
+        elif self._reading and not self._refused:
+            self._refuse(408, "the request did not arrive in time: its connection is closed")
+        else:
+            self.transport.close()
+
+    def _begin_idle(self) -> None:
+        self._deadline = self.loop.time() + self.timeout_keep_alive
+
+    def _refuse_head(self) -> None:
+        most = f"at most {MAX_HEAD} bytes and {MAX_FIELDS} header fields are accepted"
+        self._refuse(431, f"the request's head is too large: {most}")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in place of the application, and close the connection."""
+        if self._refused:
+            return
+        self._refused, self._deadline = True, self.loop.time() + LINGER_SECONDS
+        cycle = self.cycle
+        if cycle and not cycle.response_complete:
+            if self.pipeline or cycle.response_started or not cycle.more_body:
+                self.transport.close()  # a response to an earlier request is under way
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = orjson.dumps({"detail": message})
+        retry = b"retry-after: 1\r\n" if status == 503 else b""
+        head = b"content-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head % (len(body), retry) + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            super().send_400_response(msg)
+
+    # -- responses ---------------------------------------------------------------------------------------
 
     def send_whole(self, scope: Any, status: int, headers: Headers, body: bytes) -> bool:
         """Write a response at the end of the event loop's current iteration."""
@@ -52,27 +166,8 @@ class SingleWriteProtocol(HttpToolsProtocol):
             return
         self.server_state.total_requests += 1
         self.flow.resume_reading()
-        self._idle_since = self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._start_timer(self.timeout_keep_alive)
-
-    def _start_timer(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
-
-    def _unset_keepalive_if_required(self) -> None:
-        self._idle_since = None  # the timer keeps running and reads this
-        if self.transport.is_closing():
-            super()._unset_keepalive_if_required()
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.timeout_keep_alive_task = None
-        if self._idle_since is None:
-            return  # the response under way starts the timer again
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
-        if left > 0:
-            self._start_timer(left)
-        else:
-            super().timeout_keep_alive_handler()
+        if not self._reading:
+            self._begin_idle()
 
     def shutdown(self) -> None:
         self.loop.call_soon(super().shutdown)  # after the pending write
