@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.stub import Stub, status
 from tinkex import ServiceClient, TinkerError, TokenizerError
+from tinkex.tokenizers import _loaded
 
 WORDS = {"[UNK]": 0, "hello": 1, "world": 2}
 
@@ -50,8 +51,21 @@ def test_a_sampler_reads_its_tokenizer_from_the_server_and_keeps_it(home: Path) 
             assert sampler.get_tokenizer().encode("world") == [2]
             assert stub.count("tokenizer/tokenizer.json") == asked
     (kept,) = home.glob("tokenizers/*/stub--base")
-    assert sorted(p.name for p in kept.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(p.name for p in kept.glob("*.json")) == ["tokenizer.json", "tokenizer_config.json"]
     assert not list(home.glob("tokenizers/*/.part-*"))
+
+
+def test_a_damaged_copy_is_fetched_again(home: Path) -> None:
+    with Stub() as stub:
+        offer(stub)
+        for _ in range(2):
+            _loaded._values.clear()  # as in a new process
+            with ServiceClient(base_url=stub.url) as service:
+                sampler = service.create_sampling_client(base_model="stub/base")
+                assert sampler.get_tokenizer().encode("hello world") == [1, 2]
+            (file,) = home.glob("tokenizers/*/stub--base/tokenizer.json")
+            file.write_bytes(file.read_bytes().replace(b"world", b"wormd"))
+        assert stub.count("tokenizer/tokenizer.json") == 2
 
 
 def test_a_server_without_tokenizers_leaves_the_hub(home: Path) -> None:

@@ -126,6 +126,13 @@ def test_ctrl_c_leaves_a_bookmark_and_resuming_ends_where_it_would_have(
     bookmark = Bookmark.read(out, "sft")
     assert len(bookmark.curve) == 3
 
+    file = out / "sft-stopped.json"
+    whole = file.read_text()
+    file.write_text(whole.replace('"steps": 6', '"steps": 7'))
+    with pytest.raises(InvalidInputError, match=r"sft-stopped\.json is damaged"):
+        Bookmark.read(out, "sft")
+    file.write_text(whole)
+
     assert lesson.play(Screen(model), bookmark) is not None
     assert _losses(capsys.readouterr().out) == straight[3:]
     with pytest.raises(InvalidInputError, match="there is nothing to resume"):

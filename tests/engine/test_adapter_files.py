@@ -27,11 +27,13 @@ from tinkex.engine.protocol import (
     SaveAdapter,
 )
 from tinkex.engine.torch import adapter_files
+from tinkex.engine.torch.adapter_files import CONFIG, FACTS, OPTIMIZER, WEIGHTS
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
 from tinkex.engine.torch.models.attention import PackedAttend
 from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.store import CHECKSUMS
 from tinkex.types.params import AdamParams, LoraConfig
 
 pytestmark = pytest.mark.slow
@@ -305,12 +307,39 @@ def test_files_that_are_cut_short(saved: tuple[TorchTrainer, Path], name: str) -
     file.write_bytes(file.read_bytes()[:-20])
     message = refused(trainer, directory, optimizer=True)
     assert name in message
+    assert "damaged" in message
+    (directory / CHECKSUMS).unlink()  # as older versions left it
+    message = refused(trainer, directory, optimizer=True)
+    assert name in message
     assert "corrupted" in message
+
+
+@pytest.mark.parametrize("name", [CONFIG, FACTS, OPTIMIZER, WEIGHTS, CHECKSUMS])
+def test_one_flipped_bit_is_refused(saved: tuple[TorchTrainer, Path], name: str) -> None:
+    trainer, directory = saved
+    content = bytearray((directory / name).read_bytes())
+    content[len(content) * 2 // 3] ^= 4
+    (directory / name).write_bytes(content)
+    message = refused(trainer, directory, optimizer=True)
+    assert "damaged" in message
+    assert CHECKSUMS in message if name == CHECKSUMS else f"adapter/{name}" in message
+
+
+def test_a_damaged_adapter_is_not_merged(saved: tuple[TorchTrainer, Path], tmp_path: Path) -> None:
+    _, directory = saved
+    content = bytearray((directory / WEIGHTS).read_bytes())
+    content[-5] ^= 1
+    (directory / WEIGHTS).write_bytes(content)
+    base = tiny_model(tmp_path, "qwen2")
+    with pytest.raises(EngineError, match=rf"{WEIGHTS} is damaged"):
+        merge_adapter(base, directory, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_tensors_that_do_not_belong(saved: tuple[TorchTrainer, Path]) -> None:
     trainer, directory = saved
     path = directory / "adapter_model.safetensors"
+    (directory / CHECKSUMS).unlink()
     tensors = load_file(path)
     name = "base_model.model.lm_head.lora_A.weight"
 
@@ -328,6 +357,7 @@ def test_tensors_that_do_not_belong(saved: tuple[TorchTrainer, Path]) -> None:
 def test_another_alpha(saved: tuple[TorchTrainer, Path]) -> None:
     trainer, directory = saved
     (directory / "tinkex.json").unlink()
+    (directory / CHECKSUMS).unlink()
     edit(directory / "adapter_config.json", lora_alpha=16)
     assert "alpha is 16" in refused(trainer, directory)
 
@@ -356,7 +386,7 @@ def test_a_save_waits_for_the_disk_unless_told_not_to(
     names = [
         sorted(path.name for path in place.iterdir()) for place in (directory, directory.with_name("another"))
     ]
-    assert names[0] == names[1]
+    assert names[0] == [*([] if sync else [CHECKSUMS]), *names[1]]  # else who syncs it adds them
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:

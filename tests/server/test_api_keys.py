@@ -200,6 +200,13 @@ def test_the_secret_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
     secret = home_secret(tmp_path)
     assert home_secret(tmp_path) == secret
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+    content = bytearray((tmp_path / "secret").read_bytes())
+    (tmp_path / "secret").write_bytes(content[:32])  # as older versions wrote it
+    assert home_secret(tmp_path) == secret
+    content[7] ^= 1
+    (tmp_path / "secret").write_bytes(content)
+    with pytest.raises(ValueError, match="secret is damaged"):
+        home_secret(tmp_path)
     (tmp_path / "secret").write_bytes(b"short")
     with pytest.raises(ValueError, match="damaged"):
         home_secret(tmp_path)

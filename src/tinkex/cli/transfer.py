@@ -20,10 +20,11 @@ from tinkex.cli.target import rest
 from tinkex.client.download import Progress, download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
 from tinkex.models import hub_name
+from tinkex.store import CHECKSUMS
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 _EXPORT_LIFE = 3600  # seconds after which the server deletes an export that was not deleted here
-_NOT_FOR_THE_HUB = ["optimizer.safetensors", "tinkex.json"]
+_NOT_FOR_THE_HUB = ["optimizer.safetensors", "tinkex.json", CHECKSUMS]
 _MODEL_CARD = """---
 library_name: peft
 base_model: {base}

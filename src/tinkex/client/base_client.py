@@ -27,6 +27,7 @@ from tinkex.client.transport import CallContext
 from tinkex.client.twins import blocking
 from tinkex.config import LOCAL
 from tinkex.errors import APIStatusError, InvalidInputError, NotFoundError
+from tinkex.store import DamagedError, add_checksums, verify
 from tinkex.tokenizers import load_tokenizer, tokenizer_name
 from tinkex.types.config import TOKENIZER_FILES, TokenizerFileRequest
 from tinkex.wire import ops
@@ -155,7 +156,11 @@ def _fetch(connection: ServerConnection, base_model: str) -> Path | None:
     server = hashlib.sha256(connection.base_url.encode()).hexdigest()[:16]
     place = connection.settings.home / "tokenizers" / server / base_model.replace("/", "--")
     if connection.base_url and place.is_dir():
-        return place
+        try:
+            verify(place)
+            return place
+        except DamagedError:  # it is a copy of the server's: take another
+            shutil.rmtree(place, ignore_errors=True)
     files = start(lambda: _download(connection, base_model), "tokenizer").result()
     if not files:
         return None
@@ -163,6 +168,7 @@ def _fetch(connection: ServerConnection, base_model: str) -> Path | None:
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=".part-"))
     for name, body in files.items():
         (part / name).write_bytes(body)
+    add_checksums(part)
     try:
         os.replace(part, place)
     except OSError:  # another process stored it first

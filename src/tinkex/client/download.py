@@ -2,7 +2,8 @@
 
 Promises: no credential is sent, since a signed URL is one; `file://` URLs (of an embedded service; a
 server's replies cannot have any) are read directly; an interrupted download leaves nothing behind; a tar
-cannot write outside its directory; however much is sent, some of the disk stays free. Blocking.
+cannot write outside its directory; however much is sent, some of the disk stays free; a file that is not what
+the checksums beside it say is refused (DamagedError). Blocking.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tinkex.errors import (
     TinkerError,
     status_error,
 )
+from tinkex.store import verify
 
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 _CHUNK = 1024 * 1024
@@ -137,6 +139,7 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
         place.parent.mkdir(parents=True, exist_ok=True)
         # The total is not known before the last file has begun, so it is not shown.
         before += download(url, place, lambda done, total, before=before: progress(before + done, None))
+    verify(directory)
 
 
 def download_archive(url: str, directory: Path, progress: Progress = lambda done, total: None) -> None:
@@ -156,3 +159,4 @@ def download_archive(url: str, directory: Path, progress: Progress = lambda done
                 archive.extractall(directory, filter="data")
         except tarfile.TarError as error:
             raise TinkerError(f"what the server sent cannot be unpacked: {error}") from None
+    verify(directory)

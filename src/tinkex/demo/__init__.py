@@ -7,6 +7,7 @@ train, evaluate again; Ctrl-C stops after the current step, and a bookmark says 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -37,9 +38,19 @@ class Bookmark:
     @classmethod
     def read(cls, out: Path, kind: str) -> Bookmark:
         try:
-            return cls(**json.loads(_bookmark_file(out, kind).read_text()))
+            fields = json.loads(_bookmark_file(out, kind).read_bytes())
+            checksum = fields.pop("checksum", None)  # older ones have none
+            bookmark = cls(**fields)
+            if checksum in (None, bookmark.checksum()):
+                return bookmark
         except FileNotFoundError:
             raise InvalidInputError(f"there is nothing to resume: no {_bookmark_file(out, kind)}") from None
+        except (ValueError, TypeError, AttributeError):
+            pass
+        raise InvalidInputError(f"{_bookmark_file(out, kind)} is damaged: start the demo without --resume")
+
+    def checksum(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
 
 def _bookmark_file(out: Path, kind: str) -> Path:
@@ -114,9 +125,9 @@ class Demo:
         self.out.mkdir(parents=True, exist_ok=True)
         file = _bookmark_file(self.out, self.kind)
         part = file.with_suffix(".part")
-        part.write_text(
-            json.dumps(asdict(Bookmark(self.model, saved.path, self.steps, curve)), indent=2) + "\n"
-        )
+        bookmark = Bookmark(self.model, saved.path, self.steps, curve)
+        fields = asdict(bookmark) | {"checksum": bookmark.checksum()}
+        part.write_text(json.dumps(fields, indent=2) + "\n")
         os.replace(part, file)
 
 

@@ -18,6 +18,7 @@ from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.server.signing import DOWNLOADS, DownloadSigner
 from tinkex.service.archive import Archive
 from tinkex.service.refusal import Refusal
+from tinkex.store import DamagedError, verify
 
 _NO_LINK = "this link is wrong or has expired: ask for a new one"
 
@@ -28,8 +29,12 @@ def download_routes(gateway: Gateway, home: Path, signer: DownloadSigner) -> lis
         if not signer.verify(path, query.get("expires", ""), query.get("signature", ""), time.time()):
             raise Refusal(403, _NO_LINK)
         place = _below(home, path)
-        if place.is_dir():
-            return await asyncio.to_thread(_tar, place, http.scope["method"] == "HEAD")
+        try:
+            if place.is_dir():
+                return await asyncio.to_thread(_tar, place, http.scope["method"] == "HEAD")
+            await asyncio.to_thread(verify, place.parent, [place.name])
+        except DamagedError as error:
+            raise Refusal(422, str(error)) from None
         if not place.is_file():
             raise Refusal(404, "this file was deleted, or has expired")
         return FileResponse(place, media_type="application/octet-stream", filename=place.name)

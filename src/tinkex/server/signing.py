@@ -6,6 +6,7 @@ purpose derives its own key. Does not check whether the path or the run exists.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import ClassVar
 from urllib.parse import quote, urlencode
 
 DOWNLOADS = "/api/v1/download"
-_SECRET_BYTES = 32
+_SECRET_BYTES, _CHECK_BYTES = 32, 8  # the file of an older version has no checksum
 
 
 def home_secret(home: Path) -> bytes:
@@ -24,14 +25,19 @@ def home_secret(home: Path) -> bytes:
     try:
         file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        secret = place.read_bytes()
-        if len(secret) < _SECRET_BYTES:
+        content = place.read_bytes()
+        secret, check = content[:_SECRET_BYTES], content[_SECRET_BYTES:]
+        if len(secret) < _SECRET_BYTES or (check and check != _check(secret)):
             raise ValueError(f"{place} is damaged: delete it, and links and tokens are made anew") from None
         return secret
     with os.fdopen(file, "wb") as out:
         secret = secrets.token_bytes(_SECRET_BYTES)
-        out.write(secret)
+        out.write(secret + _check(secret))
     return secret
+
+
+def _check(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()[:_CHECK_BYTES]
 
 
 def derive(secret: bytes, purpose: str) -> bytes:

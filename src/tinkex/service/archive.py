@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from tinkex.service.home import Home
 from tinkex.service.refusal import Caller
-from tinkex.store import directory_bytes
+from tinkex.store import directory_bytes, verify
 
 LINK_LIFE = 3600.0  # seconds for which a download link works
 # Makes a path below the home downloadable until a time, a directory as a tar; returns a URL.
@@ -31,9 +31,13 @@ _END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 class Archive:
-    """The files of `directory`. They are opened at once, so they may be deleted; iterating closes them."""
+    """The files of `directory`. They are opened at once, so they may be deleted; iterating closes them.
+
+    Raises DamagedError if one of them is not what its checksum says. Blocks while it reads them.
+    """
 
     def __init__(self, directory: Path) -> None:
+        verify(directory)
         self._entries: list[tuple[bytes, BinaryIO, int]] = []  # header, file, size
         with contextlib.ExitStack() as opened:
             for name in sorted(os.listdir(directory)):

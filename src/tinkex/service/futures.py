@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 import uuid
@@ -22,10 +23,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from tinkex.errors import RequestErrorCategory
 from tinkex.types.futures import FutureFailed, FutureFinished, RequestFailedResponse
 
+log = logging.getLogger("tinkex.service")
 REWRITE = 10_000  # stale lines before the file of samples is written again
 # Why a future is not done yet: a queue state of the wire, and a sentence about it.
 QueueState = tuple[str, str | None]
@@ -195,7 +198,7 @@ class Completions:
         """A sample was accepted."""
         self._open[request_id] = feed
         self._feeds[feed].open += 1
-        self._write(f"+{request_id} {feed}\n")
+        self._write(_line(f"+{request_id} {feed}"))
 
     def end(self, feed: str, request_id: str, *, failed: bool) -> None:
         """A sample ended: wake the polls."""
@@ -207,7 +210,7 @@ class Completions:
         """The results of these were fetched, or dropped."""
         gone = [(i, feed) for i in request_ids if (feed := self._open.pop(i, None)) is not None]
         if gone:
-            self._write("".join(f"-{request_id}\n" for request_id, _ in gone))
+            self._write("".join(_line(f"-{request_id}") for request_id, _ in gone))
         for _, feed in gone:
             self._stale += 2
             self._feeds[feed].open -= 1
@@ -262,7 +265,7 @@ class Completions:
     def _rewrite(self, path: Path) -> None:
         self.close()
         part = path.with_suffix(".part")
-        part.write_text("".join(f"+{i} {feed}\n" for i, feed in self._open.items()))
+        part.write_text("".join(_line(f"+{i} {feed}") for i, feed in self._open.items()))
         part.rename(path)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._stale = 0
@@ -273,10 +276,23 @@ class Completions:
             self._file = -1
 
 
+def _line(text: str) -> str:
+    return f"{text}\t{crc32(text.encode()):08x}\n"
+
+
 def _read(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for line in text.split("\n")[:-1]:  # what follows the last newline was cut off in mid-write
+    content = path.read_text(errors="replace") if path.exists() else ""
+    checked = "\t" in content  # else it is of an older version, whose lines have no checksums
+    for number, whole in enumerate(
+        content.split("\n")[:-1], 1
+    ):  # after the last newline: cut off in mid-write
+        line = whole.partition("\t")[0]
+        if checked and f"{whole}\n" != _line(line):
+            log.error(
+                "%s is damaged in line %d: a sample of an earlier process may be given up", path, number
+            )
+            continue
         name, _, feed = line[1:].partition(" ")
         if line.startswith("+") and feed:
             found[name] = feed

@@ -25,7 +25,7 @@ from tinkex.engine.token_bytes import token_bytes
 from tinkex.errors import InvalidInputError, ModelError
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.store import atomic_directory
+from tinkex.store import atomic_directory, verify
 from tinkex.types import config as types
 from tinkex.types import reports
 
@@ -189,6 +189,7 @@ class ServedModel:
 
                 with atomic_directory(place) as part:
                     write_tokenizer(GgufModel(file), part)
+            verify(place)
         return place
 
     async def token_bytes(self) -> list[bytes]:

@@ -40,6 +40,7 @@ from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
 from tinkex.service.served_models import Capabilities, ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces
+from tinkex.store import DamagedError
 from tinkex.types import futures as polls
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire.ops import Op
@@ -186,7 +187,7 @@ class Service:
                 return await method(request, caller)
             with tracing.span(f"service {op.name}", within=True):
                 return await method(request, caller)
-        except InvalidInputError as error:
+        except (InvalidInputError, DamagedError) as error:
             raise Refusal(422, str(error)) from None
         except (LedgerError, JournalError) as error:
             raise Refusal(503, str(error)) from error

@@ -134,8 +134,11 @@ class FakeAdapter:
 
         directory = Path(location)
         try:
+            store.verify(directory, (_CONFIG, _WEIGHTS, *([_OPTIMIZER] if optimizer else [])))
             config = json.loads((directory / _CONFIG).read_text())
             tensors = load_file(directory / _WEIGHTS)
+        except store.DamagedError as error:
+            raise user_error(str(error)) from None
         except OSError:
             raise user_error(f"{directory} holds no adapter") from None
         if (base := config["base_model_name_or_path"]) != model:

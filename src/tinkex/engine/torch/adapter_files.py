@@ -4,9 +4,11 @@
     adapter_config.json         what PEFT and vLLM read
     tinkex.json                 rank, train flags, which base model, AdamW's step
     optimizer.safetensors       AdamW's moments under the same names, if asked for
+    SHA256SUMS                  the checksum of each of these files
 
-Save and load are exact. A directory is written atomically (`tinkex.store`). A tensor that does not fit is
-refused by name. Knows nothing of runs or of where directories belong.
+Save and load are exact. A directory is written atomically (`tinkex.store`). A file that does not match its
+checksum, or a tensor that does not fit, is refused by name. Knows nothing of runs or of where directories
+belong.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,14 @@ def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True
         raise user_error(str(error)) from None
 
 
+def verify(directory: Path, names: Sequence[str]) -> None:
+    """Compare these files with their checksums; one that is damaged is refused."""
+    try:
+        store.verify(directory, names)
+    except store.DamagedError as error:
+        raise user_error(str(error)) from None
+
+
 def load_adapter(
     directory: Path, sites: Sites, base: BaseIdentity, head: Tensor, *, optimizer: bool = False
 ) -> Adapter:
@@ -129,6 +139,7 @@ def load_adapter(
 
     `head` is the base model's unembedding, on whose device it will be.
     """
+    verify(directory, (WEIGHTS, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
     weights, facts = directory / WEIGHTS, {}
     # What hosted Tinker calls lm_head has a name of its own.
     tensors = {n.replace("model.unembed_tokens", "lm_head"): t for n, t in _read_tensors(weights).items()}

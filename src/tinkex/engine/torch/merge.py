@@ -17,11 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinkex.engine.request import user_error
-from tinkex.engine.torch.adapter_files import WEIGHTS, new_directory, read_peft_config, write_json
+from tinkex.engine.torch.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    new_directory,
+    read_peft_config,
+    verify,
+    write_json,
+)
+from tinkex.store import CHECKSUMS
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", CHECKSUMS)
 
 Delta = tuple[Tensor, Tensor]  # A [R, I] and scale·B [O, R]
 
@@ -58,7 +66,7 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
             write_json(temporary / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         write_json(temporary / "config.json", config)
         for path in base_dir.iterdir():
-            copied = path.name.endswith(_WEIGHT_FILES) or (temporary / path.name).exists()
+            copied = path.name.endswith(_NOT_COPIED) or (temporary / path.name).exists()
             if path.is_file() and not copied:
                 shutil.copy2(path, temporary / path.name)
 
@@ -81,6 +89,7 @@ def _shards(base_dir: Path) -> dict[str, list[str]]:
 
 def _deltas(adapter_dir: Path) -> dict[str, Delta]:
     """The adapter's matrices by the name of the weight that they change; one per expert."""
+    verify(adapter_dir, (WEIGHTS, CONFIG))
     peft = read_peft_config(adapter_dir)
     scale = peft["lora_alpha"] / peft["r"]
     deltas: dict[str, Delta] = {}

@@ -29,7 +29,7 @@ from tinkex.service.rows import RunRow
 from tinkex.service.runs.journal import Journal, JournalError
 from tinkex.service.scheduler import OrderedRequests, Scheduler
 from tinkex.service.served_models import ServedModel, execute
-from tinkex.store import sync_tree
+from tinkex.store import add_checksums, sync_tree
 
 log = logging.getLogger("tinkex.service")
 SNAPSHOT = "adapter"  # the directory inside a snapshot
@@ -230,6 +230,7 @@ class Run:
     async def _commit(self, part: Path, next_seq: int, steps: int) -> None:
         """Sync a snapshot to the disk, and begin a replay from it from then on."""
         try:
+            await asyncio.to_thread(add_checksums, part / SNAPSHOT)
             await asyncio.to_thread(sync_tree, part)
             delivered = {i for i in self.delivered if seq_of(i) < next_seq}
             await asyncio.to_thread(self.journal.commit_snapshot, part, delivered)
