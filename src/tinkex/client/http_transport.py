@@ -264,8 +264,8 @@ class HttpTransport:
         call.tries += 1
         if call.started is None:
             call.started = now - failed.took  # the wait for a permit does not count against the server
-        elapsed, patient = now - call.started, op.pool in (Pool.SAMPLE, Pool.STREAM)
-        delay = self._policy(call).decide(failed, call.tries, elapsed, patient=patient)
+        elapsed = now - call.started
+        delay = self._policy(call).decide(failed, call.tries, elapsed, patient=op in SAMPLES)
         if call.context.observer is not None:
             call.context.observer(PAUSES.get(failed.status, "active"), error.message)
         if delay is None or not op.retry:

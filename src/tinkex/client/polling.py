@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tinkex import tracing
 from tinkex.client import loop as background
-from tinkex.client.retry import retryable
+from tinkex.client.retry import retry_after, retryable
 from tinkex.client.server_connection import ServerConnection
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.transport import CallContext, QueueListener
@@ -153,7 +153,8 @@ class BatchPoller:
                         raise
                     if status == 0 or status >= 500:
                         self._release_all()
-                    await asyncio.sleep(min(0.1 * 2**self._failures, QUICK_POLL))
+                    told = retry_after(error.response.headers) if isinstance(error, APIStatusError) else None
+                    await asyncio.sleep(told or min(0.1 * 2**self._failures, QUICK_POLL))
         except Exception as error:
             log.debug("batch retrieval gave up (%s); polling one by one", error)
             self._broken = True

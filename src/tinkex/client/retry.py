@@ -11,7 +11,8 @@
 
 After a few failures to connect in a row the host's circuit opens (limits.py): all its callers then wait for
 one shared probe, each for as long as the table allows. `x-should-retry` overrides the table; `retry-after-ms`
-beats `retry-after` in seconds, which beats a date. Pure: it decides from a failure and the elapsed time.
+beats `retry-after` in seconds, which beats a date; more than a minute is a minute.
+Pure: it decides from a failure and the elapsed time.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def retryable(status: int, empty_body: bool = False) -> bool:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait by the response's headers: milliseconds, else seconds, else a date; at most 60.
+    """Seconds to wait by the response's headers: milliseconds, else seconds, else a date; 60 if it is more.
 
     >>> retry_after({"retry-after-ms": "1500", "retry-after": "9"})
     1.5
@@ -176,13 +177,13 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
             seconds = float(headers.get(name, "")) * scale
         except ValueError:
             continue
-        if 0 < seconds <= MAX_RETRY_AFTER:
-            return seconds
+        if seconds > 0:
+            return min(seconds, MAX_RETRY_AFTER)
     # By the server's clock, if its Date header shows it: ours may be wrong.
     if (at := _timestamp(headers.get("retry-after", ""))) is None:
         return None
     seconds = at - (_timestamp(headers.get("date", "")) or time.time())
-    return seconds if 0 < seconds <= MAX_RETRY_AFTER else None
+    return min(seconds, MAX_RETRY_AFTER) if seconds > 0 else None
 
 
 def _timestamp(date: str) -> float | None:
