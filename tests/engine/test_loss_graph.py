@@ -15,7 +15,14 @@ import torch.fx
 import torch.nn.functional as F
 
 from tinkex.engine.protocol import CustomLoss, EngineError
-from tinkex.engine.torch.loss_graph import MAX_NODES, PASS_COST, LossGraph, LossInputs, read_loss_graph
+from tinkex.engine.torch.loss_graph import (
+    MAX_NODES,
+    PASS_COST,
+    LossClock,
+    LossGraph,
+    LossInputs,
+    read_loss_graph,
+)
 from tinkex.types.tensor import TensorData
 
 Result = tuple[torch.Tensor, dict[str, Any]]
@@ -334,7 +341,9 @@ def test_reading_one_of_many_elements_counts_the_gradient_of_them_all() -> None:
 
 def test_the_costs_of_a_pass_are_those_of_all_its_datums() -> None:
     square = method("expand", LP, 1024, 1024, name="n")
-    reader = LossInputs(read_loss_graph(build(square, function("torch.sin", {"ref": "n"}, name="m"), SUM)))
+    reader = LossInputs(
+        read_loss_graph(build(square, function("torch.sin", {"ref": "n"}, name="m"), SUM)), LossClock()
+    )
     reader.read({}, (1,))
     for _ in range(PASS_COST // reader.costs[0] - 1):
         reader.read({}, (1,))
@@ -350,7 +359,7 @@ def test_what_honest_passes_need_is_allowed() -> None:
         (many_operations, (32_768,), 128),
     ):
         custom = trace(loss)
-        reader = LossInputs(read_loss_graph(custom))
+        reader = LossInputs(read_loss_graph(custom), LossClock())
         inputs = {key: TensorData.from_numpy(np.zeros(shape, np.float32)) for key in custom.inputs[1:]}
         for _ in range(count):
             reader.read(inputs, shape)

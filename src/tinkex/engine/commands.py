@@ -58,6 +58,10 @@ class RunningPass:
     def fail(self, category: Any, message: str) -> None:
         self.failure = self.failure or p.Failure(category, message)
 
+    def size(self, datum: int, budget: int) -> int:
+        """How much of a micro-batch of `budget` tokens a datum takes."""
+        return self.examples[datum].tokens.size
+
 
 class TrainedAdapter(Protocol):
     @property
@@ -146,6 +150,8 @@ def _tokens(datum: Datum, vocab: int, context: int) -> np.ndarray:
 def _refusing(where: str = "") -> Iterator[None]:
     try:
         yield
+    except p.EngineLost:
+        raise
     except (InvalidInputError, p.EngineError) as error:
         raise user_error(f"{where}{error}") from None
 
@@ -163,7 +169,7 @@ def cut(passes: Sequence[P], budget: int) -> Iterator[list[PackedExample[P]]]:
         items.sort(key=lambda it: (runs[it[1].training.run], it[0], -it[1].example.tokens.size))
         group, size = [], 0
         for _, item in items:
-            length = item.example.tokens.size
+            length = item.training.size(item.datum, budget)
             if group and size + length > budget:
                 yield group
                 group, size = [], 0
@@ -256,6 +262,8 @@ class CommandTrainer(ABC, Generic[A, P]):
             try:
                 self.adapter(work.run)
                 passes.append(self._read(work))
+            except p.EngineLost:
+                raise
             except p.EngineError as error:
                 passes.append(p.Failure(error.category, error.message))
         checked = [one for one in passes if not isinstance(one, p.Failure)]

@@ -66,7 +66,10 @@ class TorchEngine:
         threads = config.threads or (usable_cores() if config.deterministic else None)
         bounds = {"max_context": context, "max_pass_tokens": config.max_pass_tokens}
         share_from = 0 if config.deterministic else SHARED
-        self._trainer = TorchTrainer(decoder, config.name or config.model, **bounds, share_from=share_from)
+        self._trainer = TorchTrainer(
+            decoder, config.name or config.model, **bounds, share_from=share_from,
+            stopping=lambda: self._thread.trouble, rest=lambda: self._thread.rest(),
+        )  # fmt: skip
         self._published: dict[str, PublishedAdapter] = {}
         self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self._stats)
         self.trainer = QueuedTrainer(self._thread, self._trainer)

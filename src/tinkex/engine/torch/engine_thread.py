@@ -132,6 +132,11 @@ class EngineThread:
                     message = f"decoding failed: {type(error).__name__}: {error}"
                     self._decoding.fail_all(EngineError(message))
 
+    def rest(self) -> None:
+        """Called by a long command between its parts: decode a step, unless the thread is closed."""
+        if not self._closed:
+            self._turn()
+
     def _do(self, function: Callable[[], Any], future: Future[Any], report: bool = False) -> None:
         if not future.set_running_or_notify_cancel():
             return

@@ -10,6 +10,7 @@ Runs once per datum with (logprobs, *inputs); knows nothing of models or batches
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.protocol import CustomLoss, EngineError
+from tinkex.engine.protocol import CustomLoss, EngineError, EngineLost
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import loss_graph_costs as costs
 from tinkex.engine.torch import loss_graph_ops as ops
@@ -36,6 +37,8 @@ MAX_TOTAL = 1 << 26  # of all results of one datum
 # In units of loss_graph_costs: about a second for one datum, and half a minute for all datums of a pass.
 DATUM_COST = 1 << 30
 PASS_COST = 1 << 35
+SLICE_COST = 1 << 28  # in one micro-batch, unless a datum takes more
+LOSS_SECONDS = 30.0  # for all datums of a pass: the check and the computation
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -62,6 +65,37 @@ class LossNode:
     kwargs: dict[str, Any]
 
 
+Between = Callable[[], None]
+
+
+class LossClock:
+    """Counts the time that one pass's uploaded loss takes; `check` ends it, between two nodes.
+
+    >>> with clock:
+    ...     graph.gradient(logprobs, inputs, clock.check)
+    """
+
+    def __init__(self, seconds: float = LOSS_SECONDS, stopping: Callable[[], str] = lambda: "") -> None:
+        self._seconds, self._stopping = seconds, stopping
+        self._spent = self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent += time.monotonic() - self._since
+
+    def check(self) -> None:
+        """Raise an error of the user's if the time is up, and EngineLost if the engine is `stopping`."""
+        if why := self._stopping():
+            raise EngineLost(why)
+        if self._spent + time.monotonic() - self._since > self._seconds:
+            raise user_error(
+                f"the custom loss took more than {self._seconds:g} s, which is what a pass may take: send "
+                "fewer datums in a pass, or take fewer or cheaper operations"
+            )
+
+
 @dataclass(frozen=True)
 class LossGraph:
     inputs: tuple[str, ...]
@@ -70,23 +104,25 @@ class LossGraph:
     loss: NodeRef
     metrics: dict[str, Any]
 
-    def check(self, shape: tuple[int, ...], inputs: Mapping[str, np.ndarray]) -> int:
+    def check(
+        self, shape: tuple[int, ...], inputs: Mapping[str, np.ndarray], between: Between = lambda: None
+    ) -> int:
         """What a datum of these shapes costs; refuses those that the graph cannot compute."""
         given = [torch.empty(shape, device="meta")]
         for key in self.inputs[1:]:
             dtype = torch.float32 if inputs[key].dtype.kind == "f" else torch.int64
             given.append(torch.empty(inputs[key].shape, dtype=dtype, device="meta"))
         bounds = _DatumBounds()
-        self._run(given, bounds.add)
+        self._run(given, between, bounds.add)
         return bounds.cost
 
     def gradient(
-        self, logprobs: Tensor, inputs: Mapping[str, np.ndarray]
+        self, logprobs: Tensor, inputs: Mapping[str, np.ndarray], between: Between
     ) -> tuple[float, Tensor, dict[str, float]]:
-        """The loss of one datum, its gradient by `logprobs`, and its metrics."""
+        """The loss of one datum, its gradient by `logprobs`, and its metrics; `between` may end it."""
         leaf, grad = logprobs.detach().requires_grad_(), None
         with torch.enable_grad():
-            loss, metrics = self.run(leaf, inputs)
+            loss, metrics = self.run(leaf, inputs, between)
             if loss.requires_grad:
                 try:
                     (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True)
@@ -96,14 +132,16 @@ class LossGraph:
         grad = torch.zeros_like(logprobs) if grad is None else grad.to(logprobs.dtype)
         return float(loss.detach()), grad, metrics
 
-    def run(self, logprobs: Tensor, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, dict[str, float]]:
+    def run(
+        self, logprobs: Tensor, inputs: Mapping[str, np.ndarray], between: Between = lambda: None
+    ) -> tuple[Tensor, dict[str, float]]:
         """The loss of one datum (a scalar that carries gradients to `logprobs`) and its metrics."""
         given = [torch.from_numpy(np.array(inputs[key])).to(logprobs.device) for key in self.inputs[1:]]
-        loss, metrics = self._run([logprobs, *given])
+        loss, metrics = self._run([logprobs, *given], between)
         return loss, {key: float(torch.as_tensor(value).detach()) for key, value in metrics.items()}
 
     def _run(
-        self, given: list[Tensor], called: Callable[..., None] = lambda *_: None
+        self, given: list[Tensor], between: Between, called: Callable[..., None] = lambda *_: None
     ) -> tuple[Tensor, dict[str, Any]]:
         """The loss and its metrics; `called` gets each call and its result."""
         values: dict[str, Any] = dict(zip(self.placeholders, given, strict=True))
@@ -116,6 +154,10 @@ class LossGraph:
             except Exception as error:  # torch's complaint about a client's arguments is a user error
                 reason = str(error).split("\n")[0][:300]
                 raise user_error(f"custom loss node {node.name!r} ({node.target}): {reason}") from None
+            between()
+            for tensor in costs.tensors(value):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: between())  # also between two nodes of the backward
         loss = values[self.loss.name]
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
             raise user_error(f"the custom loss must be a scalar tensor, got {_describe(loss)}")
@@ -150,10 +192,13 @@ class _DatumBounds:
 
 
 class LossInputs:
-    """Reads what a graph needs of each datum of one pass, and adds up what they cost: `costs`, by datum."""
+    """Reads what a graph needs of each datum of one pass, and adds up what they cost: `costs`, by datum.
 
-    def __init__(self, graph: LossGraph) -> None:
-        self._graph = graph
+    Between two checks it calls `rest`, so that others are served meanwhile.
+    """
+
+    def __init__(self, graph: LossGraph, clock: LossClock, rest: Between = lambda: None) -> None:
+        self._graph, self._clock, self._rest = graph, clock, rest
         self._known: dict[Any, int] = {}  # the cost of datums of these shapes
         self.costs: list[int] = []
         self._total = 0
@@ -168,7 +213,9 @@ class LossInputs:
             inputs[key] = given[key].to_numpy()
         shapes = (shape, *((array.shape, array.dtype.kind) for array in inputs.values()))
         if shapes not in self._known:
-            self._known[shapes] = self._graph.check(shape, inputs)
+            self._rest()
+            with self._clock:
+                self._known[shapes] = self._graph.check(shape, inputs, self._clock.check)
         self.costs.append(self._known[shapes])
         self._total += self.costs[-1]
         if self._total > PASS_COST:

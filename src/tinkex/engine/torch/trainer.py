@@ -7,8 +7,9 @@ Shapes: T tokens and M target cells of a micro-batch, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -31,7 +32,14 @@ from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
 from tinkex.engine.torch.logprobs import GradOf, Targets, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.loss_graph import LossGraph, LossInputs, read_loss_graph
+from tinkex.engine.torch.loss_graph import (
+    LOSS_SECONDS,
+    SLICE_COST,
+    LossClock,
+    LossGraph,
+    LossInputs,
+    read_loss_graph,
+)
 from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
@@ -48,6 +56,8 @@ class TrainingPass(RunningPass):
     """The results so far, by datum. Losses and metrics are kept for an uploaded loss (`graph`) alone."""
 
     graph: LossGraph | None = None
+    costs: Sequence[int] = ()  # of an uploaded loss
+    clock: LossClock | None = None
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -56,12 +66,19 @@ class TrainingPass(RunningPass):
     def loss(self) -> Loss | None:
         return LOSSES.get(self.work.loss_fn)
 
+    def size(self, datum: int, budget: int) -> int:
+        """A micro-batch also holds no more of uploaded losses than others may wait for."""
+        tokens = super().size(datum, budget)
+        return max(tokens, self.costs[datum] * budget // SLICE_COST) if self.costs else tokens
+
     def gradient(self, lp: Tensor, inputs: Inputs) -> Tensor:
         assert self.loss is not None
         return gradient(self.loss, lp, inputs, self.settings)
 
 
-def read_training_pass(work: p.Pass, vocab: int, context: int) -> TrainingPass:
+def read_training_pass(
+    work: p.Pass, vocab: int, context: int, new_clock: Callable[[], LossClock], rest: Callable[[], None]
+) -> TrainingPass:
     if work.loss_fn != "custom":
         return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context))
     check_size(work)
@@ -69,9 +86,9 @@ def read_training_pass(work: p.Pass, vocab: int, context: int) -> TrainingPass:
         raise user_error("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
         raise user_error(f"loss_fn_config has {extra[0]!r}; 'custom' takes: loss_id")
-    graph = read_loss_graph(work.custom_loss)
-    inputs = LossInputs(graph)
-    return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context, inputs.read), graph)
+    inputs = LossInputs(graph := read_loss_graph(work.custom_loss), clock := new_clock(), rest)
+    checked = read_pass(work, SUPPORTED_LOSSES, vocab, context, inputs.read)
+    return TrainingPass(work, *checked, graph, inputs.costs, clock)
 
 
 @dataclass(frozen=True)
@@ -128,8 +145,12 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         max_pass_tokens: int | None = None,
         recompute: bool | None = None,  # layers in the backward; None: if memory is short
         share_from: int = SHARED,  # multiplications from which on CPU threads share the work
+        loss_seconds: float = LOSS_SECONDS,
+        stopping: Callable[[], str] = lambda: "",  # why an uploaded loss is to end at once, if it is
+        rest: Callable[[], None] = lambda: None,  # called between two checks of uploaded losses
     ) -> None:
         super().__init__()
+        self._loss_seconds, self._stopping, self._rest = loss_seconds, stopping, rest
         self.decoder, self._share_from = decoder, share_from
         self.base = adapter_files.BaseIdentity.of(decoder, base_model)
         config, weight = decoder.config, decoder.unembed_weight
@@ -185,7 +206,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         read_loss_graph(loss)
 
     def _read(self, work: p.Pass) -> TrainingPass:
-        return read_training_pass(work, self.decoder.config.vocab_size, self._context)
+        vocab, clock = self.decoder.config.vocab_size, partial(LossClock, self._loss_seconds, self._stopping)
+        return read_training_pass(work, vocab, self._context, clock, self._rest)
 
     def _pass_tokens(self) -> int:
         return self._max_pass_tokens or memory.pass_tokens(self.decoder.config, self._itemsize, self._device)
@@ -309,6 +331,8 @@ def _pass_gradient(part: _PassCells, lp_M: Tensor, batch: MicroBatch) -> Tensor:
     try:
         grads = [_graph_gradient(training.graph, cells_M, batch, i) for i in items]
         return torch.cat(grads).to(lp.device)
+    except p.EngineLost:
+        raise
     except p.EngineError as error:
         training.fail(error.category, error.message)
         return torch.zeros_like(lp)
@@ -316,10 +340,15 @@ def _pass_gradient(part: _PassCells, lp_M: Tensor, batch: MicroBatch) -> Tensor:
 
 def _graph_gradient(graph: LossGraph, lp_M: Tensor, batch: MicroBatch, i: int) -> Tensor:
     training, index = batch.items[i]
-    example = training.examples[index]
+    example, clock = training.examples[index], training.clock
+    assert clock is not None
     lp = lp_M[batch.cells[i] : batch.cells[i + 1]].reshape(example.targets.shape)
     try:
-        training.losses[index], grad, training.metrics[index] = graph.gradient(lp, example.inputs)
+        with clock:
+            outcome = graph.gradient(lp, example.inputs, clock.check)
+        training.losses[index], grad, training.metrics[index] = outcome
+    except p.EngineLost:
+        raise
     except p.EngineError as error:
         raise p.EngineError(f"datum {index}: {error.message}", error.category) from None
     return grad.reshape(-1)
