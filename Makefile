@@ -12,7 +12,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line proto clean
+.PHONY: help setup check test test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -103,6 +103,9 @@ bench-server: setup  ## our server with the fake engine beside a bare echo, one 
 
 bench-line: setup $(OFFICIAL)/.ready  ## the official client on `tinkex serve` beside peft and generate, one table
 	$(BIN)/python bench/line.py $(ARGS)
+
+bench-fairness: setup  ## what one tenant notices while another floods the server, one table
+	$(BIN)/python bench/fairness.py $(ARGS)
 
 $(OFFICIAL)/.ready: bench/official-constraints.txt
 	test -x $(OFFICIAL)/bin/python || $(PYTHON) -m venv $(OFFICIAL)
