@@ -187,7 +187,7 @@ for weight in (some(4096, 1024), some(1024, 4096).t()):
 
 def test_it_compiles_for_hopper():
     """With the Triton that is installed, which may call things differently; needs no GPU."""
-    source = Path(project.__file__).parents[4]
+    source = Path(project.__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": str(source)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, env=environment)
