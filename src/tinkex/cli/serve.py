@@ -1,4 +1,4 @@
-"""`tinkex serve`: options of the server, which server/serve.py runs. `tinkex server`: its API keys.
+"""`tinkex serve`: options of the server, which server/serve.py runs. `tinkex server`: keys, shares, repair.
 
 The commands of `tinkex server` edit the home directory, whether or not a server runs there; a running one
 notices within seconds. A key or a token is shown once.
@@ -165,7 +165,7 @@ def read_size(text: str) -> int:
 
 @click.group()
 def server() -> None:
-    """API keys of a server, and sharing of runs."""
+    """API keys of a server, sharing of runs, and repair."""
 
 
 @server.group()
@@ -255,6 +255,24 @@ def revoke(key: str, home: Path) -> None:
                     f"{key} is one key's id and another's name: {both}; give the other name or the other id"
                 )
     click.echo(f"Key {row.name!r} (id {row.key_id}) is revoked.")
+
+
+@server.command()
+@click.option(
+    "--owner", default="repaired", show_default=True,
+    help="Whose the runs will be that only their directories tell of; in embedded mode: local.",
+)  # fmt: skip
+@_home
+def repair(owner: str, home: Path) -> None:
+    """Rebuild a lost or damaged ledger, and say what is lost.
+
+    It takes what the old file still holds, then what the run directories tell. The old file is kept. Stop the
+    server first. `tinkex server keys add NAME --owner OWNER` makes a key for what was found.
+    """
+    from tinkex.service.repair import repair as rebuild
+
+    for line in rebuild(home, owner):
+        click.echo(line)
 
 
 @server.command()

@@ -80,7 +80,7 @@ class Authenticator:
     @property
     def is_open(self) -> bool:
         """True if no key was ever made. Revoking the last key does not make the server open."""
-        return not self._ledger.keys()
+        return not self._ledger.had_keys
 
     def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
         """The caller of a request with these headers; Refusal 401 if its credential is not accepted."""

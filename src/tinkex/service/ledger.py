@@ -1,7 +1,8 @@
 """The ledger: sessions, runs, samplers, checkpoints, usage and keys, in one SQLite file. Plain SQL.
 
 A write that returned survives a killed process (WAL). A repeated insert returns what is there. A file that is
-damaged, of another program or of a newer version is refused and left as it is. Every error is a LedgerError.
+damaged, of another program or of a newer version is refused and left as it is; so is an empty one where there
+was more. Every error is a LedgerError.
 One connection, used by one thread at a time; statements are short. Knows nothing of who may see what.
 """
 
@@ -10,15 +11,17 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkex.errors import TinkerError
 from tinkex.service import rows
 from tinkex.service.rows import CheckpointRow, KeyRow, RunRow, SamplerRow, Scope, SessionRow
+from tinkex.store import sync_path
 from tinkex.types.sessions import ClientFinishedSessionStatusQuery, SessionSearchRequest, UserSearchOwner
 
+FILES = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")  # in a home
 BUSY_SECONDS = 5.0  # how long a write waits for another process's (the CLI's) to be done
 MAX_PAGE = 10_000  # rows of one page, whatever is asked for
 _BIGGEST = 2**63 - 1  # SQLite's largest integer
@@ -43,12 +46,19 @@ class Ledger:
     ...     ledger.add_audit(event)
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create, and bring to this version. LedgerError if it cannot be trusted."""
+    KEYED = "has-keys"  # a file beside the ledger: API keys were made, so that a lost ledger opens no door
+
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        """Open or create, and bring to this version. LedgerError if it cannot be trusted.
+
+        `new`: it is to replace one that was lost.
+        """
         self.path = path
         try:
             if path.exists() and path.stat().st_size:
                 self._check()
+            elif not new:
+                self._refuse_if_lost()
             self._db = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -61,6 +71,34 @@ class Ledger:
         except sqlite3.Error as error:
             self._db.close()
             raise self._error(error) from error
+        if self.keys():
+            with suppress(OSError):  # of a home that an older version served
+                self._mark_keyed()
+
+    def _refuse_if_lost(self) -> None:
+        """An empty or missing ledger is a new home's, and no other's."""
+        had_runs = any((self.path.parent / "runs").glob("*/train-*"))
+        if had_runs or self._keyed.exists():
+            what = "runs" if had_runs else "API keys"
+            raise LedgerError(
+                f"{self.path} is empty or missing, though this home has {what}: put a backup in its place, "
+                "or rebuild it from the run directories with "
+                f"`tinkex server repair --home {self.path.parent}`"
+            )
+
+    @property
+    def _keyed(self) -> Path:
+        return self.path.with_name(self.KEYED)
+
+    def _mark_keyed(self) -> None:
+        if not self._keyed.exists():
+            self._keyed.touch(0o600)
+            sync_path(self.path.parent)
+
+    @property
+    def had_keys(self) -> bool:
+        """Was a key ever made here? Then nobody comes in without one, even if they are all lost."""
+        return bool(self.keys()) or self._keyed.exists()
 
     def _check(self) -> None:
         # Read-only: even closing a writable connection would fold the write-ahead log into a damaged file.
@@ -74,6 +112,8 @@ class Ledger:
                     f"{self.path} was written by a newer Tinkex (schema {seen}; this one knows up to "
                     f"{known}): upgrade Tinkex, or use another home"
                 )
+            if not seen:  # the first page is there, and what followed it is not
+                self._refuse_if_lost()
             (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
@@ -116,9 +156,10 @@ class Ledger:
             return LedgerFullError(f"no space left to write {self.path}: free some; nothing of it was lost")
         usable = sqlite3.OperationalError | sqlite3.IntegrityError | sqlite3.ProgrammingError
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, usable):
+            why = " ".join(str(error).replace("*** in database main ***", "").split())  # one line
             return LedgerError(
-                f"{self.path} is damaged ({error}) and was left as it is: put a backup in its place, or move "
-                "it and its -wal and -shm files away to start with nothing"
+                f"{self.path} is damaged ({why}) and was left as it is: put a backup in its place, or "
+                f"rebuild what can be with `tinkex server repair --home {self.path.parent}`"
             )
         return LedgerError(f"{self.path} cannot be used: {error}")
 
@@ -158,6 +199,10 @@ class Ledger:
         values = [rows.encode(name, value) for name, value in changes.items()]
         assignments = ", ".join(f"{name} = ?" for name in changes)
         return self._do(f"UPDATE {rows.TABLES[kind]} SET {assignments} WHERE {where}", [*values, *key])
+
+    def take(self, row: object) -> bool:
+        """Keep a row of another ledger, unless there is one like it."""
+        return self._insert(type(row), vars(row), "ON CONFLICT DO NOTHING")
 
     # -- sessions ----------------------------------------------------------------------------------------
 
@@ -349,6 +394,10 @@ class Ledger:
 
     def add_key(self, **fields: Any) -> KeyRow:
         """Keep a key, given all of KeyRow's fields but its number."""
+        try:
+            self._mark_keyed()
+        except OSError as error:
+            raise self._error(error) from error
         with self.transaction():
             self._insert(KeyRow, fields)
             key = self.find_key(fields["hash"])
@@ -366,6 +415,25 @@ class Ledger:
     def revoke_key(self, key_id: int, at: float) -> bool:
         """False if there is no such key, or it was revoked before."""
         return self._update(KeyRow, "key_id = ? AND revoked_at IS NULL", [key_id], {"revoked_at": at})
+
+
+def salvage(damaged: Path, ledger: Ledger) -> dict[str, int]:
+    """Copy what can still be read of a damaged file into a new ledger; how many rows of each table."""
+    copied: dict[str, int] = {}
+    if not damaged.exists():
+        return copied
+    with closing(sqlite3.connect(damaged)) as old:
+        for kind, table in rows.TABLES.items():
+            found = 0
+            try:
+                for row in old.execute(f"SELECT {', '.join(rows.columns(kind))} FROM {table}"):
+                    with suppress(LedgerError, ValueError, TypeError, KeyError):  # a row that makes no sense
+                        found += ledger.take(rows.decode(kind, row))
+            except sqlite3.Error:
+                pass  # the rows after it cannot be reached
+            if found:
+                copied[table] = found
+    return copied
 
 
 # -- SQL in pieces ---------------------------------------------------------------------------------------
