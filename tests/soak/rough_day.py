@@ -1,6 +1,7 @@
 """The rough day: tenants at work on a server that is killed, lied to and hung up on; then the books.
 
     python -m tests.soak.rough_day --tenants 4 --actions 40 --kills 6 --seed 1     # the longer, the rougher
+    python -m tests.soak.rough_day --hostile                                       # with a tenant who floods
 
 First the same tenants have a quiet day on a server of their own: what they note then is what they must
 note on the rough one. A second, calm round on the last process shows what it leaks.
@@ -29,7 +30,8 @@ from typing import Any
 import psutil
 
 from tests.engine.tiny import tiny_model
-from tests.soak.tenants import VOCABULARY, Tenant
+from tests.soak.hostile import Hostile
+from tests.soak.tenants import PATIENCE, VOCABULARY, Tenant
 from tests.soak.vandal import Vandal
 
 ROOT = Path(__file__).parents[2]
@@ -146,8 +148,10 @@ def work(server: Server, seeds: range, actions: int, calm: threading.Event | Non
     )
 
 
-def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int) -> Report:
-    """The same, with a client that disturbs and a server that is killed now and then."""
+def rough_work(
+    server: Server, seeds: range, actions: int, kills: int, seed: int, *, flooded: bool = False
+) -> Report:
+    """The same, with a client that disturbs, a server that is killed, and a tenant who floods if asked."""
     done, calm, killed, random_ = threading.Event(), threading.Event(), 0, random.Random(seed)
 
     def disturb() -> None:
@@ -159,16 +163,21 @@ def rough_work(server: Server, seeds: range, actions: int, kills: int, seed: int
         calm.set()
 
     vandal, killer = Vandal(server.url, seed), threading.Thread(target=disturb, name="killer")
+    hostile = Hostile(server.url, VOCABULARY)
     vandal.start()
     killer.start()
+    if flooded:
+        hostile.start()
     try:
         report = work(server, seeds, actions, calm)
     finally:
         done.set()
         killer.join()
         vandal.stop()
-    report.happened += vandal.happened + Counter(kills=killed)
-    report.faults = vandal.faults
+        if flooded:
+            hostile.stop(PATIENCE)
+    report.happened += vandal.happened + hostile.happened + Counter(kills=killed)
+    report.faults = [*vandal.faults, *hostile.faults]
     return report
 
 
@@ -205,6 +214,7 @@ def main() -> None:
     parser.add_argument("--actions", type=int, default=40, help="of each tenant")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hostile", action="store_true", help="with a tenant who floods the server")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rough-day-") as directory:
         model = tiny_model(Path(directory), "qwen3", vocab_size=VOCABULARY)
@@ -212,7 +222,9 @@ def main() -> None:
         with Server(Path(directory) / "quiet", model) as quiet:
             expected = work(quiet, seeds, options.actions)
         with Server(Path(directory) / "rough", model) as server:
-            report = rough_work(server, seeds, options.actions, options.kills, options.seed)
+            report = rough_work(
+                server, seeds, options.actions, options.kills, options.seed, flooded=options.hostile
+            )
             print(server.holds())
         wrong = [*differences(report, expected), *report.faults]
         print(f"{report.resolved} results, {dict(report.happened)}, {len(wrong)} wrong")
