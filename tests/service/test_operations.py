@@ -102,6 +102,7 @@ class Belongings:
             ops.ASSIGN_SESSION_PROJECT,
             sessions.AssignSessionProjectRequest(session_id=self.session, project_id="mine"),
         )
+        yield ops.DELETE_SESSION, sessions.DeleteSessionRequest(session_id=self.session)
         yield ops.EXPORT_SESSION_TRACE, sessions.ExportSessionTraceRequest(session_id=self.session)
         yield (
             ops.CREATE_CUSTOM_LOSS,

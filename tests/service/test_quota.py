@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.harness import Failed, User, datum, found, killed_copy, name_of, serving
+from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, name_of, serving
+from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
-from tinkex.types import checkpoints, training
+from tinkex.types import checkpoints, sampling, sessions, training
 from tinkex.types.data import Datum
 from tinkex.wire import ops
 
@@ -149,3 +150,50 @@ async def test_uploaded_losses_count_too(home: Path):
         again = await user.call(ops.CREATE_CUSTOM_LOSS, upload(0))  # what is there takes no more room
         assert again.request_id == kept.request_id
         assert (await user.result(again)).loss_id == f"{session}:loss:0"
+
+
+async def test_rows_of_the_ledger_count_too(home: Path):
+    async with serving(home) as service:
+        user = User(service)
+        session = await user.session()
+        quota(service, beyond=600_000)
+        large = sessions.CreateSessionRequest(user_metadata={"notes": "x" * 60_000})
+        answers = [await user.status_of(ops.CREATE_SESSION, large) for _ in range(20)]
+        assert answers[0] == 200
+        assert answers[-1] == 422
+        new_run = training.CreateModelRequest(session_id=session, model_seq_id=0, base_model=MODEL)
+        service.home.quota = 1000
+        assert await user.status_of(ops.CREATE_MODEL, new_run) == 422
+        quota(service, beyond=500_000)
+        assert await user.status_of(ops.CREATE_MODEL, new_run) == 200
+
+
+async def test_a_session_can_be_deleted_with_its_runs_but_not_with_checkpoints(home: Path):
+    async with serving(home) as service:
+        user, ben = User(service), User(service, "ben")
+        run = await user.run()
+        session = run.split(":")[0]
+        sampler = await user.sampler(session)
+        await user.unnamed_sampler(run, 1, 7)
+        path = await user.save(run, 2, "a")
+        await user.train(run, 3, 1)
+        delete = sessions.DeleteSessionRequest(session_id=session)
+        assert await ben.status_of(ops.DELETE_SESSION, delete) == 404
+        with pytest.raises(Refusal, match="delete them first") as refused:
+            await user.call(ops.DELETE_SESSION, delete)
+        assert refused.value.status == 422
+        await user.train(run, 5, 1)  # nothing was ended
+        await user.call(ops.DELETE_CHECKPOINT, checkpoints.CheckpointRequest(**name_of(path)))
+        await user.call(ops.DELETE_SESSION, delete)
+        assert not (home / "runs" / session).exists()
+        listed = await user.call(ops.LIST_SESSIONS, sessions.ListSessionsRequest())
+        assert session not in listed.sessions
+        for op, asked in (
+            (ops.GET_SESSION, sessions.GetSessionRequest(session_id=session)),
+            (ops.GET_TRAINING_RUN, training.GetTrainingRunRequest(training_run_id=run)),
+            (ops.GET_SAMPLER, sampling.GetSamplerRequest(sampler_id=sampler)),
+            (ops.DELETE_SESSION, delete),
+        ):
+            assert await user.status_of(op, asked) == 404
+    async with serving(home) as service:  # and a restart finds nothing of it
+        assert service.ledger.session(session) is None

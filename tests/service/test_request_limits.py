@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from tests.service.harness import User, serving
 from tinkex.engine.protocol import EngineConfig
+from tinkex.errors import InvalidInputError
 from tinkex.service import samplers
 from tinkex.service.refusal import Refusal
+from tinkex.types.base import MAX_LARGE, WIRE, RequestModel
 from tinkex.types.data import ModelInput
 from tinkex.types.outputs import MAX_SAMPLE_BYTES
 from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import SampleRequest
+from tinkex.types.sessions import CreateSessionRequest
 from tinkex.types.tensor import TensorData
 from tinkex.wire import ops
 
@@ -77,6 +80,40 @@ def test_every_number_of_every_request_is_bounded_or_harmless():
     assert numbers >= GROWS | BOUNDED, "one of these is no field any more"
     unknown = {n for n in numbers - GROWS - BOUNDED if n.partition(".")[2] not in PLAIN}
     assert not unknown, "say how much a request may ask for with it"
+
+
+def _texts(kind: type[Any], seen: set[Any]) -> Iterator[tuple[type[Any], str, Any]]:
+    """The fields of a request type, and of all requests in it, that hold text or any JSON."""
+    if not isinstance(kind, type) or kind in seen or not issubclass(kind, BaseModel):
+        return
+    seen.add(kind)
+    for name, field in kind.model_fields.items():
+        parts = list(_parts(field.annotation))
+        if str in parts or Any in parts:
+            yield kind, name, field.annotation
+        for part in parts:
+            yield from _texts(part, seen)
+
+
+def test_every_text_of_every_request_is_bounded_on_both_sides():
+    seen: set[Any] = set()
+    texts = [text for op in ops.OPS.values() for text in _texts(op.request, seen)]
+    requests = [(kind, name) for kind, name, _ in texts if issubclass(kind, RequestModel)]
+    assert (CreateSessionRequest, "user_metadata") in requests
+    for kind, name in requests:
+        for large in ("x" * (MAX_LARGE + 1), ["x" * 1024] * 4097, {"a": [{"b" * (MAX_LARGE + 1): 1}]}):
+            with pytest.raises(InvalidInputError, match=f"{name} has more than"):
+                kind(**{name: large})
+            with pytest.raises(ValidationError, match=f"{name} has more than"):
+                kind.model_validate({name: large}, context=WIRE)
+
+
+def test_what_a_user_writes_about_a_session_is_small():
+    CreateSessionRequest(tags=["t"] * 256, user_metadata={"notes": "x" * 60_000}, display_name="x" * 1000)
+    with pytest.raises(InvalidInputError, match="user_metadata has more than 65536 bytes"):
+        CreateSessionRequest(user_metadata={f"note {n}": "x" * 1000 for n in range(70)})
+    with pytest.raises(InvalidInputError, match="tags"):
+        CreateSessionRequest(tags=["t"] * 257)
 
 
 def request(length: int, max_tokens: int | None, **fields: Any) -> SampleRequest:

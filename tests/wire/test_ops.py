@@ -52,6 +52,7 @@ POST retrieve_futures
 GET training_runs
 GET training_runs/S:train:0
 GET training_runs/S:train:0/metrics
+DELETE sessions/S
 GET training_runs/S:train:0/checkpoints
 GET checkpoints
 DELETE training_runs/S:train:0/checkpoints/weights/a

@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("tinkex.cli.run:run", "Training runs: list, show, plot."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Checkpoints: list, download, publish, delete."),
     "model": ("tinkex.cli.model:model", "Base models: list, fetch, remove."),
-    "session": ("tinkex.cli.run:session", "Sessions: export the timeline of one."),
+    "session": ("tinkex.cli.run:session", "Sessions: delete one, export its timeline."),
     "auth": ("tinkex.cli.login:auth", "Log in and out, and show who you are."),
     "billing": ("tinkex.cli.billing:billing", "Usage by the hour, and storage."),
     "completion": ("tinkex.cli:completion", "Print the script for Tab completion in your shell."),

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.output import Whole, ago, bar, format_option, gather, note, show, show_json, size, wants_json
+from tinkex.cli.output import (
+    Whole,
+    ago,
+    answered,
+    bar,
+    format_option,
+    gather,
+    note,
+    show,
+    show_json,
+    size,
+    wants_json,
+)
 from tinkex.cli.target import is_local, rest, where
 
 if TYPE_CHECKING:
@@ -193,6 +205,20 @@ def _metrics(client: RestClient, run: TrainingRun) -> StepMetrics | None:
 @click.group()
 def session() -> None:
     """Sessions. A session is what one client process did on the server."""
+
+
+@session.command("delete")
+@click.argument("session_id")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@format_option
+def delete_session(session_id: str, yes: bool) -> None:
+    """Delete a session of yours with its runs for good. Delete their checkpoints first."""
+    if not yes:
+        with answered("nobody answered; --yes deletes without asking"):
+            click.confirm(f"Delete session {session_id} and its runs for good?", abort=True, err=True)
+    with rest() as client:
+        client.delete_session(session_id).result()
+    show({"session_id": session_id, "deleted": True}, f"deleted session {session_id}")
 
 
 @session.command("export-trace")

@@ -292,6 +292,10 @@ class RestClient(BaseClient):
         project = check_id("project_id", project_id)
         return self._submit(ops.ASSIGN_SESSION_PROJECT, session_id=session_id, project_id=project)
 
+    def delete_session(self, session_id: str) -> APIFuture[None]:
+        """Delete a session with its runs for good; their checkpoints must be deleted before."""
+        return self._submit(ops.DELETE_SESSION, session_id=session_id)
+
     def export_session_trace(
         self, session_id: str, *, timeout: float | None = TRACE_TIMEOUT
     ) -> APIFuture[str]:
@@ -398,6 +402,7 @@ class RestClient(BaseClient):
     list_sessions_async = awaited(list_sessions)
     search_sessions_async = awaited(search_sessions)
     assign_session_project_async = awaited(assign_session_project)
+    delete_session_async = awaited(delete_session)
     get_sampler_async = awaited(get_sampler)
     get_audit_log_async = awaited(get_audit_log)
     get_billing_usage_async = awaited(get_billing_usage)

@@ -223,6 +223,12 @@ class Ledger:
             self._update(RunRow, "session_id = ?", [session_id], {"project_id": project_id})
             return self.update_session(session_id, project_id=project_id)
 
+    def delete_session(self, session_id: str) -> None:
+        """With its samplers, uploaded losses and runs; what it used stays."""
+        with self.transaction():
+            for table in ("samplers", "custom_losses", "runs", "sessions"):
+                self._do(f"DELETE FROM {table} WHERE session_id = ?", [session_id])
+
     def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> rows.RowPage[SessionRow]:
         return self._page(SessionRow, *_within(scope), "session_id", limit, offset)
 

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import itertools
 import logging
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -43,10 +44,16 @@ from tinkex.service.sessions import Sessions, SessionTraces
 from tinkex.store import DamagedError
 from tinkex.types import futures as polls
 from tinkex.types.sampling import SampleRequest
+from tinkex.types.sessions import DeleteSessionRequest
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex.service")
 TICK = 5.0  # seconds between two rounds of upkeep
+# What adds to the ledger and does not look at the quota itself, as passes, saves, copies and losses do.
+GROWS = {
+    "create_session", "create_model", "load_weights", "create_sampling_session", "assign_session_project",
+    "export_session_trace",
+}  # fmt: skip
 THOROUGH = 12  # every so many rounds, the slow part of upkeep is done too
 
 Method = Callable[[Any, Caller], Awaitable[Any]]
@@ -117,7 +124,8 @@ class Service:
             training.optim_step, training.unload_model, training.get_info, training.get_training_run,
             training.list_training_runs, losses.create_custom_loss,
             samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
-            samplers.sample, self.retrieve_future, self.retrieve_futures, self.cancel_future,
+            samplers.sample, self.delete_session, self.retrieve_future, self.retrieve_futures,
+            self.cancel_future,
             checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
             checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint,
             checkpoints.unpublish_checkpoint, checkpoints.set_checkpoint_ttl, checkpoints.delete_checkpoint,
@@ -183,6 +191,8 @@ class Service:
         if method is None:
             raise Refusal(404, f"this service does not offer {op.name}")
         try:
+            if op.name in GROWS and self.home.quota is not None:
+                await self._check_quota(request)
             if not tracing.is_on():
                 return await method(request, caller)
             with tracing.span(f"service {op.name}", within=True):
@@ -196,9 +206,32 @@ class Service:
                 raise
             raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
 
+    async def _check_quota(self, request: Any) -> None:
+        if why := await self.home.over_quota(len(repr(request)), lately=True):
+            raise Refusal(422, why)
+
     def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
         return SampleEvents(self.samplers, request, caller)
+
+    async def delete_session(self, request: DeleteSessionRequest, caller: Caller) -> None:
+        """Delete a session with its runs, whose checkpoints must be deleted before."""
+        row = self.access.session(request.session_id, caller, to_use=True)
+        session_id = row.session_id
+        runs = self.ledger.runs_of_session(session_id)
+        if saved := [one.tinker_path for run in runs for one in self.ledger.checkpoints_of_run(run.run_id)]:
+            raise Refusal(
+                422, f"session {session_id} has checkpoints ({len(saved)}), delete them first: {saved[0]}"
+            )
+        self.sessions.cancel(row, "it was deleted")
+        await self._clean_up(session_id)
+        if session_id in self.sessions.ended:
+            raise Refusal(429, f"requests of session {session_id} are being executed; ask again in a moment")
+        for sampler in self.ledger.samplers_of_session(session_id):
+            self.access.delete_sampler(sampler.sampler_id)
+        self.ledger.delete_session(session_id)
+        await asyncio.to_thread(shutil.rmtree, self.home.root / "runs" / session_id, True)
+        self.activity.audit(caller, "sessions.delete", details={"session_id": session_id})
 
     async def retrieve_future(self, request: polls.FutureRetrieveRequest, caller: Caller) -> Any:
         """A long poll. A request id that is not in memory is looked for on disk: its run may be evicted."""

@@ -67,6 +67,12 @@ class Sessions:
         self._end(request.session_id, status)
         self._activity.flush()  # in embedded mode nothing may come after this
 
+    def cancel(self, row: SessionRow, why: str) -> None:
+        """End a session that is not over yet."""
+        if row.status["type"] == "active":
+            self._end(row.session_id, types.SessionCancelled(detail=why))
+        self.ended.add(row.session_id)
+
     def _end(self, session_id: str, status: Any) -> None:
         self._ledger.update_session(session_id, status=status.model_dump(mode="json"))
         self._activity.seen.pop(session_id, None)

@@ -71,7 +71,8 @@ _NAMES = {
         CancelledSessionStatusQuery ClientFinishedSessionStatusQuery ClientSessionFinished
         ClientSessionFinishErrored ClientSessionFinishInterrupted ClientSessionFinishReason
         ClientSessionFinishReasonType ClientSessionFinishSuccess CreateSessionRequest CreateSessionResponse
-        ExportSessionTraceRequest FailedSessionStatusQuery FinishSessionRequest GetSessionRequest
+        DeleteSessionRequest ExportSessionTraceRequest FailedSessionStatusQuery FinishSessionRequest
+        GetSessionRequest
         GetSessionResponse ListSessionsRequest ListSessionsResponse OwnSearchOwner SearchOwner SessionActive
         SessionCancelled SessionFailed SessionFailedReason SessionFailedRequestReason
         SessionFailedSamplingSessionReason SessionFailedTrainingRunReason SessionHeartbeatRequest

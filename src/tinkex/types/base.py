@@ -25,6 +25,8 @@ T = TypeVar("T")
 # Validation context for values from the wire: unknown names are logged and dropped.
 WIRE = "wire"
 
+# Bytes of text in one field of a request, nested ones included; of lists that programs make.
+MAX_FIELD, MAX_LARGE = 64 * 1024, 4 * 1024 * 1024
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # sequence numbers, sizes, offsets
 AnyJson = dict[str, Any] | list[Any] | str | int | float | bool | None  # parsed JSON, not yet checked
 
@@ -73,12 +75,18 @@ class WireModel(BaseModel):
     model_config = ConfigDict(frozen=True, defer_build=True, protected_namespaces=())
     # Fields sent as null when they are None, because leaving them out means something else.
     sent_as_null: ClassVar[frozenset[str]] = frozenset()
+    large: ClassVar[frozenset[str] | None] = None  # fields of a request bounded by MAX_LARGE, not MAX_FIELD
 
     @model_validator(mode="before")
     @classmethod
     def _tidy(cls, data: AnyJson | Mapping[Any, Any] | WireModel, info: ValidationInfo) -> Any:
         extra = cls.model_config.get("extra")
-        if not isinstance(data, Mapping) or extra == "allow":
+        if not isinstance(data, Mapping):
+            return data
+        if cls.large is not None:
+            for name, value in data.items():
+                _check_size(cls.__name__, str(name), value, MAX_LARGE if name in cls.large else MAX_FIELD)
+        if extra == "allow":
             return data
         lenient = extra == "ignore" or info.context == WIRE
         return tidy(cls.__name__, cls.model_fields, data, lenient, cls.sent_as_null)
@@ -89,6 +97,26 @@ class WireModel(BaseModel):
         for name in self.sent_as_null:
             fields.setdefault(name, None)
         return fields
+
+
+_CONTAINERS: tuple[type[Any], ...] = (Mapping, list, tuple)
+
+
+def _check_size(owner: str, name: str, value: Any, most: int) -> None:
+    """Refuse a field with more than `most` bytes of text, items included; the rest is not looked at then."""
+    size, rest = len(name), [value]
+    while rest:
+        item: Any = rest.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, _CONTAINERS):
+            size += len(item)
+            if size <= most:
+                rest += [*item, *item.values()] if isinstance(item, Mapping) else item
+        if size > most:
+            raise InvalidInputError(
+                f"{owner}.{name:.80} has more than {most} bytes, which is the most allowed"
+            )
 
 
 def _check_encodable(place: str, value: AnyJson | Mapping[Any, Any]) -> None:
@@ -140,6 +168,7 @@ class RequestModel(WireModel, metaclass=_Strict):
     """
 
     model_config = ConfigDict(extra="forbid")
+    large = frozenset()
 
 
 class ReplyModel(WireModel):

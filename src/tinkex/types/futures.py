@@ -96,6 +96,8 @@ class SamplingSessionFuturesTarget(RequestModel):  # the futures of one sampler,
 class FuturesRetrieveRequest(
     RequestModel
 ):  # those resolved since prev_cursor; results listed as retrieved may be dropped
+    large = frozenset({"retrieved_request_ids"})
+
     target: SamplingSessionFuturesTarget
     prev_cursor: Count = 0  # list what was resolved since
     timeout: float | None = None

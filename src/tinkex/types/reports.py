@@ -162,6 +162,8 @@ class TelemetryBatch(ReplyModel):
 
 
 class TelemetrySendRequest(RequestModel):
+    large = frozenset({"events"})  # tracebacks
+
     events: list[Annotated[TelemetryEvent | dict[str, Any], Field(union_mode="left_to_right")]]
     platform: str
     sdk_version: str

@@ -14,7 +14,7 @@ AccessScope = Literal["owned", "accessible"]
 
 
 class CreateSessionRequest(RequestModel):
-    tags: list[str] = Field(default_factory=list)
+    tags: list[str] = Field(default_factory=list, max_length=256)
     user_metadata: Mapping[str, JsonValue] | None = None
     sdk_version: str = ""
     project_id: str | None = None
@@ -139,6 +139,10 @@ class GetSessionResponse(ReplyModel):
     sampler_ids: list[str]
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
+
+
+class DeleteSessionRequest(RequestModel):
+    session_id: str
 
 
 class AssignSessionProjectRequest(RequestModel):

@@ -181,11 +181,15 @@ class CustomLossNode(RequestModel):
 
 
 class CustomLossGraph(RequestModel):
+    large = frozenset({"nodes"})
+
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
 
 
 class CreateCustomLossRequest(RequestModel):
+    large = frozenset({"graph"})
+
     session_id: str
     custom_loss_seq_id: Count
     name: str

@@ -96,6 +96,7 @@ FINISH_SESSION = Op(t.FinishSessionRequest, NoneType, "POST", f"{_SESSION}/finis
 SEARCH_SESSIONS = Op(t.SessionSearchRequest, t.SessionSearchResponse, "POST", "sessions/search")
 LIST_SESSIONS = Op(t.ListSessionsRequest, t.ListSessionsResponse, "GET", "sessions")
 GET_SESSION = Op(t.GetSessionRequest, t.GetSessionResponse, "GET", _SESSION)
+DELETE_SESSION = Op(t.DeleteSessionRequest, NoneType, "DELETE", _SESSION)  # our extension
 ASSIGN_SESSION_PROJECT = Op(t.AssignSessionProjectRequest, NoneType, "PUT", f"{_SESSION}/project")
 EXPORT_SESSION_TRACE = Op(t.ExportSessionTraceRequest, t.SessionTraceExportResponse, "GET",
                           f"{_SESSION}/trace_export")
