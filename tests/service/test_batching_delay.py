@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.service.scheduler import PART, PATIENCE, QueuedRequest, Scheduler
+from tinkex.service.scheduler import PART, PATIENCE, TURN_PATIENCE, QueuedRequest, Scheduler
 
 SOON = PATIENCE / 2
 
@@ -79,7 +79,7 @@ def test_the_next_batch_has_its_own_time(scheduler: Scheduler):
 
 
 def test_a_run_that_takes_its_time_is_not_waited_for(scheduler: Scheduler):
-    rested(scheduler, "slow", 2 * PATIENCE)
+    rested(scheduler, "slow", 2 * TURN_PATIENCE)
     assert scheduler.wait_until(0.0) is None
 
 
@@ -87,7 +87,7 @@ def test_a_run_that_does_not_come_back_is_waited_for_once(scheduler: Scheduler):
     rested(scheduler, "gone", SOON)
     assert scheduler.wait_until(0.0) is not None
     batch_took(scheduler, 1.0)
-    assert scheduler.wait_until(SOON + PATIENCE) is None
+    assert scheduler.wait_until(2 * SOON + PATIENCE) is None
 
 
 def test_a_run_that_is_closed_is_not_waited_for(scheduler: Scheduler):

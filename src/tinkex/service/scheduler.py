@@ -4,12 +4,15 @@ Requests of a run are executed in seq-id order, whatever order they arrive in; a
 request; a gap is waited for and then given up for good. Passes of different runs share a batch. Owners are
 served fairly, by tokens; of the runs of one owner, the one that waited longest since its last turn is next.
 
-A round is some barriers (steps, saves, loads), then one batch of passes. Barriers come first, because each
-one done may make a pass ready that can join the batch.
+A round is some barriers (steps, saves, loads), then one micro-batch of passes: of a batch under way, or the
+first one of a new batch. Barriers come first, because each one done may make a pass ready that can join the
+batch. An owner is charged for each micro-batch, so one with small passes does not wait for a huge one to end;
+tokens that take longer than the usual, as those of long datums do, are charged more.
 
 Runs that train step by step send their next request a few milliseconds after their last result. So that they
 share a batch and its fixed cost, one waits for runs that are due (judged by their last pause): for at most
-1/PART of what the last batch took, and only once for a run that does not come back.
+1/PART of what the last micro-batch took, and only once for a run that does not come back. An owner who was
+served less than the one whose turn it would be is waited for likewise.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 BATCH_TOKENS = 65536  # of passes executed together
+SHARED_TOKENS = 512  # with which any owner may join a batch; with more only if its first owner has as many
+LEAST_CHARGE = 128  # tokens that a pass counts as, at least: its fixed cost
 BARRIERS_A_ROUND = 8  # of one owner, between two batches
 REMEMBERED = 4096  # seq ids of a run, for recognising repeats
 PATIENCE = 0.010  # seconds that a batch waits for runs that are due, at the most
-PART = 4  # a batch waits no longer than the last one took, divided by this
+TURN_PATIENCE = 0.100  # seconds that an owner's turn waits for one who was served less, at the most
+PART = 4  # nothing waits longer than the last micro-batch took, divided by this
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class OrderedRequests:
     journaling: set[int] = field(default_factory=set[int])  # seq ids whose requests are being journaled
     given_up: int = 0  # gaps below this seq id are given up
     rests_since: float | None = None  # when the last of its requests was done
-    rested: float | None = None  # seconds, the last time
+    rested: float | None = None  # seconds, about the last time
 
     @property
     def idle(self) -> bool:
@@ -120,10 +126,13 @@ class OrderedRequests:
 
     def is_due(self, now: float, end: float) -> bool:
         """Should its next request be here by `end`, and is it not long overdue?"""
-        if self.rests_since is None or self.rested is None:
-            return False
-        expected = self.rests_since + self.rested
-        return expected <= end and now < expected + PATIENCE
+        return now < self.overdue_at(end)
+
+    def overdue_at(self, end: float, times: float = 1.0) -> float:
+        """Until when its next request may come, after so many times its last pause; 0.0: not by `end`."""
+        if self.rests_since is None or self.rested is None or self.rests_since + self.rested > end:
+            return 0.0
+        return self.rests_since + times * self.rested + PATIENCE
 
 
 class Scheduler:
@@ -135,11 +144,17 @@ class Scheduler:
         self._runs: dict[str, OrderedRequests] = {}
         self._served: defaultdict[str, float] = defaultdict(float)  # tokens, by owner
         self._level = 0.0  # tokens that the owner served last had been served before that
+        self._took: dict[str, float] = {}  # seconds of the last micro-batch, by owner
+        self._under_way: list[list[QueuedRequest]] = []  # batches of which micro-batches are left
+        self._charged: dict[str, float] = {}  # the part of a pass under way, by request id
+        self._executing: list[QueuedRequest] = []  # the last batch of passes, and
+        self._weight: float | None = None  # how much its tokens count, once that is known
+        self._usual: float | None = None  # seconds that a token takes
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._turns = itertools.count(1)
-        self._began = 0.0  # the last batch
+        self._began = 0.0  # the last micro-batch
         self._patience = 0.0  # how long the next batch may wait
-        self._ready_since: float | None = None  # when its first pass was ready
+        self._ready_since: float | None = None  # when a pass was ready for the first time since then
 
     def open(self, run: str, owner: str, next_seq: int = 1) -> OrderedRequests:
         self._served.setdefault(owner, self._level)
@@ -151,6 +166,12 @@ class Scheduler:
         queue = self._runs.pop(run, None)
         if queue is not None and not any(other.owner == queue.owner for other in self._runs.values()):
             self._served.pop(queue.owner, None)
+            self._took.pop(queue.owner, None)
+
+    def abandon(self) -> None:
+        """Forget the batches under way: their engine was lost."""
+        self._under_way.clear()
+        self._charged.clear()
 
     def waiting(self) -> int:
         """How much work is accepted and not begun."""
@@ -162,7 +183,10 @@ class Scheduler:
         verdict, first_id = queue.judge(work.seq_id, work.digest)
         if verdict is Verdict.ACCEPTED:
             if queue.rests_since is not None:
-                queue.rested, queue.rests_since = now - queue.rests_since, None
+                pause, known = now - queue.rests_since, queue.rested
+                # One long pause does not make a run slow.
+                queue.rested = pause if known is None else min(pause, 2 * known + PATIENCE / 10)
+                queue.rests_since = None
             if all(other.idle for other in self._runs.values() if other.owner == queue.owner):
                 # An owner that was idle starts level with the others, neither ahead of all nor behind.
                 self._served[queue.owner] = max(self._served[queue.owner], self._level)
@@ -184,28 +208,85 @@ class Scheduler:
         return min(again, default=None)
 
     def wait_until(self, now: float) -> float | None:
-        """Until when to delay the batch, because more passes are about to come; None: begin now."""
+        """Until when to delay the next micro-batch, because passes are about to come; None: begin now."""
         heads = self._heads()
-        if not heads or not all(head.is_pass for head in heads):
-            return None
-        if sum(head.tokens for head in heads) >= self.batch_tokens:
+        if not all(head.is_pass for head in heads) or not (chosen := self._chosen(heads)):
             return None
         self._ready_since = now if self._ready_since is None else self._ready_since
         end = self._ready_since + self._patience
-        is_due = now < end and any(queue.is_due(now, end) for queue in self._runs.values())
-        return end if is_due else None
+        begins = chosen not in self._under_way and sum(head.tokens for head in heads) < self.batch_tokens
+        if begins and now < end and any(queue.is_due(now, end) for queue in self._runs.values()):
+            return end
+        owner = self._least_served(chosen)
+        end = self._ready_since + min(TURN_PATIENCE, self._took.get(owner, 0.0) / PART)
+        served = self._served[owner]
+        behind = (q for q in self._runs.values() if max(self._served[q.owner], self._level) < served)
+        end = min(end, max((queue.overdue_at(end, 2.0) for queue in behind), default=0.0))
+        return end if now < end else None
 
     def next_batch(self, now: float) -> list[QueuedRequest]:
-        """What to execute now: one barrier, several that share, or a batch of passes; [] if none is ready."""
+        """What to execute now: one barrier, several that share, or a batch of passes; [] if none is ready.
+
+        A batch that `progressed` is the same list again.
+        """
         heads = sorted(self._heads(), key=lambda head: self._runs[head.run_id].turn)
         if barriers := self._next_barriers(heads):
             return self._begin(barriers)
         self._barriers.clear()
-        passes = [head for head in heads if head.is_pass]
-        if heads and not passes:  # every owner had had its barriers of this round
+        chosen = self._chosen(heads)
+        if heads and not chosen:  # every owner had had its barriers of this round
             return self.next_batch(now)
         self._began, self._ready_since = now, None
-        return self._begin(self._fill(passes))
+        self._weight = None
+        if chosen not in self._under_way:
+            self._executing = self._fill([head for head in heads if head.is_pass])
+            return self._begin(self._executing)
+        self._under_way.remove(chosen)
+        self._executing = chosen
+        self._level = max(self._level, self._served[self._least_served(chosen)])
+        for work in chosen:
+            self._runs[work.run_id].turn = next(self._turns)
+        return chosen
+
+    def progressed(self, batch: list[QueuedRequest], part: float, now: float) -> None:
+        """A micro-batch is computed, which makes `part` of these passes; the rest has its turn later."""
+        for work in batch:
+            self._charge(work, part, now)
+        self._under_way.append(batch)
+
+    def _charge(self, work: QueuedRequest, part: float, now: float) -> None:
+        """Charge the owner for `part` of a pass, less what it was charged for before."""
+        owner, seconds = self._owner(work), now - self._began
+        if self._weight is None:
+            self._weight = self._weigh(sum(self._due(w, part) for w in self._executing), seconds)
+        self._served[owner] += self._weight * self._due(work, part)
+        self._charged[work.request_id] = part
+        self._took[owner] = seconds
+        self._patience = min(PATIENCE, seconds / PART)
+
+    def _due(self, work: QueuedRequest, part: float) -> float:
+        return max(work.tokens, LEAST_CHARGE) * (part - self._charged.get(work.request_id, 0.0))
+
+    def _weigh(self, tokens: float, seconds: float) -> float:
+        """What each of the tokens of a micro-batch counts, by how long they took; about 1."""
+        if tokens <= 0 or seconds <= 0:
+            return 1.0
+        each = seconds / tokens
+        usual = self._usual or each
+        self._usual = usual + (each - usual) / 16
+        return min(4.0, max(0.25, each / usual))
+
+    def _chosen(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
+        """The passes whose turn it is: a batch under way, or the pass that a batch begins with."""
+
+        def turn(passes: list[QueuedRequest]) -> tuple[float, int]:
+            return self._served[self._least_served(passes)], self._runs[passes[0].run_id].turn
+
+        candidates = [*self._under_way, *([head] for head in heads if head.is_pass)]
+        return min(candidates, key=turn) if candidates else []
+
+    def _least_served(self, passes: list[QueuedRequest]) -> str:
+        return min(map(self._owner, passes), key=lambda owner: self._served[owner])
 
     def _heads(self) -> list[QueuedRequest]:
         return [head for queue in self._runs.values() if (head := queue.head) is not None]
@@ -231,16 +312,21 @@ class Scheduler:
         for head in heads:
             by_owner[self._owner(head)].append(head)
         batch: list[QueuedRequest] = []
-        room = self.batch_tokens
+        room, taken, first = self.batch_tokens, dict.fromkeys(by_owner, 0), ""
         while by_owner:
-            owner = min(by_owner, key=lambda o: self._served[o])
+            owner = min(by_owner, key=lambda o: self._served[o] + taken[o])
             work = by_owner[owner].pop(0)
             if batch and work.tokens > room:
                 break
+            first = first or owner
+            # All results of a batch come at its end: nobody's small pass must wait for another's large one.
+            if owner != first and taken[owner] + work.tokens > max(taken[first], SHARED_TOKENS):
+                del by_owner[owner]
+                continue
             self._level = max(self._level, self._served[owner])
             batch.append(work)
             room -= work.tokens
-            self._served[owner] += max(work.tokens, 1)
+            taken[owner] += max(work.tokens, 1)
             after = self._runs[work.run_id].waiting.get(work.seq_id + 1)
             if after is not None and after.is_pass:
                 by_owner[owner].append(after)
@@ -261,12 +347,13 @@ class Scheduler:
         """A request was executed, or failed: its run may go on."""
         queue = self._runs.get(work.run_id)
         if queue is not None:
+            if work.is_pass:
+                self._charge(work, 1.0, now)
             queue.running -= 1
             queue.watch_gap(now)
             if queue.idle:
                 queue.rests_since = now
-        if work.is_pass:
-            self._patience = min(PATIENCE, (now - self._began) / PART)
+        self._charged.pop(work.request_id, None)
 
     def _owner(self, work: QueuedRequest) -> str:
         return self._runs[work.run_id].owner

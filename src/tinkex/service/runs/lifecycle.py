@@ -56,7 +56,7 @@ _NEXT: dict[RunState, tuple[RunState, ...]] = {
 
 @dataclass(eq=False)
 class Run:
-    """A run in memory. What awaits the engine is called while the training loop executes nothing else."""
+    """A run in memory. What awaits the engine is called while the loop executes nothing else of the run."""
 
     config: ServiceConfig
     ledger: Ledger
@@ -245,9 +245,9 @@ class Run:
             await asyncio.shield(self.committing)
 
     async def snapshot_if_changed(self) -> None:
-        """With gradients no snapshot is taken: the passes are replayed instead."""
-        engine = self.model.engine
-        if engine is not None and self.resident and self.steps and not self.has_gradients:
+        """With gradients, or a pass under way, no snapshot is taken: the passes are replayed instead."""
+        engine, busy = self.model.engine, self.has_gradients or self.queue.running
+        if engine is not None and self.resident and self.steps and not busy:
             await self.snapshot(engine, self.queue.next_seq)
         await self.committed()
 

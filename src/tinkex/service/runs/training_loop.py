@@ -1,8 +1,10 @@
 """The loop between the scheduler and the engine of one base model: take the next batch, execute it, resolve.
 
-One batch at a time. An exception fails the request it belongs to and no other. A failed pass fails the next
-step of its run, and the gradients are cleared: nothing is ever applied to part of a batch. A lost engine ends
-`run` with EngineLost, and what was being executed stays unanswered. Knows nothing of journals or files.
+One micro-batch or some barriers at a time: others have their turn between two micro-batches of a batch.
+`stop` leaves batches under way unanswered: they are replayed after the restart. An exception fails the
+request it belongs to and no other. A failed pass fails the next step of its run, and the gradients are
+cleared: nothing is ever applied to part of a batch. A lost engine ends `run` with EngineLost, and what was
+being executed stays unanswered. Knows nothing of journals or files.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tinkex.service.served_models import ServedModel, execute
 
 log = logging.getLogger("tinkex.service")
 T = TypeVar("T")
+Progress = protocol.PassProgress | list[protocol.PassOutcome]
 
 
 class TrainingObserver(Protocol):
@@ -50,6 +53,8 @@ class TrainingLoop:
         self.executing = asyncio.Lock()  # held while something of a run is executed or evicted
         # The engine that resident runs are on; weak, so that a lost one frees its memory before the next.
         self._engine: weakref.ref[Engine] | None = None
+        # The ticket and the seconds spent of each batch under way, by the request id of its first pass.
+        self._under_way: dict[str, tuple[str, float]] = {}
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -58,7 +63,7 @@ class TrainingLoop:
         self._wake.set()
 
     async def between_batches(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Call `function` when nothing of any run is being executed."""
+        """Call `function` when the engine executes nothing; passes of busy runs may be under way."""
 
         async def alone() -> T:
             async with self.executing:
@@ -69,7 +74,7 @@ class TrainingLoop:
         return await asyncio.shield(asyncio.get_running_loop().create_task(alone()))
 
     def stop(self) -> None:
-        """Let `run` return once the present batch is done."""
+        """Let `run` return once the present micro-batch or barrier is done."""
         self._stopping = True
         self._wake.set()
 
@@ -81,6 +86,8 @@ class TrainingLoop:
         except EngineLost as error:
             self.model.lose_engine(str(error), None if self._engine is None else self._engine())
             self._engine = None
+            self._under_way.clear()
+            self.scheduler.abandon()
             raise
         async with self.executing:
             pass  # an eviction that has begun ends first
@@ -100,8 +107,9 @@ class TrainingLoop:
             await asyncio.wait_for(self._wake.wait(), timeout)
 
     async def _execute(self, batch: list[Execution]) -> None:
-        started = time.monotonic()
-        for work in batch:
+        ticket, spent = self._under_way.pop(batch[0].request_id, (None, 0.0))
+        started = time.monotonic() - spent
+        for work in batch if ticket is None else ():
             if work.hop is not None:
                 work.hop.end()
         try:
@@ -115,23 +123,28 @@ class TrainingLoop:
         if self._engine is not None and self._engine() is not engine:
             raise EngineLost("a sample noticed that the engine was lost")
         self._engine = weakref.ref(engine)
+        if ticket is not None:
+            return await self._passes(engine, batch, started, protocol.ContinuePasses(ticket))
         ready: list[Execution] = []
         for work in batch:  # one after the other: each may need room on the device
             with self._failing([work], started):
                 await work.run.make_resident(engine, work.seq_id)
                 ready.append(work)
         if ready and ready[0].is_pass:
-            await self._finishing(ready, started, self._passes(engine, ready))
+            for work in ready:
+                work.run.has_gradients |= work.backward
+            passes = tuple(work.one_pass for work in ready if work.one_pass is not None)
+            await self._passes(engine, ready, started, protocol.ForwardBackward(passes))
         else:
-            barriers = [self._finishing([work], started, self._barrier(engine, work)) for work in ready]
+            barriers = [self._finishing(work, started, self._barrier(engine, work)) for work in ready]
             ended = await asyncio.gather(*barriers, return_exceptions=True)
             for error in filter(None, ended):
                 raise error
 
-    async def _finishing(self, batch: list[Execution], started: float, doing: Awaitable[None]) -> None:
-        with self._failing(batch, started):
+    async def _finishing(self, work: Execution, started: float, doing: Awaitable[None]) -> None:
+        with self._failing([work], started):
             await doing
-            self._finish(batch, started)
+            self._finish([work], started)
 
     @contextlib.contextmanager
     def _failing(self, batch: list[Execution], started: float) -> Generator[None]:
@@ -157,23 +170,26 @@ class TrainingLoop:
             finally:
                 self.scheduler.done(work, now)
 
-    async def _passes(self, engine: Engine, batch: list[Execution]) -> None:
-        for work in batch:
-            work.run.has_gradients |= work.backward
-        with _traced(batch):
-            # One command per micro-batch, so that other commands and decoding have their turn in between.
-            passes = tuple(work.one_pass for work in batch if work.one_pass is not None)
-            outcome = await execute(engine, protocol.ForwardBackward(passes))
-            while isinstance(outcome, protocol.PassProgress):
-                outcome = await execute(engine, protocol.ContinuePasses(outcome.ticket))
-        for work, result in zip(batch, outcome, strict=True):
-            if isinstance(result, protocol.Failure):
-                _fail(work, EngineError(result.message, result.category))
-            else:
-                work.run.resolve(work.future, result)
-        for work in {work.run: work for work in batch}.values():  # the last one of each run
-            if not work.run.has_gradients:
-                await work.run.after_pass(engine, work.seq_id + 1)
+    async def _passes(
+        self, engine: Engine, batch: list[Execution], started: float, command: protocol.Command[Progress]
+    ) -> None:
+        """Compute one micro-batch; the last one resolves the passes."""
+        with self._failing(batch, started):
+            with _traced(batch):
+                outcome = await execute(engine, command)
+            if isinstance(outcome, protocol.PassProgress):
+                now = time.monotonic()
+                self._under_way[batch[0].request_id] = outcome.ticket, now - started
+                return self.scheduler.progressed([*batch], outcome.done / outcome.total, now)
+            for work, result in zip(batch, outcome, strict=True):
+                if isinstance(result, protocol.Failure):
+                    _fail(work, EngineError(result.message, result.category))
+                else:
+                    work.run.resolve(work.future, result)
+            for work in {work.run: work for work in batch}.values():  # the last one of each run
+                if not work.run.has_gradients:
+                    await work.run.after_pass(engine, work.seq_id + 1)
+            self._finish(batch, started)
 
     async def _barrier(self, engine: Engine, work: Execution) -> None:
         run, loads = work.run, work.op == "load_weights"
