@@ -12,7 +12,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env bench bench-engine bench-server bench-line bench-fairness proto clean
+.PHONY: help setup check test test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env power-cuts bench bench-engine bench-server bench-line bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -90,6 +90,9 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(CLIENT_PIP) install -q -c $< openai
 	touch $@
+
+power-cuts: setup  ## drop unsynced writes at 1,000 random moments: nothing acknowledged may be lost
+	$(BIN)/python -m tests.service.power_cut --cuts 1000 $(ARGS)
 
 bench: setup $(OFFICIAL)/.ready  ## the official client and ours on one stub server, one table
 	$(BIN)/python bench/client.py

@@ -40,6 +40,7 @@ def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: boo
     target = Path(location)
     if target.exists() and not overwrite:
         raise LocationExistsError(f"{target} already exists; choose another name")
+    named = [parent.parent for parent in target.parents if not parent.exists()]  # what will name new ones
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir()
@@ -52,9 +53,9 @@ def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: boo
         if target.exists():
             target.rename(replaced)
         temporary.rename(target)
+        for directory in (target.parent, *named) if sync else ():
+            sync_path(directory)
         shutil.rmtree(replaced, ignore_errors=True)
-        if sync:
-            sync_path(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

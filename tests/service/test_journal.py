@@ -475,13 +475,21 @@ def test_a_disk_too_full_for_a_new_file_leaves_none(tmp_path, changes):
     assert restore(tmp_path).entries == [entry(1)]
 
 
-def test_fsync_reaches_the_disk_before_it_returns(tmp_path):
+def test_whoever_syncs_is_told_what_was_written(tmp_path):
+    wrote: list[Path] = []
     with Disk(10**6) as disk:
-        journal = Journal(tmp_path, fsync=True)
-        journal.accept(entry(1))  # the first line, the directory, the record
-        assert disk.synced == 3
+        journal = Journal(tmp_path, wrote=wrote.append, segment_bytes=1000)
+        wrote.clear()
+        journal.accept(entry(1))
+        assert set(wrote) == {tmp_path, tmp_path / "requests-000001.log"}
+        wrote.clear()
         journal.accept(entry(2))
-        assert disk.synced == 4
+        assert wrote == [tmp_path / "requests-000001.log"]
+        synced = disk.synced
+        while tmp_path / "requests-000002.log" not in wrote:
+            assert disk.synced == synced  # that is for others to do, together,
+            journal.accept(entry(2 + len(wrote)))
+        assert disk.synced == synced + 1  # except that a segment is on the disk before the next one begins
 
 
 # -- the model -------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ async def test_a_snapshot_is_on_the_disk_once_before_it_has_its_name(
     synced: list[Path] = []
     for module in (segments, journal_module, store):
         monkeypatch.setattr(module, "sync_path", lambda path: synced.append(Path(path)))
-    async with serving(home, fsync=True, snapshot_steps=2) as service:
+    async with serving(home, durability="power", snapshot_steps=2) as service:
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 2)

@@ -69,6 +69,10 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "--disk-quota", default="", show_default=False, metavar="SIZE",
     help="Limit of the home directory's size, as 500MB or 2TiB.  [default: the disk]",
 )  # fmt: skip
+@click.option(
+    "--durability", default="power", type=click.Choice(["power", "process"]),
+    help="What was acknowledged survives a power cut, or only a killed process (a little faster).",
+)  # fmt: skip
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
@@ -78,8 +82,8 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
-    deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, preload: bool,
-    drain: float, log_level: str, engine: str,
+    deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, durability: str,
+    preload: bool, drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -110,6 +114,7 @@ def serve(
         home=(home or settings.home).expanduser().resolve(),
         models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
         engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
+        durability=durability,  # type: ignore[arg-type]
         preload=preload,
         offline=settings.offline,
         disk_quota=read_size(disk_quota) if disk_quota else None,

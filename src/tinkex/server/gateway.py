@@ -308,6 +308,7 @@ def _key_handler(gateway: Gateway, operation: Callable[[Authenticator, Identity]
         gateway.admit(http)
         authenticator = gateway.authenticator
         value = operation(authenticator, authenticator.identify(credential(http.headers)))
+        await gateway.service.disk.synced()  # a key that was revoked stays so
         return (
             Response(status_code=204) if value is None else Response(codec.encode_reply(value)[1], 200, JSON)
         )

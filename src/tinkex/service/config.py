@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tinkex.engine.protocol import EngineConfig
 
+Durability = Literal["power", "process"]
 HOUR, DAY = 3600.0, 24 * 3600.0
 
 
@@ -25,7 +27,7 @@ class ServiceConfig:
 
     # what survives
     resume: bool = True  # clients outlive this process: go on with the runs of an earlier one
-    fsync: bool = False  # journals survive a power cut too, not only a kill
+    durability: Durability = "process"  # what was acknowledged survives a killed process, or a power cut too
     snapshot_steps: int = 20  # optimizer steps between two snapshots of a run
     snapshot_seconds: float = 120.0
     snapshot_bytes: int = 256 * 1024 * 1024  # of passes since the last one, of a run that takes no steps

@@ -47,6 +47,7 @@ class Future:
     outcome: Any = None
     done: bool = False
     finished: float = 0.0
+    mark: int = 0  # the round of group commit before which nobody is told of it, or of its outcome
     delivered: float | None = None  # when it was fetched for the first time
     queue_state: QueueState = ACTIVE
     size: int = 0  # bytes of a large outcome, as far as they can be foreseen

@@ -1,6 +1,7 @@
 """The ledger: sessions, runs, samplers, checkpoints, usage and keys, in one SQLite file. Plain SQL.
 
-A write that returned survives a killed process (WAL). A repeated insert returns what is there. A file that is
+A write that returned survives a killed process (WAL), and a power cut once the file that `wrote` is told of
+is synced; without `wrote` SQLite syncs it at once. A repeated insert returns what is there. A file that is
 damaged, of another program or of a newer version is refused and left as it is; so is an empty one where there
 was more. Every error is a LedgerError.
 One connection, used by one thread at a time; statements are short. Knows nothing of who may see what.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,12 +49,13 @@ class Ledger:
 
     KEYED = "has-keys"  # a file beside the ledger: API keys were made, so that a lost ledger opens no door
 
-    def __init__(self, path: Path, *, new: bool = False) -> None:
+    def __init__(self, path: Path, wrote: Callable[[Path], None] | None = None, *, new: bool = False) -> None:
         """Open or create, and bring to this version. LedgerError if it cannot be trusted.
 
         `new`: it is to replace one that was lost.
         """
         self.path = path
+        self._wrote, self._wal = wrote, path.with_name(f"{path.name}-wal")
         try:
             if path.exists() and path.stat().st_size:
                 self._check()
@@ -65,9 +67,11 @@ class Ledger:
         except (sqlite3.Error, OSError) as error:
             raise self._error(error) from error
         try:
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+            synchronous = f"synchronous = {'FULL' if wrote is None else 'NORMAL'}"
+            for pragma in ("journal_mode = WAL", synchronous, "foreign_keys = ON"):
                 self._db.execute(f"PRAGMA {pragma}")
             rows.migrate(self._db)
+            self._note_write()
         except sqlite3.Error as error:
             self._db.close()
             raise self._error(error) from error
@@ -141,9 +145,15 @@ class Ledger:
     def _do(self, sql: str, values: Sequence[Any] = ()) -> bool:
         """Execute a statement; did it change a row?"""
         try:
-            return self._db.execute(sql, values).rowcount > 0
+            changed = self._db.execute(sql, values).rowcount > 0
         except sqlite3.Error as error:
             raise self._error(error) from error
+        self._note_write()
+        return changed
+
+    def _note_write(self) -> None:
+        if self._wrote is not None and not self._db.in_transaction:
+            self._wrote(self._wal)
 
     def _read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         try:

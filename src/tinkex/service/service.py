@@ -29,6 +29,7 @@ from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
 from tinkex.service.futures import Completions, Futures
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerError
 from tinkex.service.refusal import Caller, Refusal
@@ -45,6 +46,7 @@ from tinkex.store import DamagedError
 from tinkex.types import futures as polls
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.sessions import DeleteSessionRequest
+from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex.service")
@@ -55,6 +57,14 @@ GROWS = {
     "export_session_trace",
 }  # fmt: skip
 THOROUGH = 12  # every so many rounds, the slow part of upkeep is done too
+# Operations that promise nothing to be kept over a power cut, besides those that only GET something.
+_UNKEPT = {
+    "session_heartbeat", "search_sessions", "get_client_config", "get_dynamic_config", "send_telemetry",
+    "get_info", "get_weights_info", "unload_model", "sample",
+    "retrieve_future", "retrieve_futures", "cancel_future",
+    # These wait for the disk by themselves.
+    "create_model", "load_weights", "forward", "forward_backward", "optim_step", *SAVES,
+}  # fmt: skip
 
 Method = Callable[[Any, Caller], Awaitable[Any]]
 
@@ -86,7 +96,10 @@ class Service:
         self.long_poll = config.long_poll
         self._upkeep: asyncio.Task[None] | None = None
         self.home = home = Home(config.home, config.disk_quota)
-        self.ledger = ledger = Ledger(config.home / "ledger.sqlite")
+        self.disk = disk = GroupCommit(power=config.durability == "power")
+        self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
+        for directory in (config.home, config.home.parent):  # they name the ledger's files, and the home
+            disk.wrote(directory)
         self.models = models = ServedModels(config, build)
         self.futures = futures = Futures()
         self.archives = archives = Archives(home)
@@ -102,10 +115,10 @@ class Service:
         adapters = AdapterCaches(home, access)
         barriers = Barriers(home, ledger, access, activity, adapters)
         self.runs = RunManager(
-            config, ledger, home, models, futures, barriers, [traces, metrics, *observers]
+            config, ledger, home, disk, models, futures, barriers, [traces, metrics, *observers]
         )  # fmt: skip
         self.training = training = TrainingRequests(
-            config, ledger, home, access, activity, models, futures, self.runs
+            config, ledger, home, disk, access, activity, models, futures, self.runs
         )
         self.samplers = samplers = Samplers(
             config, ledger, home, access, activity, models, futures, self.completions, adapters,
@@ -138,6 +151,7 @@ class Service:
         keys = dict.fromkeys(["get_auth_token", "get_api_key", "delete_api_key"], capabilities.no_keys)
         saves = dict.fromkeys(SAVES, training.save)
         self._methods: dict[str, Method] = {method.__name__: method for method in methods} | saves | keys
+        self._looks = _UNKEPT | {op.name for op in ops.OPS.values() if op.method == "GET"}
 
     async def start(self) -> None:
         """Take the home, and go on with what an earlier process left."""
@@ -179,6 +193,7 @@ class Service:
         await self.samplers.stop()
         await self.runs.stop()
         self.activity.flush()
+        self.disk.close()
         self.completions.close()
         self.archives.clear()
         await self.models.close()
@@ -194,9 +209,13 @@ class Service:
             if op.name in GROWS and self.home.quota is not None:
                 await self._check_quota(request)
             if not tracing.is_on():
-                return await method(request, caller)
-            with tracing.span(f"service {op.name}", within=True):
-                return await method(request, caller)
+                answer = await method(request, caller)
+            else:
+                with tracing.span(f"service {op.name}", within=True):
+                    answer = await method(request, caller)
+            if op.name not in self._looks:
+                await self.disk.synced()
+            return answer
         except (InvalidInputError, DamagedError) as error:
             raise Refusal(422, str(error)) from None
         except (LedgerError, JournalError) as error:
@@ -246,6 +265,8 @@ class Service:
         caller.must_own(future.owner, f"request {request_id}")
         if not future.done and not await future.wait(self.long_poll):
             return polls.PendingFuture(request_id, *self.runs.queue_state(future))
+        if future.mark:
+            await self.disk.reached(future.mark)
         if future.delivered is None:
             future.delivered = time.monotonic()
         return future.outcome

@@ -1,8 +1,9 @@
 """Training requests are accepted here: checked, journaled, queued in their run's order, answered by a future.
 
-A request is acknowledged only once the journal holds it. One with wrong content is accepted and its future
-fails (a 4xx leaves official clients stuck); an unknown or foreign run is a 4xx, and so is any other refusal,
-which uses up its seq id, over a restart too. Also answers what is known of runs. Knows nothing of HTTP.
+A request is acknowledged only once the journal holds it, and executed only then: on the disk, where a power
+cut must be survived. One with wrong content is accepted and its future fails (a 4xx leaves official clients
+stuck); an unknown or foreign run is a 4xx, and so is any other refusal, which uses up its seq id, over a
+restart too. Also answers what is known of runs. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tinkex.service.activity import Activity
 from tinkex.service.checkpoints import check_save, shown
 from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Futures, failure
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
@@ -50,6 +52,7 @@ class TrainingRequests:
     config: ServiceConfig
     ledger: Ledger
     home: Home
+    disk: GroupCommit
     access: Access
     activity: Activity
     models: ServedModels
@@ -167,7 +170,12 @@ class TrainingRequests:
         return await self._submit(row, request.seq_id, request)
 
     async def _submit(self, row: RunRow, seq_id: int | None, request: Any) -> UntypedAPIFuture:
-        """Journal a request, queue it, and promise its result."""
+        """Journal a request, queue it, and promise its result once that is on the disk."""
+        promise = await self._queue(row, seq_id, request)
+        await self.disk.synced()
+        return promise
+
+    async def _queue(self, row: RunRow, seq_id: int | None, request: Any) -> UntypedAPIFuture:
         self.activity.heard_of(row.session_id, row.run_id)
         digest = await _digest(request)
         while True:
@@ -207,6 +215,7 @@ class TrainingRequests:
         except JournalFullError as error:
             raise Refusal(503, f"{error}; this request was not accepted") from error
         future = self.futures.create(run.row.owner, request_id=entry.request_id)
+        future.mark = self.disk.mark()
         self.runs.schedule(run, entry, future)
         return UntypedAPIFuture(entry.request_id, run.id)
 

@@ -1,10 +1,11 @@
 """The journal of one run: its accepted requests and their outcomes, on disk.
 
-After `kill -9` at any point (after a power cut too, with `fsync`) `restore` finds everything that `accept`
-and `resolve` returned from. A record cut off in mid-write is dropped, since no client was told of it; a
-damaged one raises JournalError with its file and offset. There are two logs: requests are large and needed
-until a snapshot covers them, outcomes are small and needed until they are delivered. Bodies are pickles:
-whoever can write to the home directory can already do anything that we can. Knows nothing of engines.
+After `kill -9` at any point `restore` finds everything that `accept` and `resolve` returned from; after a
+power cut, everything of it that was synced (see `wrote`). A record cut off in mid-write is dropped, since no
+client was told of it; a damaged one raises JournalError with its file and offset. There are two logs:
+requests are large and needed until a snapshot covers them, outcomes are small and needed until they are
+delivered. Bodies are pickles: whoever can write to the home directory can already do anything that we can.
+Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,12 @@ class Restored:
 class _Contents:
     """What the directory of a journal holds: which requests its logs speak of, and in which records."""
 
-    def __init__(self, directory: Path, *, fsync: bool = False, segment_bytes: int = 0) -> None:
+    def __init__(
+        self, directory: Path, wrote: Callable[[Path], None] | None = None, segment_bytes: int = 0
+    ) -> None:
         self.directory = directory
-        self._requests = SegmentedLog(directory, "requests", fsync, segment_bytes)
-        self._results = SegmentedLog(directory, "results", fsync, segment_bytes)
+        self._requests = SegmentedLog(directory, "requests", wrote, segment_bytes)
+        self._results = SegmentedLog(directory, "results", wrote, segment_bytes)
         self._known: dict[str, JournalEntry] = {}  # without their requests
         self._accepted: dict[str, Record] = {}
         self._resolved: dict[str, Record] = {}
@@ -118,10 +121,16 @@ class Journal(_Contents):
     >>> journal.commit_snapshot(part)
     """
 
-    def __init__(self, directory: Path, *, fsync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        wrote: Callable[[Path], None] | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(directory, fsync=fsync, segment_bytes=segment_bytes)
-        self._fsync = fsync
+        super().__init__(directory, wrote, segment_bytes)
+        self._wrote = wrote
         self._lock = threading.RLock()
         self._begun: tuple[Path, int] | None = None
         self._requests.repair()
@@ -159,6 +168,7 @@ class Journal(_Contents):
 
     def begin_snapshot(self, next_seq: int) -> Path:
         """An empty directory for a snapshot of all seq ids below `next_seq`; one begun before is void."""
+        self._sync(self._requests)  # what is left when it is rotated takes no time
         with self._lock:
             assert next_seq >= self.next_seq, f"the last snapshot covers more: {self.next_seq} > {next_seq}"
             self._sweep()
@@ -183,13 +193,22 @@ class Journal(_Contents):
                     raise JournalError(
                         f"{path} covers seq id {entry.seq_id}, but {request_id} has no outcome recorded"
                     )
-            snapshot = path.with_name(path.name.replace("part", "snapshot", 1))
-            os.rename(path, snapshot)  # the one moment at which it becomes the snapshot
-            if self._fsync:
-                sync_path(self.directory)
+        self._sync(self._results)  # nothing can compute them again from here on
+        snapshot = path.with_name(path.name.replace("part", "snapshot", 1))
+        os.rename(path, snapshot)  # the one moment at which it becomes the snapshot
+        if self._wrote is not None:
+            sync_path(self.directory)
+        with self._lock:
             self.snapshot, self.next_seq, self._begun = snapshot, next_seq, None
             self.forget([i for i in delivered if i in self._known and self._known[i].seq_id < next_seq])
             self._trim()
+
+    def _sync(self, log: SegmentedLog) -> None:
+        """Put a log on the disk, without holding up those who write to it."""
+        with self._lock:
+            path = log.open_path
+        if self._wrote is not None and path is not None:
+            sync_path(path)
 
     def _sweep(self) -> None:
         for old in (*self.directory.glob("snapshot-*"), *self.directory.glob("part-*")):
@@ -222,8 +241,8 @@ class Journal(_Contents):
 
     def close(self) -> None:
         with self._lock:
-            self._requests.rotate()
-            self._results.rotate()
+            self._requests.close()  # whoever opens it next syncs what is not on the disk yet
+            self._results.close()
 
 
 def delete(directory: Path) -> None:

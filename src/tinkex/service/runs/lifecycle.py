@@ -24,6 +24,7 @@ from typing import Any
 from tinkex.engine.protocol import DropAdapter, Engine, EngineError, LoadAdapter, SaveAdapter
 from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Future, seq_of
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.ledger import Ledger
 from tinkex.service.rows import RunRow
 from tinkex.service.runs.journal import Journal, JournalError
@@ -60,6 +61,7 @@ class Run:
 
     config: ServiceConfig
     ledger: Ledger
+    disk: GroupCommit
     in_memory: dict[str, Run]  # all runs, by id
     row: RunRow
     model: ServedModel
@@ -103,8 +105,11 @@ class Run:
 
     # -- outcomes ----------------------------------------------------------------------------------------
 
-    def resolve(self, future: Future, outcome: Any) -> None:
-        """Record an outcome: pollers wake on the event loop's next turn, when the journal has it."""
+    def resolve(self, future: Future, outcome: Any, *, repeatable: bool = False) -> None:
+        """Record an outcome: pollers wake on the event loop's next turn, when the journal has it.
+
+        They are told once it is on the disk, unless it is `repeatable`: a replay computes it again.
+        """
         if future.done:
             return
         future.resolve(outcome)
@@ -112,6 +117,8 @@ class Run:
             return  # the request is still to be executed, by a server with the right weights
         self.unrecorded.append(future)
         self.write_outcomes()
+        if not repeatable:
+            future.mark = self.disk.mark()
         if future.failed and seq_of(future.request_id) == 0:
             self.was_not_made(outcome.error)
 

@@ -13,10 +13,12 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tinkex.engine.protocol import EngineLost
 from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Future, Futures, QueueState, failure, run_of
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
@@ -38,6 +40,7 @@ class RunManager:
     config: ServiceConfig
     ledger: Ledger
     home: Home
+    disk: GroupCommit
     models: ServedModels
     futures: Futures
     barriers: Barriers
@@ -86,7 +89,12 @@ class RunManager:
 
     async def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
         def read() -> tuple[Journal, Restored]:
-            journal = Journal(self.home.run_dir(run_id) / "journal", fsync=self.config.fsync)
+            directory = self.home.run_dir(run_id) / "journal"
+            if not directory.is_dir():
+                directory.mkdir(parents=True)
+                for parent in takewhile(lambda parent: parent != self.home.root.parent, directory.parents):
+                    self.disk.wrote(parent)
+            journal = Journal(directory, wrote=self.disk.wrote if self.disk.power else None)
             return journal, journal.restored()
 
         try:
@@ -121,8 +129,9 @@ class RunManager:
         scheduler = self._loop(model).scheduler
         queue = scheduler.open(row.run_id, row.owner, restored.next_seq)
         run = self._runs[row.run_id] = Run(
-            self.config, self.ledger, self._runs, row, model, scheduler, queue, journal, restored.snapshot
-        )
+            self.config, self.ledger, self.disk, self._runs, row, model, scheduler, queue, journal,
+            restored.snapshot,
+        )  # fmt: skip
         if model.engine is not None:
             run.check_weights(model.engine)
         for entry in restored.undelivered:  # the snapshot covers them; their results were not fetched
@@ -150,7 +159,9 @@ class RunManager:
     def _loop(self, model: ServedModel) -> TrainingLoop:
         if model.name not in self._loops:
             scheduler = Scheduler(gap_patience=self.config.gap_patience)
-            loop = self._loops[model.name] = TrainingLoop(model, scheduler, self.barriers, self.observers)
+            loop = self._loops[model.name] = TrainingLoop(
+                model, scheduler, self.barriers, self.disk, self.observers
+            )
             drive = asyncio.get_running_loop().create_task(self._drive(loop), name=f"training {model.name}")
             self._tasks.append(drive)
         return self._loops[model.name]

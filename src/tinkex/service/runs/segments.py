@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,14 +120,21 @@ def _parse(file: BinaryIO, left: int) -> tuple[list[Any], int, int] | None:
 class SegmentedLog:
     """An append-only log of records, in the files NAME-000001.log, NAME-000002.log, … of a directory.
 
-    `append` returns when the kernel has the whole record (the disk, with `fsync`), and otherwise leaves the
-    log as it was. Only the last record of the last segment may be cut off, and is then ignored.
+    `append` returns when the kernel has the whole record, and otherwise leaves the log as it was. `wrote` is
+    then told which files to sync; without it nothing is synced. Only the last record of the last segment may
+    be cut off, and is then ignored: a segment is on the disk before the next one begins.
     """
 
-    def __init__(self, directory: Path, name: str, fsync: bool = False, segment_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        wrote: Callable[[Path], None] | None = None,
+        segment_bytes: int = 0,
+    ) -> None:
         self.directory = directory
         self.name = name
-        self._fsync = fsync
+        self._wrote = wrote
         self._segment_bytes = segment_bytes
         self._sizes = {
             int(path.stem.rpartition("-")[2]): path.stat().st_size for path in directory.glob(f"{name}-*.log")
@@ -140,6 +147,11 @@ class SegmentedLog:
     @property
     def size(self) -> int:
         return sum(self._sizes.values())
+
+    @property
+    def open_path(self) -> Path | None:
+        """The segment being written, if there is one: those before it are on the disk."""
+        return None if self._file is None else self.path(self._last)
 
     def closed_segments(self) -> list[int]:
         """Those that nothing will be appended to any more, oldest first."""
@@ -185,6 +197,10 @@ class SegmentedLog:
         elif self._end < size:
             os.truncate(self.path(self._last), self._end)
             self._sizes[self._last] = self._end
+        if self._wrote is not None:  # the process before may have been killed before it synced these
+            if self._last in self._sizes:
+                sync_path(self.path(self._last))
+            sync_path(self.directory)
 
     def append(self, head: list[Any], body: Iterable[Bytes] = ()) -> Record:
         """Add a record; `body` comes in pieces (see `pack`)."""
@@ -209,8 +225,8 @@ class SegmentedLog:
         self._last += 1
         self._sizes[self._last] = 0
         self._write(_MAGIC)
-        if self._fsync:
-            sync_path(self.directory)
+        if self._wrote is not None:
+            self._wrote(self.directory)
 
     def _write(self, *parts: Bytes) -> None:
         """All or nothing, at the end of the open segment."""
@@ -223,24 +239,29 @@ class SegmentedLog:
                 rest = memoryview(piece)
                 while rest:
                     rest = rest[os.write(self._file, rest) :]
-            if self._fsync:
-                os.fsync(self._file)
         except OSError as error:
             self._undo(self._file)
             raise _cannot_write(path, error) from error
         self._sizes[self._last] += sum(map(len, parts))
+        if self._wrote is not None:
+            self._wrote(path)
 
     def _undo(self, file: int) -> None:
         try:
             os.ftruncate(file, self._sizes[self._last])
             if not self._sizes[self._last]:  # without its first line a segment is none
-                self.rotate()
+                self.close()
                 self.delete(self._last)
         except OSError:
             self._broken = True  # half a record is there, and only as the last one is it harmless
 
     def rotate(self) -> None:
         """Let the next record begin a new segment."""
+        if self._file is not None and self._wrote is not None:
+            os.fsync(self._file)
+        self.close()
+
+    def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None

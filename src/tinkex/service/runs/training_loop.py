@@ -23,6 +23,7 @@ from tinkex import tracing
 from tinkex.engine import protocol
 from tinkex.engine.protocol import Engine, EngineError, EngineLost
 from tinkex.service.futures import failure
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.refusal import Refusal
 from tinkex.service.runs.execution import Barriers, Execution
 from tinkex.service.runs.lifecycle import RunState
@@ -47,6 +48,7 @@ class TrainingLoop:
     model: ServedModel
     scheduler: Scheduler
     barriers: Barriers
+    disk: GroupCommit
     observers: Sequence[TrainingObserver]
 
     def __post_init__(self) -> None:
@@ -113,6 +115,8 @@ class TrainingLoop:
             if work.hop is not None:
                 work.hop.end()
         try:
+            # Nothing is executed that a restart might not know of: a checkpoint would be there unasked.
+            await self.disk.reached(max(work.future.mark for work in batch))
             engine = await self.model.load()
         except Exception as error:
             for work in batch:
@@ -185,7 +189,9 @@ class TrainingLoop:
                 if isinstance(result, protocol.Failure):
                     _fail(work, EngineError(result.message, result.category))
                 else:
-                    work.run.resolve(work.future, result)
+                    # An uploaded loss runs against the clock: it might not end in time again.
+                    timed = work.one_pass is not None and work.one_pass.custom_loss is not None
+                    work.run.resolve(work.future, result, repeatable=not timed)
             for work in {work.run: work for work in batch}.values():  # the last one of each run
                 if not work.run.has_gradients:
                     await work.run.after_pass(engine, work.seq_id + 1)
@@ -216,7 +222,7 @@ class TrainingLoop:
                     "discarded with it",
                     "user",
                 )
-            run.resolve(work.future, await self.barriers.execute(engine, work))
+            run.resolve(work.future, await self.barriers.execute(engine, work), repeatable=True)
         except EngineLost:
             raise
         except Exception:

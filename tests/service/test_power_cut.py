@@ -1,0 +1,123 @@
+"""A power cut: what was acknowledged is on the disk, in groups, and the event loop does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.service.harness import User, serving
+from tests.service.power_cut import Cuts
+from tinkex.cli.serve import serve
+from tinkex.config import Settings
+from tinkex.local import service_config
+from tinkex.service import group_commit
+from tinkex.service.group_commit import GroupCommit
+from tinkex.service.refusal import Refusal
+from tinkex.types import training
+from tinkex.wire import ops
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+class SlowDisk:
+    """Syncs only when it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.synced = threading.Event(), list[Path]()
+        monkeypatch.setattr(group_commit, "sync_path", self._sync)
+
+    def _sync(self, path: Path) -> None:
+        assert self.go.wait(60)
+        self.synced.append(path)
+
+
+def test_nothing_that_was_told_is_lost(tmp_path: Path):
+    cuts = Cuts(tmp_path, "power", seed=3)
+    assert cuts.run(50) == []
+    assert cuts.promises > 500
+
+
+def test_without_syncs_it_would_be(tmp_path: Path):
+    assert Cuts(tmp_path, "process", seed=3).run(4)
+
+
+def test_a_server_survives_power_cuts_unless_it_is_told_otherwise(tmp_path: Path):
+    (option,) = [param for param in serve.params if param.name == "durability"]
+    assert option.default == "power"
+    assert service_config(Settings.read()).durability == "process"
+
+
+async def test_a_request_is_neither_acknowledged_nor_executed_before_it_is_on_the_disk(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with serving(home, durability="power") as service:
+        user = User(service)
+        run = await user.run()
+        disk = SlowDisk(monkeypatch)
+        requests = [asyncio.create_task(user.forward_backward(run, n)) for n in range(1, 9)]
+        await asyncio.sleep(0.2)
+        assert not any(request.done() for request in requests)
+        assert not any(service.futures.get(f"{run}#{n}").done for n in range(1, 9))  # type: ignore[union-attr]
+        began = time.monotonic()
+        await user.call(ops.GET_INFO, training.GetInfoRequest(model_id=run))
+        assert time.monotonic() - began < 0.1  # who asks for nothing to be kept does not wait
+        disk.go.set()
+        for request in requests:
+            await user.result(await request)
+        assert len([path for path in disk.synced if path.name.startswith("requests")]) <= 2
+
+
+async def test_a_session_is_on_the_disk_before_its_id_is_told(home: Path, monkeypatch: pytest.MonkeyPatch):
+    async with serving(home, durability="power") as service:
+        disk = SlowDisk(monkeypatch)
+        session = asyncio.create_task(User(service).session())
+        await asyncio.sleep(0.1)
+        assert not session.done()
+        disk.go.set()
+        await session
+        assert home / "ledger.sqlite-wal" in disk.synced
+
+
+async def test_writers_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, commits = SlowDisk(monkeypatch), GroupCommit(power=True)
+    commits.wrote(tmp_path / "first")
+    first = asyncio.create_task(commits.synced())
+    await asyncio.sleep(0)
+    for n in range(100):
+        commits.wrote(tmp_path / f"{n % 3}")
+    others = [asyncio.create_task(commits.synced()) for _ in range(100)]
+    disk.go.set()
+    await asyncio.gather(first, *others)
+    assert disk.synced[0] == tmp_path / "first"
+    assert sorted(disk.synced[1:]) == [tmp_path / name for name in "012"]
+    await commits.synced()  # nothing is left to do
+    assert len(disk.synced) == 4
+    commits.close()
+
+
+async def test_after_a_failed_sync_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(group_commit, "sync_path", broken)
+    commits = GroupCommit(power=True)
+    commits.wrote(tmp_path)
+    with pytest.raises(Refusal, match="disk failed"):
+        await commits.synced()
+    monkeypatch.undo()
+    commits.wrote(tmp_path)  # the kernel would now call it a success
+    with pytest.raises(Refusal, match="disk failed"):
+        await commits.synced()
+    commits.close()
+
+
+async def test_without_power_nothing_is_synced(tmp_path: Path):
+    commits = GroupCommit(power=False)
+    commits.wrote(tmp_path / "nowhere")
+    assert commits.mark() == 0
+    await commits.synced()
+    commits.close()
