@@ -98,7 +98,7 @@ def elementwise_steps() -> None:
 
 def logits_and_steps() -> None:
     logits, ids, fp32 = some(40, 151_936), some(40, dtype=INT64), some(40, dtype=FP32)
-    token_kernels.gradient_(logits, token_kernels.normaliser(logits), ids, fp32)
+    token_kernels.gradient_(logits, 151_669, token_kernels.normaliser(logits, 151_669), ids, fp32)
     token_kernels.draw(logits, fp32, ids, 151_669, ids, fp32, invariant=True)
     known, tiles, table = (some(512, 64), some(512, 64)), some(4, 40, dtype=INT32), some(40, 32, dtype=INT32)
     angles = (some(40, 64), some(40, 64))

@@ -471,6 +471,7 @@ def test_draws_are_the_hosts():
     """The same keys give the same tokens; logprobs agree; greedy rows and padded ids included."""
     vocab, padded, rows = 1001, 1216, 64
     logits = 3 * random(rows, padded)
+    logits[:, vocab:] += 20
     temperature = torch.tensor([0.0, 1.0, 0.5, 2.0] * (rows // 4), device=DEVICE)
     keys = stream_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows), np.arange(rows))
     tokens = torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)
@@ -478,9 +479,9 @@ def test_draws_are_the_hosts():
     token_kernels.draw(
         logits, temperature, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen
     )
-    logprobs_BV = next_tokens.scaled_logprobs(logits, temperature)
+    logprobs_BV = next_tokens.scaled_logprobs(logits, temperature, vocab)
     off_switch = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
-    want = next_tokens.draw(logprobs_BV, next_tokens.Choice(temperature, *off_switch, keys), vocab)
+    want = next_tokens.draw(logprobs_BV, next_tokens.Choice(temperature, *off_switch, keys))
     greedy = (temperature == 0).nonzero()[:, 0]
     best = logprobs_BV[:, :vocab].max(-1).values
     torch.testing.assert_close(logprobs_BV[greedy, tokens[greedy]], best[greedy])  # bf16 logits have ties
@@ -506,14 +507,19 @@ def test_draws_follow_the_distribution():
 # -- logprobs ----------------------------------------------------------------------------------------------
 
 
-def test_normaliser_and_gradient():
+@pytest.mark.parametrize("vocab", [9001, 9000, 8999, 8192, 4096, 100])
+def test_normaliser_and_gradient(vocab: int):
+    """Padding, whatever its logits are, is in no normaliser and has a gradient of exactly zero."""
     logits = 4 * random(5, 9001)
-    ids = torch.tensor([3, 9000, -1, 0, 4097], device=DEVICE)
+    logits[:, vocab:] += 20
+    ids = torch.tensor([3, vocab - 1, -1, 0, vocab // 2], device=DEVICE)
     grads = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], device=DEVICE)
     wide = logits.double()
-    normaliser = token_kernels.normaliser(logits)
+    wide[:, vocab:] = -torch.inf
+    normaliser = token_kernels.normaliser(logits, vocab)
     torch.testing.assert_close(normaliser.double(), wide.logsumexp(-1), atol=1e-4, rtol=1e-5)
     onehot = torch.zeros_like(wide)
     onehot[ids >= 0, ids[ids >= 0]] = 1.0
     want = grads.double()[:, None] * (onehot - wide.softmax(-1))
-    assert off(token_kernels.gradient_(logits, normaliser, ids, grads), want) < 8e-3
+    assert off(token_kernels.gradient_(logits, vocab, normaliser, ids, grads), want) < 8e-3
+    assert not logits[:, vocab:].any()

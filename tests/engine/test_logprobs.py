@@ -56,7 +56,7 @@ def test_equals_plain_log_softmax(chunk: int, per_row: list[int]) -> None:
     mine, theirs = adapters(), adapters()
     fast = LoraBatch(mine, segments, train=True)
     lp, grad = target_logprobs(
-        h, weight, targets, fast, lambda lp, first, last: pull[first:last], chunk=chunk
+        h, weight, targets, fast, V, lambda lp, first, last: pull[first:last], chunk=chunk
     )
 
     leaf, slow = h.clone().requires_grad_(), PlainLora(theirs, segments, train=True)
@@ -74,7 +74,7 @@ def test_the_gradient_may_depend_on_the_logprobs() -> None:
     torch.manual_seed(0)
     h, weight, targets = torch.randn(T, D), torch.randn(V, D), targets_of([1] * T)
     lora = LoraBatch([None], [T], train=True)
-    _, grad = target_logprobs(h, weight, targets, lora, lambda lp, first, last: lp.exp(), chunk=4)
+    _, grad = target_logprobs(h, weight, targets, lora, V, lambda lp, first, last: lp.exp(), chunk=4)
     leaf = h.clone().requires_grad_()
     (leaf @ weight.t()).log_softmax(-1)[targets.rows_M, targets.ids_M].exp().sum().backward()
     torch.testing.assert_close(grad, leaf.grad, atol=1e-6, rtol=1e-4)
@@ -84,7 +84,7 @@ def test_without_a_gradient_nothing_is_accumulated() -> None:
     torch.manual_seed(0)
     h, weight, targets = torch.randn(T, D), torch.randn(V, D), targets_of([1] * T)
     made = adapters()
-    lp, grad = target_logprobs(h, weight, targets, LoraBatch(made, [9, 6, 8]))
+    lp, grad = target_logprobs(h, weight, targets, LoraBatch(made, [9, 6, 8]), V)
     assert grad is None
     assert lp.dtype == torch.float32
     assert all(one is None or one.grad is None for one in made)
@@ -107,5 +107,7 @@ def test_never_holds_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> No
 
     with Watch():
         lora = LoraBatch([None], [tokens], train=True)
-        target_logprobs(h, weight, targets, lora, lambda lp, first, last: torch.ones_like(lp), chunk=chunk)
+        target_logprobs(
+            h, weight, targets, lora, vocab, lambda lp, first, last: torch.ones_like(lp), chunk=chunk
+        )
     assert chunk * vocab <= largest < 2 * chunk * vocab

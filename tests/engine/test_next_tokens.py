@@ -40,8 +40,8 @@ def choose(rows: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 
 def drawn(logits: torch.Tensor, rows: int, vocab: int | None = None, **how) -> np.ndarray:
     """`rows` draws from one row of logits."""
     choice = choose(rows, **how)
-    logprobs = scaled_logprobs(logits.expand(rows, -1), choice.temperature)
-    return draw(logprobs, choice, vocab or logits.shape[-1]).numpy()
+    logprobs = scaled_logprobs(logits.expand(rows, -1), choice.temperature, vocab or logits.shape[-1])
+    return draw(logprobs, choice).numpy()
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -115,11 +115,11 @@ def test_a_row_is_drawn_alike_alone_and_in_company():
         torch.tensor([1.0, 0.9] * 10),
         keys(20),
     )
-    together = draw(scaled_logprobs(logits, choice.temperature), choice, 990)
+    together = draw(scaled_logprobs(logits, choice.temperature, 990), choice)
     for i in range(20):
         one = slice(i, i + 1)
         alone = Choice(choice.temperature[one], choice.top_k[one], choice.top_p[one], choice.keys[one])
-        assert draw(scaled_logprobs(logits[one], alone.temperature), alone, 990)[0] == together[i]
+        assert draw(scaled_logprobs(logits[one], alone.temperature, 990), alone)[0] == together[i]
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
@@ -129,7 +129,7 @@ def test_rounding_noise_hardly_ever_changes_a_draw(spread: float):
     logits = torch.from_numpy((rng.normal(size=(2000, 5000)) * spread).astype(np.float32))
     noisy = logits + torch.from_numpy(rng.normal(size=logits.shape).astype(np.float32)) * 2e-6
     choice = choose(2000)
-    a, b = (draw(scaled_logprobs(z, choice.temperature), choice, 5000) for z in (logits, noisy))
+    a, b = (draw(scaled_logprobs(z, choice.temperature, 5000), choice) for z in (logits, noisy))
     assert int((a != b).sum()) <= 1
 
 
@@ -167,7 +167,7 @@ def test_greedy_ignores_the_cuts_and_the_stream():
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     for seed in range(3):
         choice = choose(3, temperature=0.0, top_k=3, top_p=0.1, seed=seed)
-        tokens = draw(scaled_logprobs(logits, choice.temperature), choice, 500)
+        tokens = draw(scaled_logprobs(logits, choice.temperature, 500), choice)
         assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
@@ -176,21 +176,21 @@ def test_greedy_ignores_the_cuts_and_the_stream():
 
 def test_logprobs_are_tempered_and_greedy_reports_one():
     z = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32) * 3
-    reported = scaled_logprobs(torch.from_numpy(z), torch.tensor([0.0, 1.0, 0.5])).numpy()
+    reported = scaled_logprobs(torch.from_numpy(z), torch.tensor([0.0, 1.0, 0.5]), z.shape[1]).numpy()
     for row, temperature in enumerate((1.0, 1.0, 0.5)):
         scaled = z[row].astype(np.float64) / temperature
         np.testing.assert_allclose(reported[row], scaled - np.log(np.exp(scaled).sum()), atol=1e-5)
 
 
-def test_padded_ids_count_in_the_normaliser_and_are_never_drawn_or_listed():
+def test_padded_ids_are_never_normalised_over_drawn_or_listed():
     logits = torch.zeros(1, BLOCK + 10)
     logits[:, BLOCK - 5 :] = 5.0  # most of the mass is padding
     vocab = BLOCK - 2
     for temperature in (0.0, 1.0, 30.0):
         assert drawn(logits[0], 500, vocab, temperature=temperature).max() < vocab
-    logprobs = scaled_logprobs(logits, torch.tensor([1.0]))
-    assert float(logprobs.exp().sum()) == pytest.approx(1.0, abs=1e-5)
-    assert float(logprobs[0, :vocab].exp().sum()) < 0.5
+    logprobs = scaled_logprobs(logits, torch.tensor([1.0]), vocab)
+    assert float(logprobs[0, :vocab].exp().sum()) == pytest.approx(1.0, abs=1e-5)
+    assert (logprobs[0, vocab:] == -torch.inf).all()
     ids, values = likeliest(logprobs, vocab + 4, vocab)
     assert set(ids[0, :vocab].tolist()) == set(range(vocab))
     assert (values[0, vocab:] == TOPK_PADDING).all()

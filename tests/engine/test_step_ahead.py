@@ -62,12 +62,12 @@ class SlowPipeline:
         attend = PagedAttend(self._cache, [TokenSpan(sequence.pages, at, 1)], config.windows, CPU)
         logits = self._decoder.logits(self._decoder(torch.tensor([token]), torch.tensor([at]), attend))
         temperature = torch.tensor([sequence.request.work.params.temperature])
-        logprobs = scaled_logprobs(logits, temperature)
+        logprobs = scaled_logprobs(logits, temperature, config.vocab_size)
         keys = stream_keys(
             np.array([sequence.request.seed], np.uint64), np.array([sequence.index]), np.array([at + 1])
         )
         choice = Choice(temperature, torch.zeros(1, dtype=torch.int64), torch.ones(1), keys)
-        drawn = int(draw(logprobs, choice, config.vocab_size))
+        drawn = int(draw(logprobs, choice))
         return drawn, float(logprobs[0, drawn])
 
     def _land(self, flight: Landed) -> Landed:

@@ -93,10 +93,21 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def reference_model(path: Path) -> Any:
-    """The same directory through transformers, plain attention, no gradients to its weights."""
+    """The same directory through transformers, plain attention, no gradients to its weights.
+
+    Logits of ids that its tokenizer does not have are -inf; without a tokenizer it has all.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
+    if (path / "tokenizer.json").is_file():
+        vocab = len(transformers.AutoTokenizer.from_pretrained(path))
+
+        def mask(module: torch.nn.Module, args: Any, output: Any) -> None:
+            beyond = torch.arange(output.logits.shape[-1]) >= vocab
+            output.logits = output.logits.masked_fill(beyond, -torch.inf)
+
+        model.register_forward_hook(mask)
     return model.eval().requires_grad_(False)
 
 

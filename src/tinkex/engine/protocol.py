@@ -279,7 +279,7 @@ class ModelInfo:
     """What a service needs to know of a base model."""
 
     arch: str
-    vocab_size: int  # ids that may be used: padded ones excluded
+    vocab_size: int  # ids that are drawn and normalised over: padding excluded
     max_context: int
     eos_ids: tuple[int, ...]
     parameters: int

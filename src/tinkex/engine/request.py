@@ -28,15 +28,18 @@ def user_error(message: str) -> EngineError:
     return EngineError(message, "user")
 
 
-def check_work(work: SampleWork, vocab: int, context: int) -> int:
-    """Refuse a request that cannot be served; returns how many tokens may be drawn for each sample."""
+def check_work(work: SampleWork, vocab: int, padded_vocab: int, context: int) -> int:
+    """Refuse a request that cannot be served; returns how many tokens may be drawn for each sample.
+
+    A prompt may hold padding, ids from `vocab` on: they are read, and score nothing.
+    """
     length = len(work.prompt)
     if length == 0:
         raise user_error("the prompt is empty; give at least one token")
     prompt = work.prompt
-    if prompt.item(prompt.argmin()) < 0 or prompt.item(prompt.argmax()) >= vocab:
-        at = int(np.argmax((prompt < 0) | (prompt >= vocab)))
-        raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{vocab - 1}")
+    if prompt.item(prompt.argmin()) < 0 or prompt.item(prompt.argmax()) >= padded_vocab:
+        at = int(np.argmax((prompt < 0) | (prompt >= padded_vocab)))
+        raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{padded_vocab - 1}")
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
@@ -200,7 +203,8 @@ class PromptScores:
         skip = max(0, self._last_n_from - at)  # rows that only targets or alternatives need
         if self._logprobs is not None and skip < count:
             kept = np.arange(skip, count)
-            self._logprobs[at + skip : end] = rows.pick(kept, self._prompt[at + skip : end].astype(np.int64))
+            picked = rows.pick(kept, self._prompt[at + skip : end].astype(np.int64))
+            self._logprobs[at + skip : end] = np.where(np.isneginf(picked), np.nan, picked)  # of padding
         if self._topk and skip < count:
             ids, logprobs = rows.top(self._topk)
             self._top_ids[at + skip : end] = ids[skip:]

@@ -8,6 +8,7 @@ Shapes: N rows, D width, V padded vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,13 +74,13 @@ class CudaBackend(Backend):
         return KernelAttend(cache, windows, queries, slots_T)
 
     def logprob_chunk(
-        self, h_ND: Tensor, weight_VD: Tensor, lora: CudaLora, start: int, cells: tuple[Tensor, Tensor],
-        grads: Callable[[Tensor], Tensor] | None, out_ND: Tensor | None,
+        self, h_ND: Tensor, weight_VD: Tensor, vocab: int, lora: CudaLora, start: int,
+        cells: tuple[Tensor, Tensor], grads: Callable[[Tensor], Tensor] | None, out_ND: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """`logprobs.logprob_chunk` with logits that stay in bf16 and become their own gradient in place."""
         if not lora.readable:
             assert not self.invariant
-            return logprob_chunk(h_ND, weight_VD, lora, start, cells, grads, out_ND)
+            return logprob_chunk(h_ND, weight_VD, vocab, lora, start, cells, grads, out_ND)
         (rows, ids), part = cells, lora.part(start, start + len(h_ND))
         at, u = part.site(UNEMBED), None
         if at is None:
@@ -88,16 +89,17 @@ class CudaBackend(Backend):
             logits_NV, u = part.product(at, h_ND, weight_VD)
         # a temperature of 1, as the sampler's kernel has it
         ones_N = torch.ones(len(h_ND), device=h_ND.device) if self.invariant else None
-        normaliser_N = kernel.normaliser(logits_NV, ones_N)
+        normaliser_N = kernel.normaliser(logits_NV, vocab, ones_N)
         lp = logits_NV[rows, ids].float() - normaliser_N[rows]
         if grads is None or out_ND is None:
             return lp
         grad_M = grads(lp).float()
         if len(ids) == len(h_ND):
-            kernel.gradient_(logits_NV, normaliser_N, ids, grad_M)
+            kernel.gradient_(logits_NV, vocab, normaliser_N, ids, grad_M)
         else:  # some rows have several targets
             total_N = torch.zeros_like(normaliser_N).index_add_(0, rows, grad_M)
-            kernel.gradient_(logits_NV, normaliser_N, torch.full_like(rows[: len(h_ND)], -1), total_N)
+            none_N = torch.full_like(rows[: len(h_ND)], -1)
+            kernel.gradient_(logits_NV, vocab, normaliser_N, none_N, total_N)
             logits_NV.index_put_((rows, ids), grad_M.to(logits_NV.dtype), accumulate=True)
         if at is None or u is None:
             torch.mm(logits_NV, weight_VD, out=out_ND)
@@ -111,10 +113,13 @@ class CudaBackend(Backend):
         kernel.draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, self.invariant)
         return tokens_N.tolist(), chosen_N.tolist()
 
-    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor, vocab: int) -> Tensor:
         if not self.invariant:
-            return super().logprobs(logits_NV, temperature_N)
-        return scaled(logits_NV, temperature_N) - kernel.normaliser(logits_NV, temperature_N)[:, None]
+            return super().logprobs(logits_NV, temperature_N, vocab)
+        normaliser_N = kernel.normaliser(logits_NV, vocab, temperature_N)
+        logprobs_NV = scaled(logits_NV, temperature_N).sub_(normaliser_N[:, None])
+        logprobs_NV[:, vocab:] = -math.inf
+        return logprobs_NV
 
     def captured_steps(
         self, decoder: Decoder, cache: KVCache, limits: StepLimits

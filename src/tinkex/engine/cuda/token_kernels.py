@@ -3,7 +3,8 @@
 
 Drawing does what `next_tokens.scaled_logprobs` and `draw` do without top-k and top-p, and uses the random
 numbers of `engine.rng` from the same keys: a row draws the same token as on the host. Logits stay in bf16;
-everything between is fp32 in registers. `normaliser` with temperatures is batch-invariant.
+everything between is fp32 in registers. Ids from `vocab` on are padding: kernels read their logits as -inf.
+`normaliser` with temperatures is batch-invariant.
 
 Shapes: B, N rows, V padded vocabulary, P positions, C head dim.
 """
@@ -106,20 +107,19 @@ def _top_and_sum(z):
 @launched
 @triton.jit
 def _blocks(
-    logits, temperatures, best, mass, whole, N, V, vocab, stride,
+    logits, temperatures, best, mass, N, V, vocab, stride,
     COLDEST: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The maximum and the log-sum-exp of every block of ids, with and without those of the padding."""
+    """The maximum and the log-sum-exp of every block of ids."""
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     z = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf"))
     z = _scaled(z, tl.load(temperatures + row), COLDEST)
+    if (tl.program_id(1) + 1) * AT_ONCE * BLOCK > vocab:
+        z = tl.where(ids < vocab, z, float("-inf"))
     top, sums = _top_and_sum(z)
-    tl.store(whole + row * N + block, sums, mask=block < N)
-    if (tl.program_id(1) + 1) * AT_ONCE * BLOCK > vocab:  # ids of the padded vocabulary are never drawn
-        top, sums = _top_and_sum(tl.where(ids < vocab, z, float("-inf")))
     tl.store(mass + row * N + block, sums, mask=block < N)
     tl.store(best + row * N + block, top, mask=block < N)
 
@@ -127,7 +127,7 @@ def _blocks(
 @launched
 @triton.jit
 def _pick(
-    logits, temperatures, keys, best, mass, whole, tokens, logprobs, N, V, vocab, stride,
+    logits, temperatures, keys, best, mass, tokens, logprobs, N, V, vocab, stride,
     COLDEST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Pick a block for a row, then an id in it, and compute its logprob."""
@@ -139,7 +139,7 @@ def _pick(
         noise, inside = _log_exponentials(key, 0, BLOCKS), _log_exponentials(key, N, BLOCK)
     wait_for_previous()
     n = tl.arange(0, BLOCKS)
-    masses = tl.load(whole + row * N + n, mask=n < N, other=float("-inf"))
+    masses = tl.load(mass + row * N + n, mask=n < N, other=float("-inf"))
     scores = tl.load(tl.where(temperature == 0, best, mass) + row * N + n, mask=n < N, other=float("-inf"))
     level = tl.max(masses, 0)
     normaliser = level + tl.log(tl.sum(tl.exp(masses - level), 0))
@@ -164,89 +164,111 @@ def draw(
     `invariant`: logprobs are bitwise identical to those of a batch-invariant trainer.
     """
     (rows, v), n = logits_BV.shape, cdiv(logits_BV.shape[1], BLOCK)
-    best, mass, whole = torch.empty(3, rows, n, dtype=torch.float32, device=logits_BV.device)
+    best, mass = torch.empty(2, rows, n, dtype=torch.float32, device=logits_BV.device)
     sizes = (n, v, vocab, logits_BV.stride(0))
     _blocks[(rows, cdiv(n, _AT_ONCE))](
-        logits_BV, temperature_B, best, mass, whole, *sizes,
+        logits_BV, temperature_B, best, mass, *sizes,
         COLDEST=COLDEST, BLOCK=BLOCK, AT_ONCE=_AT_ONCE, **PDL,
     )  # fmt: skip
     _pick[(rows,)](
-        logits_BV, temperature_B, keys_B, best, mass, whole, tokens_B, logprobs_B, *sizes,
+        logits_BV, temperature_B, keys_B, best, mass, tokens_B, logprobs_B, *sizes,
         COLDEST=COLDEST, BLOCK=BLOCK, BLOCKS=power_of_2(n), num_warps=_PICKING, **PDL,
     )  # fmt: skip
     if invariant:
         # `next_tokens.scaled` without a number from the host, which no graph can capture
         divisor_B = temperature_B[:rows].clamp_min(COLDEST).masked_fill(temperature_B[:rows] == 0, 1.0)
         logits_B = logits_BV.gather(1, tokens_B[:rows, None])[:, 0].float()
-        logprobs_B[:rows].copy_(logits_B / divisor_B - normaliser(logits_BV, temperature_B))
+        logprobs_B[:rows].copy_(logits_B / divisor_B - normaliser(logits_BV, vocab, temperature_B))
 
 
 # -- logprobs ------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _logits(row, temperature, at, V, SCALED: tl.constexpr, COLDEST: tl.constexpr):
-    """Some of a row's logits, scaled as by `next_tokens.scaled`; -inf past its end."""
-    z = tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+def _logits(row, temperature, at, V, vocab, TAIL: tl.constexpr, SCALED: tl.constexpr, COLDEST: tl.constexpr):
+    """Some of a row's logits, scaled as by `next_tokens.scaled`; in the tail -inf from `vocab` on.
+
+    Loads are masked by V, not by vocab: a width that is a multiple of 16 leaves them vectorised.
+    """
+    if TAIL:
+        z = tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        z = tl.where(at < vocab, z, float("-inf"))
+    else:
+        z = tl.load(row + at).to(tl.float32)
     if SCALED:
         temperature = tl.load(temperature)
         z = tl.div_rn(z, tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST)))
     return z
 
 
+@triton.jit
+def _add_logits(
+    best, mass, row, temperature, start, V, vocab,
+    TAIL: tl.constexpr, SCALED: tl.constexpr, COLDEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A thread's four logits share one running maximum: five exponentials, not eight."""
+    at = start + tl.arange(0, BLOCK // 4)
+    a = _logits(row, temperature, at, V, vocab, TAIL, SCALED, COLDEST)
+    b = _logits(row, temperature, at + BLOCK // 4, V, vocab, TAIL, SCALED, COLDEST)
+    c = _logits(row, temperature, at + BLOCK // 2, V, vocab, TAIL, SCALED, COLDEST)
+    d = _logits(row, temperature, at + 3 * BLOCK // 4, V, vocab, TAIL, SCALED, COLDEST)
+    higher = tl.maximum(tl.maximum(best, tl.maximum(a, b)), tl.maximum(c, d))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    more = (tl.exp(a - level) + tl.exp(b - level)) + (tl.exp(c - level) + tl.exp(d - level))
+    return higher, mass * tl.exp(best - level) + more
+
+
 @launched
 @triton.jit
 def _normaliser(
-    logits, temperatures, out, V, stride,
+    logits, temperatures, out, V, vocab, stride,
     SCALED: tl.constexpr, COLDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A thread's four logits share one running maximum: five exponentials, not eight."""
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     best, mass = tl.full((BLOCK // 4,), float("-inf"), tl.float32), tl.zeros((BLOCK // 4,), tl.float32)
-    logits, temperatures = logits + row * stride, temperatures + row
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK // 4)
-        a = _logits(logits, temperatures, at, V, SCALED, COLDEST)
-        b = _logits(logits, temperatures, at + BLOCK // 4, V, SCALED, COLDEST)
-        c = _logits(logits, temperatures, at + BLOCK // 2, V, SCALED, COLDEST)
-        d = _logits(logits, temperatures, at + 3 * BLOCK // 4, V, SCALED, COLDEST)
-        higher = tl.maximum(tl.maximum(best, tl.maximum(a, b)), tl.maximum(c, d))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        more = (tl.exp(a - level) + tl.exp(b - level)) + (tl.exp(c - level) + tl.exp(d - level))
-        mass = mass * tl.exp(best - level) + more
-        best = higher
+    logits, temperature, tail = logits + row * stride, temperatures + row, vocab // BLOCK * BLOCK
+    for start in range(0, tail, BLOCK):
+        best, mass = _add_logits(
+            best, mass, logits, temperature, start, V, vocab, False, SCALED, COLDEST, BLOCK
+        )
+    best, mass = _add_logits(best, mass, logits, temperature, tail, V, vocab, True, SCALED, COLDEST, BLOCK)
     level = tl.max(best, 0)
     tl.store(out + row, level + tl.log(tl.sum(mass * tl.exp(best - level), 0)))
 
 
 @launched
 @triton.jit
-def _gradient(logits, normaliser, ids, grads, V, stride, BLOCK: tl.constexpr):
+def _gradient(logits, normaliser, ids, grads, V, vocab, stride, BLOCK: tl.constexpr):
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * stride + at
     grad, target = tl.load(grads + row), tl.load(ids + row)
-    p = tl.exp(tl.load(place, mask=at < V, other=float("-inf")).to(tl.float32) - tl.load(normaliser + row))
+    z = tl.load(place, mask=at < V, other=float("-inf")).to(tl.float32)
+    p = tl.exp(tl.where(at < vocab, z, float("-inf")) - tl.load(normaliser + row))
     tl.store(place, grad * (tl.where(at == target, 1.0, 0.0) - p), mask=at < V)
 
 
-def normaliser(logits_NV: Tensor, temperature_N: Tensor | None = None) -> Tensor:
-    """log Σ exp of each row of logits / temperature (0 counts as 1; none: 1); fp32 [N]."""
+def normaliser(logits_NV: Tensor, vocab: int, temperature_N: Tensor | None = None) -> Tensor:
+    """log Σ exp of each row of logits / temperature (0 counts as 1; none: 1) before `vocab`; fp32 [N]."""
     rows, v = logits_NV.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _normaliser[(rows,)](
-        logits_NV, out if temperature_N is None else temperature_N, out, v, logits_NV.stride(0),
+        logits_NV, out if temperature_N is None else temperature_N, out, v, vocab, logits_NV.stride(0),
         SCALED=temperature_N is not None, COLDEST=COLDEST, BLOCK=_COLUMNS, num_warps=4, **PDL,
     )  # fmt: skip
     return out
 
 
-def gradient_(logits_NV: Tensor, normaliser_N: Tensor, ids_N: Tensor, grads_N: Tensor) -> Tensor:
-    """In place: grads · (onehot(ids) − softmax(logits)). An id below 0 is no target: −grads · softmax."""
+def gradient_(logits_NV: Tensor, vocab: int, normaliser_N: Tensor, ids_N: Tensor, grads_N: Tensor) -> Tensor:
+    """In place: grads · (onehot(ids) − softmax(logits)), 0 from `vocab` on.
+
+    An id below 0 is no target: −grads · softmax.
+    """
     rows, v = logits_NV.shape
     _gradient[(rows, cdiv(v, _COLUMNS))](
-        logits_NV, normaliser_N, ids_N, grads_N, v, logits_NV.stride(0), BLOCK=_COLUMNS, num_warps=8, **PDL
+        logits_NV, normaliser_N, ids_N, grads_N, v, vocab, logits_NV.stride(0),
+        BLOCK=_COLUMNS, num_warps=8, **PDL,
     )  # fmt: skip
     return logits_NV

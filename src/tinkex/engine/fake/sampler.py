@@ -113,7 +113,7 @@ class FakeSampler:
     @contextlib.contextmanager
     def _admitted(self, work: SampleWork, table: Sequence[bytes]) -> Iterator[_FakeRequest]:
         self._trainer.check_open()
-        most = check_work(work, VOCAB, self._trainer.context)
+        most = check_work(work, VOCAB, VOCAB, self._trainer.context)
         published = self._base if work.adapter is None else self.published.get(work.adapter)
         if published is None:
             raise user_error(f"there is no published adapter {work.adapter!r}")

@@ -372,16 +372,7 @@ INLINE int speeds(const float *x, int block, int vocab, float high, float scale,
     return count;
 }
 
-/* log of the mass of all ids, given that of those before `vocab`: padding may be the likeliest by far. */
-static float with_padding(float log_mass, const float *x, int vocab, int padded, float high, float scale) {
-    for (int i = vocab; i < padded; i++) {
-        float other = (x[i] - high) / scale, gap = fabsf(other - log_mass);
-        log_mass = (other > log_mass ? other : log_mass) + log1pf(expf(-gap));
-    }
-    return log_mass;
-}
-
-/* A token of one row and its logprob. Ids from `vocab` to `padded` count for the logprob and are never drawn. */
+/* A token of one row and its logprob. Ids from `vocab` to `padded` are padding: their logits are not read. */
 static void draw_row(const float *x, int vocab, int padded, float t, uint64_t key, int64_t *token, float *logprob) {
     float scale = t == 0.0f ? 1.0f : t < 1e-5f ? 1e-5f : t, high = x[0], mass = 0.0f;
     int blocks = (vocab + BLOCK - 1) / BLOCK, chosen = 0;
@@ -399,7 +390,7 @@ static void draw_row(const float *x, int vocab, int padded, float t, uint64_t ke
         chosen = block * BLOCK + race(p, count, key, (uint64_t)((padded + BLOCK - 1) / BLOCK) + 1);
     }
     *token = chosen;
-    *logprob = (x[chosen] - high) / scale - with_padding(logf(mass), x, vocab, padded, high, scale);
+    *logprob = (x[chosen] - high) / scale - logf(mass);
 }
 
 void draw(const float *logits, int64_t rows, int64_t vocab, int64_t padded, const float *temperature,

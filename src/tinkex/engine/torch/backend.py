@@ -98,13 +98,13 @@ class Backend:
 
     def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
         """One token and its logprob for each row, without top-k and top-p."""
-        logprobs_NV = self.logprobs(logits_NV, choice.temperature)
-        tokens_N = draw(logprobs_NV, choice, vocab)
+        logprobs_NV = self.logprobs(logits_NV, choice.temperature, vocab)
+        tokens_N = draw(logprobs_NV, choice)
         return tokens_N.tolist(), logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
 
-    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-        """log_softmax(logits / temperature) in fp32; a temperature of 0 counts as 1."""
-        return scaled_logprobs(logits_NV, temperature_N)
+    def logprobs(self, logits_NV: Tensor, temperature_N: Tensor, vocab: int) -> Tensor:
+        """log_softmax(logits / temperature) in fp32, -inf from id `vocab` on; 0 counts as 1."""
+        return scaled_logprobs(logits_NV, temperature_N, vocab)
 
     def captured_steps(
         self, decoder: Decoder, cache: KVCache, limits: StepLimits

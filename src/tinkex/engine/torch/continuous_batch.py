@@ -89,7 +89,8 @@ class ContinuousBatch:
 
     def check_work(self, work: SampleWork) -> int:
         """How many tokens each sample may have; raises EngineError if the request can never be served."""
-        max_tokens = check_work(work, self.decoder.config.vocab_size, self.limits.context)
+        shape = self.decoder.config
+        max_tokens = check_work(work, shape.vocab_size, shape.padded_vocab, self.limits.context)
         held = self.cache.pages.count * PAGE
         if work.params.max_tokens is None:
             max_tokens = max(1, min(max_tokens, held + 1 - len(work.prompt)))

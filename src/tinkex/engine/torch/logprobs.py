@@ -2,13 +2,15 @@
 
 There is never a [T, V] tensor: each chunk's logits are computed, read for the targets' logprobs, and
 overwritten by their own gradient. If a cell's gradient depends on its logprob alone, logits are computed
-once; otherwise the caller calls twice. Ids of the padded vocabulary take part in the normaliser.
+once; otherwise the caller calls twice. Ids from `vocab` on are padding: their logits are -inf, their
+gradients exactly zero.
 
 Shapes: T tokens, D width, V padded vocabulary, M target cells, N rows of a chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +48,7 @@ def target_logprobs(
     weight_VD: Tensor,
     targets: Targets,
     lora: LoraBatch,
+    vocab: int,
     grad_of: GradOf | None = None,
     *,
     chunk: int | None = None,
@@ -69,13 +72,14 @@ def target_logprobs(
             cells = targets.rows_M[first:last] - start, targets.ids_M[first:last]
             out_ND = None if grad_TD is None else grad_TD[start:stop]
             grads = None if grad_of is None else partial(grad_of, first=first, last=last)
-            lp_M[first:last] = compute(h_TD[start:stop], weight_VD, lora, start, cells, grads, out_ND)
+            lp_M[first:last] = compute(h_TD[start:stop], weight_VD, vocab, lora, start, cells, grads, out_ND)
     return lp_M, grad_TD
 
 
 def logprob_chunk(
     h_ND: Tensor,
     weight_VD: Tensor,
+    vocab: int,
     lora: LoraBatch,
     start: int,
     cells: tuple[Tensor, Tensor],
@@ -88,6 +92,7 @@ def logprob_chunk(
     """
     logits_NV = linear(h_ND, weight_VD)
     add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
+    logits_NV[:, vocab:] = -math.inf
     if logits_NV.dtype == torch.float32:  # in place: a row is read before it is written
         logp_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
     else:

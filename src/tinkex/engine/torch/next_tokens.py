@@ -1,14 +1,15 @@
 """From logits to next tokens and to the logprobs that a request asked for.
 
 A row's draw depends on its own logits and its own random stream alone. Reported logprobs are log_softmax(
-logits / T) over all logits, before any top-k or top-p cut, at T = 1 when greedy. Ids at or beyond `vocab`
-(padding) take part in the normaliser and are never drawn or listed.
+logits / T) before any top-k or top-p cut, at T = 1 when greedy. Ids from `vocab` on are padding: their
+logits are -inf, so that they are in no normaliser, and are never drawn or listed.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, B blocks, S block size, K candidates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,9 +54,11 @@ class Choice:
         )
 
 
-def scaled_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """log_softmax(logits / T) in float32, with T = 1 for greedy rows."""
-    return F.log_softmax(scaled(logits_NV, temperature_N), dim=-1)
+def scaled_logprobs(logits_NV: Tensor, temperature_N: Tensor, vocab: int) -> Tensor:
+    """log_softmax(logits / T) in float32, with T = 1 for greedy rows; -inf for padding."""
+    scaled_NV = scaled(logits_NV, temperature_N)
+    scaled_NV[:, vocab:] = -math.inf
+    return F.log_softmax(scaled_NV, dim=-1)
 
 
 def scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
@@ -63,21 +66,19 @@ def scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return logits_NV.float() / torch.where(temperature_N == 0, 1.0, temperature_N.clamp_min(COLDEST))[:, None]
 
 
-def draw(logprobs_NV: Tensor, choice: Choice, vocab: int) -> Tensor:
+def draw(logprobs_NV: Tensor, choice: Choice) -> Tensor:
     """One token id per row, int64 [N], from the `scaled_logprobs` of the rows."""
     greedy_N = choice.temperature == 0
     if bool(greedy_N.all()):
-        return logprobs_NV[:, :vocab].argmax(-1)
-    # Relative to the likeliest id that may be drawn: beside padding, all others may underflow float32.
-    p_NV = (logprobs_NV - logprobs_NV[:, :vocab].amax(-1, keepdim=True)).exp()
-    p_NV[:, vocab:] = 0.0
+        return logprobs_NV.argmax(-1)
+    p_NV = logprobs_NV.exp()
     cut = (choice.top_k > 0) | (choice.top_p < 1.0)
     if bool(cut.any()):
         rows = cut.nonzero()[:, 0]
         p_NV[rows] = keep_likeliest(p_NV[rows], choice.top_k[rows], choice.top_p[rows])
     tokens_N = race(p_NV, choice.keys)
     if bool(greedy_N.any()):
-        tokens_N[greedy_N] = logprobs_NV[greedy_N, :vocab].argmax(-1)
+        tokens_N[greedy_N] = logprobs_NV[greedy_N].argmax(-1)
     return tokens_N
 
 
@@ -141,7 +142,7 @@ def draw_next(
         yield from zip(some, tokens, logprobs, [None] * len(some), strict=True)
     if others:
         some, logits = _rows(sequences, logits_NV, others)
-        logprobs_NV = backend.logprobs(logits, Choice.of(some, logits.device).temperature)
+        logprobs_NV = backend.logprobs(logits, Choice.of(some, logits.device).temperature, vocab)
         at_once = 1 if backend.invariant else len(some)
         for i in range(0, len(some), at_once):
             yield from _draw_listed(some[i : i + at_once], logprobs_NV[i : i + at_once], vocab)
@@ -156,7 +157,7 @@ def _rows(
 def _draw_listed(
     sequences: Sequence[RunningSequence], logprobs_NV: Tensor, vocab: int
 ) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
-    tokens_N = draw(logprobs_NV, Choice.of(sequences, logprobs_NV.device), vocab)
+    tokens_N = draw(logprobs_NV, Choice.of(sequences, logprobs_NV.device))
     chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
     most = max(s.request.work.topk_sample_logprobs for s in sequences)
     ids, logprobs = likeliest(logprobs_NV, most, vocab) if most else (None, None)
@@ -167,15 +168,16 @@ def _draw_listed(
 
 
 class TorchRows:
-    """`tinkex.engine.request.Rows` over logits."""
+    """`tinkex.engine.request.Rows` over logits, whose padding it overwrites."""
 
     def __init__(self, logits_NV: Tensor, vocab: int, backend: Backend) -> None:
         self._vocab = vocab
         if backend.invariant:
             ones_N = torch.ones(len(logits_NV), device=logits_NV.device)
-            self._logprobs_NV = backend.logprobs(logits_NV, ones_N)
+            self._logprobs_NV = backend.logprobs(logits_NV, ones_N, vocab)
             self._parts = self._logprobs_NV.split(1)
         else:
+            logits_NV[:, vocab:] = -math.inf
             self._logprobs_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
             self._parts = (self._logprobs_NV,)
 
@@ -189,5 +191,5 @@ class TorchRows:
 
     def draw(self, keys: np.ndarray) -> np.ndarray:
         split = zip(self._parts, np.split(keys, len(self._parts)), strict=True)
-        drawn = [race(part.exp()[:, : self._vocab], some) for part, some in split]
+        drawn = [race(part.exp(), some) for part, some in split]
         return torch.cat(drawn).cpu().numpy()

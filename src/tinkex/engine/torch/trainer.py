@@ -255,7 +255,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
 
     def _backward(self, batch: MicroBatch, h_TD: Tensor, lora: LoraBatch) -> None:
         parts = self._pass_cells(batch)
-        of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora)
+        vocab = self.decoder.config.vocab_size
+        of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora, vocab)
         compute = self.decoder.backend.logprob_chunk
         if batch.backward and all(part.loss is not None and part.loss.local for part, *_ in parts):
             lp_M, grad_TD = target_logprobs(*of, _local_gradient(parts), compute=compute)

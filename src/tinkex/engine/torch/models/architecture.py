@@ -30,7 +30,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder. Ids from `vocab_size`, what may be used, to `padded_vocab` are padding."""
+    """The shape of one decoder. Ids from `vocab_size` to `padded_vocab` are padding: logits of -inf."""
 
     arch: str
     layers: int
