@@ -13,7 +13,11 @@ from typing import Any, cast
 
 REDACTED = "[redacted]"
 _SECRET = re.compile("auth|cookie|key|secret|token", re.I)  # in the name of a header
-_PLAIN = "x-idempotency-key"
+_PLAIN = frozenset(
+    {"accept", "content-type", "user-agent", "x-idempotency-key", "x-sdk-method", "x-sdk-version",
+     "x-tinker-request-type", "x-tinker-sampling-backpressure"}
+)  # fmt: skip
+_BYTES = (bytes, bytearray)
 
 
 def secrets_of(headers: Mapping[str, str]) -> list[str]:
@@ -22,12 +26,12 @@ def secrets_of(headers: Mapping[str, str]) -> list[str]:
     >>> secrets_of({"accept": "application/json", "x-api-key": "tml-1"})
     ['tml-1']
     """
-    return [value for name, value in headers.items() if value and _is_secret(name)]
+    return [value for name, value in headers.items() if name not in _PLAIN and _is_secret(name) and value]
 
 
 @cache
 def _is_secret(name: str) -> bool:
-    return name != _PLAIN and bool(_SECRET.search(name))
+    return bool(_SECRET.search(name))
 
 
 def redacted(value: Any, secrets: list[str]) -> Any:
@@ -36,13 +40,13 @@ def redacted(value: Any, secrets: list[str]) -> Any:
     >>> redacted({"x-api-key": ["tml-1"]}, ["tml-1"])
     {'x-api-key': ['[redacted]']}
     """
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, REDACTED)
-    elif isinstance(value, bytes | bytearray):
+    if isinstance(value, _BYTES):  # first: every reply comes here
         for secret in secrets:
             if (raw := secret.encode("latin-1", "replace")) in value:
                 value = value.replace(raw, REDACTED.encode())
+    elif isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, REDACTED)
     elif isinstance(value, Mapping):
         fields = cast(Mapping[Any, Any], value)
         return {redacted(name, secrets): redacted(item, secrets) for name, item in fields.items()}
