@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tinkex.engine.protocol import (
     PassProgress,
     build_engine,
 )
+from tinkex.engine.torch import loss_graph
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.loss_graph import LossClock, read_loss_graph
@@ -142,6 +144,21 @@ def test_closing_an_engine_ends_the_losses_under_way(model: Path) -> None:
     assert time.monotonic() - started < 5
     assert engine._trainer._stopping()
     assert isinstance(slices[-1].exception(1), EngineLost)
+
+
+def test_a_pass_that_was_finished_before_has_the_same_gradients_without_limits(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = make_trainer(model), make_trainer(model, loss_seconds=0.0)
+    (one,) = do(first, ForwardBackward((heavy(3),)))
+    monkeypatch.setattr(loss_graph, "DATUM_COST", 1)
+    monkeypatch.setattr(loss_graph, "PASS_COST", 1)
+    monkeypatch.setattr(loss_graph, "MAX_TOTAL", 1)
+    (refused,) = do(again, ForwardBackward((heavy(3),)))
+    assert isinstance(refused, Failure)
+    (two,) = do(again, ForwardBackward((replace(heavy(3), finished=True),)))
+    assert one.metrics == two.metrics
+    assert torch.equal(first.adapter("heavy").grad, again.adapter("heavy").grad)
 
 
 def test_others_are_served_between_the_checks_of_a_pass(model: Path) -> None:

@@ -75,6 +75,7 @@ class Pass:
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = True
     custom_loss: CustomLoss | None = None  # with loss_fn "custom"
+    finished: bool = False  # it was computed once: its uploaded loss has no limits, to have the same result
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,19 @@ class LossGraph:
     metrics: dict[str, Any]
 
     def check(
-        self, shape: tuple[int, ...], inputs: Mapping[str, np.ndarray], between: Between = lambda: None
+        self,
+        shape: tuple[int, ...],
+        inputs: Mapping[str, np.ndarray],
+        between: Between = lambda: None,
+        *,
+        bounded: bool = True,
     ) -> int:
         """What a datum of these shapes costs; refuses those that the graph cannot compute."""
         given = [torch.empty(shape, device="meta")]
         for key in self.inputs[1:]:
             dtype = torch.float32 if inputs[key].dtype.kind == "f" else torch.int64
             given.append(torch.empty(inputs[key].shape, dtype=dtype, device="meta"))
-        bounds = _DatumBounds()
+        bounds = _DatumBounds(bounded)
         self._run(given, between, bounds.add)
         return bounds.cost
 
@@ -171,20 +176,21 @@ class LossGraph:
 class _DatumBounds:
     """Adds up one datum's results, which take memory, and its cost; refuses too much of either."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounded: bool) -> None:
+        self._bounded = bounded
         self.elements = self.cost = 0
 
     def add(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> None:
         size = sum(t.numel() for t in costs.tensors(value))
         self.elements += size
-        if size > MAX_ELEMENTS or self.elements > MAX_TOTAL:
+        if self._bounded and (size > MAX_ELEMENTS or self.elements > MAX_TOTAL):
             raise user_error(
                 f"too large: {size} elements, {self.elements} in all so far; allowed: {MAX_ELEMENTS} in one "
                 f"result, {MAX_TOTAL} in all"
             )
         cost = costs.cost(function, args, kwargs, value)
         self.cost += cost
-        if self.cost > DATUM_COST:
+        if self._bounded and self.cost > DATUM_COST:
             raise user_error(
                 f"too costly: {cost} units, {self.cost} for this datum so far; allowed: {DATUM_COST}. A unit "
                 "is about a nanosecond of one core, forward and backward together"
@@ -194,11 +200,14 @@ class _DatumBounds:
 class LossInputs:
     """Reads what a graph needs of each datum of one pass, and adds up what they cost: `costs`, by datum.
 
-    Between two checks it calls `rest`, so that others are served meanwhile.
+    Between two checks it calls `rest`, so that others are served meanwhile. A pass that was computed before
+    (`finished`) may cost anything: its costs only say how it is cut.
     """
 
-    def __init__(self, graph: LossGraph, clock: LossClock, rest: Between = lambda: None) -> None:
-        self._graph, self._clock, self._rest = graph, clock, rest
+    def __init__(
+        self, graph: LossGraph, clock: LossClock, rest: Between = lambda: None, finished: bool = False
+    ) -> None:
+        self._graph, self._clock, self._rest, self._bounded = graph, clock, rest, not finished
         self._known: dict[Any, int] = {}  # the cost of datums of these shapes
         self.costs: list[int] = []
         self._total = 0
@@ -215,10 +224,12 @@ class LossInputs:
         if shapes not in self._known:
             self._rest()
             with self._clock:
-                self._known[shapes] = self._graph.check(shape, inputs, self._clock.check)
+                self._known[shapes] = self._graph.check(
+                    shape, inputs, self._clock.check, bounded=self._bounded
+                )
         self.costs.append(self._known[shapes])
         self._total += self.costs[-1]
-        if self._total > PASS_COST:
+        if self._bounded and self._total > PASS_COST:
             raise user_error(
                 f"the custom loss is too costly for so many datums: {self.costs[-1]} units for this one, "
                 f"{self._total} with those before it; allowed: {PASS_COST} in one pass. A unit is about a "

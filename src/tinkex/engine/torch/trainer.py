@@ -7,6 +7,7 @@ Shapes: T tokens and M target cells of a micro-batch, D width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +87,7 @@ def read_training_pass(
         raise user_error("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
         raise user_error(f"loss_fn_config has {extra[0]!r}; 'custom' takes: loss_id")
-    inputs = LossInputs(graph := read_loss_graph(work.custom_loss), clock := new_clock(), rest)
+    inputs = LossInputs(graph := read_loss_graph(work.custom_loss), clock := new_clock(), rest, work.finished)
     checked = read_pass(work, SUPPORTED_LOSSES, vocab, context, inputs.read)
     return TrainingPass(work, *checked, graph, inputs.costs, clock)
 
@@ -206,7 +207,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         read_loss_graph(loss)
 
     def _read(self, work: p.Pass) -> TrainingPass:
-        vocab, clock = self.decoder.config.vocab_size, partial(LossClock, self._loss_seconds, self._stopping)
+        vocab, seconds = self.decoder.config.vocab_size, math.inf if work.finished else self._loss_seconds
+        clock = partial(LossClock, seconds, self._stopping)
         return read_training_pass(work, vocab, self._context, clock, self._rest)
 
     def _pass_tokens(self) -> int:

@@ -4,7 +4,8 @@ Replaying an answered request repeats its effect and nothing else. A pass that f
 and still fails its step; a save is not written again. A barrier (create, step, save, load) sees exactly the
 requests before it. A checkpoint's files are complete before its row exists, and its row before its future
 resolves. Executed again after a crash before its outcome was recorded, a barrier gives what the first time
-would have given. Knows nothing of order.
+would have given. A pass with an uploaded loss during which two processes died fails instead of being begun
+a third time. Knows nothing of order.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ SAVES: dict[str, tuple[CheckpointKind, Callable[..., Any]]] = {
     "save_weights_external": ("external_weights", saves.SaveWeightsExternalResponseInternal),
 }
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
+MOST_TRIES = 2  # of a pass with an uploaded loss, in processes that died meanwhile
 EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 
 
@@ -80,9 +82,23 @@ class Execution(QueuedRequest):
         """It succeeded before: a failure now means that the run cannot be restored."""
         return self.replayed and self.refusal is None
 
+    def begin(self) -> None:
+        """Just before its execution: journal that a pass with an uploaded loss begins."""
+        if self.one_pass is not None and self.one_pass.custom_loss is not None and not self.one_pass.finished:
+            self.run.journal.begin(self.request_id)
 
-def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, *, again: bool) -> Execution:
-    """What a journaled request does; `again`: a killed process may have executed and not answered it."""
+
+@dataclass(frozen=True)
+class Past:
+    """What earlier processes did with a journaled request."""
+
+    again: bool = False  # one may have executed it, and not answered
+    finished: bool = False  # one executed it to its end, and answered
+    tries: int = 0  # how many began it, and died before its end
+
+
+def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, past: Past) -> Execution:
+    """What a journaled request does."""
     request, op, replayed = entry.request, entry.op, future.done
     refusal = future.outcome.error if replayed and future.failed else None
     backward, one_pass = False, None
@@ -93,22 +109,28 @@ def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, *, again
         backward = not request.forward_only
         skip = replayed and refusal is None and not backward
         if refusal is None and not skip:
-            one_pass = _pass(run, request, ledger)
+            one_pass = _pass(run, request, ledger, finished=replayed or past.finished)
+            if one_pass.custom_loss is not None and past.tries >= MOST_TRIES and not one_pass.finished:
+                one_pass = None
+                refusal = (
+                    f"the server ended {past.tries} times while it computed this pass, whose loss is an "
+                    "uploaded one: it is not computed again. Send fewer datums in a pass, or another loss"
+                )
     return Execution(
         run.id, entry.seq_id, entry.request_id, one_pass is not None, tokens_of(request), entry.digest,
         op == "optim_step", run=run, op=op, request=request, future=future, replayed=replayed,
         one_pass=one_pass, backward=backward, refusal=refusal, skip=skip,
-        may_be_done_since=entry.accepted_at if again else math.inf,
+        may_be_done_since=entry.accepted_at if past.again else math.inf,
         hop=None if replayed else tracing.begin(f"scheduler {op}"),
     )  # fmt: skip
 
 
-def _pass(run: Run, request: training.ForwardBackwardRequest, ledger: Ledger) -> Pass:
+def _pass(run: Run, request: training.ForwardBackwardRequest, ledger: Ledger, *, finished: bool) -> Pass:
     work, custom = request.forward_backward_input, None
     config = dict(work.loss_fn_config or {})
     if work.loss_fn == "custom":
         custom = find_loss(ledger, str(config.pop("loss_id", "")), run.row.owner)
-    return Pass(run.id, work.data, work.loss_fn, config, not request.forward_only, custom)
+    return Pass(run.id, work.data, work.loss_fn, config, not request.forward_only, custom, finished)
 
 
 def tokens_of(request: Any) -> int:

@@ -53,6 +53,7 @@ class Restored:
     entries: list[JournalEntry] = field(default_factory=list[JournalEntry])
     outcomes: dict[str, Any] = field(default_factory=dict[str, Any])
     done: frozenset[str] = frozenset()
+    tries: dict[str, int] = field(default_factory=dict[str, int])  # how often it was begun and not finished
     undelivered: list[JournalEntry] = field(default_factory=list[JournalEntry])
 
 
@@ -69,6 +70,7 @@ class _Contents:
         self._accepted: dict[str, Record] = {}
         self._resolved: dict[str, Record] = {}
         self._forgotten: dict[str, Record] = {}
+        self._tries: dict[str, list[Record]] = {}
         for record in (*self._requests.read(), *self._results.read()):
             self._note(record)
         snapshots = {int(path.name.split("-")[1]): path for path in directory.glob("snapshot-*")}
@@ -80,6 +82,10 @@ class _Contents:
         if kind == "forget":
             self._forgotten.update(dict.fromkeys(rest, record))
             return
+        if kind in ("begin", "interrupt"):
+            for request_id in rest:
+                self._tries.setdefault(request_id, []).append(record)
+            return
         seq_id, request_id, op, accepted_at, digest = rest
         entry = JournalEntry(seq_id, request_id, op, None, accepted_at, bytes.fromhex(digest))
         self._known[request_id] = entry
@@ -87,6 +93,10 @@ class _Contents:
 
     def _done(self, request_id: str) -> bool:
         return request_id in self._resolved or request_id in self._forgotten
+
+    def _unfinished(self, request_id: str) -> int:
+        kinds = [record.head[0] for record in self._tries.get(request_id, ())]
+        return 0 if self._done(request_id) else kinds.count("begin") - kinds.count("interrupt")
 
     def restored(self) -> Restored:
         """What was there when the journal was opened, as a run needs it to go on."""
@@ -102,6 +112,7 @@ class _Contents:
             sorted(entries, key=lambda entry: entry.seq_id),
             outcomes={i: self._resolved[i].unpickle() for i in kept},
             done=frozenset(entry.request_id for entry in entries if self._done(entry.request_id)),
+            tries={i: self._unfinished(i) for i in self._tries},
             undelivered=[self._known[i] for i in kept if self._known[i].seq_id < self.next_seq],
         )
 
@@ -133,6 +144,7 @@ class Journal(_Contents):
         self._wrote = wrote
         self._lock = threading.RLock()
         self._begun: tuple[Path, int] | None = None
+        self._under_way: set[str] = set()
         self._requests.repair()
         self._results.repair()
         self._trim()
@@ -151,6 +163,19 @@ class Journal(_Contents):
                 raise ValueError(f"seq id {entry.seq_id} is below the snapshot's {self.next_seq}")
             assert entry.request_id not in self._known, f"{entry.request_id} is accepted already"
             self._note(self._requests.append(["accept", *_described(entry)], request))
+
+    def begin(self, request_id: str) -> None:
+        """Note that a request is about to be executed, so that a restart knows of it if that kills us."""
+        with self._lock:
+            self._note(self._requests.append(["begin", request_id]))
+            self._under_way.add(request_id)
+
+    def interrupt(self) -> None:
+        """Note that this process ends in good order: what it has begun and not finished is not to blame."""
+        with self._lock:
+            if ids := [i for i in self._under_way if not self._done(i)]:
+                self._note(self._requests.append(["interrupt", *ids]))
+            self._under_way.clear()
 
     def resolve(self, request_id: str, outcome: Any) -> None:
         """Keep a request's outcome. The first one holds; that of a trimmed request is not kept."""
@@ -219,7 +244,9 @@ class Journal(_Contents):
         """Delete the files that no restart will need, and forget what was in them alone."""
         self._sweep()
         self._accepted = {i: r for i, r in self._accepted.items() if self._known[i].seq_id >= self.next_seq}
+        self._tries = {i: r for i, r in self._tries.items() if i in self._accepted and not self._done(i)}
         needed = {record.segment for record in self._accepted.values()}
+        needed |= {record.segment for records in self._tries.values() for record in records}
         for segment in self._requests.closed_segments():
             if segment not in needed:
                 self._requests.delete(segment)

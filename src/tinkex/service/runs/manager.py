@@ -23,7 +23,7 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import RunRow
-from tinkex.service.runs.execution import Barriers, Unreadable, plan
+from tinkex.service.runs.execution import Barriers, Past, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
@@ -142,7 +142,9 @@ class RunManager:
         # lost its outcome: it is computed again.
         may_be_done = done | {min((e.seq_id for e in restored.entries if e.seq_id not in done), default=-1)}
         for entry in restored.entries:
-            self.schedule(run, entry, self._future(run, entry, restored), again=entry.seq_id in may_be_done)
+            i = entry.request_id
+            past = Past(entry.seq_id in may_be_done, i in restored.done, restored.tries.get(i, 0))
+            self.schedule(run, entry, self._future(run, entry, restored), past)
         queue.give_up(max(done, default=0), time.monotonic())  # gaps below were given up before
         return run
 
@@ -166,9 +168,9 @@ class RunManager:
             self._tasks.append(drive)
         return self._loops[model.name]
 
-    def schedule(self, run: Run, entry: JournalEntry, future: Future, *, again: bool = False) -> None:
-        """Queue a journaled request; `again`: it may have been executed, and not answered."""
-        work = plan(run, entry, future, self.ledger, again=again)
+    def schedule(self, run: Run, entry: JournalEntry, future: Future, past: Past = Past()) -> None:
+        """Queue a journaled request."""
+        work = plan(run, entry, future, self.ledger, past)
         if entry.seq_id == 0 and work.replayed and future.failed and not isinstance(work.request, Unreadable):
             run.was_not_made(future.outcome.error)
         lost = entry.seq_id and run.queue.next_seq == 0 and run.idle
@@ -297,4 +299,5 @@ class RunManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for run in list(self._runs.values()):
             await run.snapshot_if_changed()
+            run.journal.interrupt()
             run.journal.close()

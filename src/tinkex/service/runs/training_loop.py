@@ -133,6 +133,7 @@ class TrainingLoop:
         for work in batch:  # one after the other: each may need room on the device
             with self._failing([work], started):
                 await work.run.make_resident(engine, work.seq_id)
+                work.begin()
                 ready.append(work)
         if ready and ready[0].is_pass:
             for work in ready:
