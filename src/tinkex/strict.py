@@ -90,6 +90,12 @@ def at(where: str, build: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         raise InvalidInputError(f"{where}: {error}") from None
 
 
+def check_count(where: str, given: int, most: int) -> None:
+    """Refuse a list that is longer than `most`."""
+    if given > most:
+        raise InvalidInputError(f"{where} has {given} entries; at most {most} are accepted")
+
+
 def assemble(cls: type[T], fields: Mapping[str, Any]) -> T:
     """`cls(**fields)` for a strict class and names that are its own, in half the time."""
     defaults, count = _defaults(cls)

@@ -18,8 +18,12 @@ from typing import Any, TypeVar
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope
 
+from tinkex.errors import InvalidInputError
 from tinkex.service.refusal import Refusal
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
+from tinkex.types.reports import TelemetrySendRequest
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.training import CreateCustomLossRequest, ForwardBackwardRequest
 from tinkex.wire import codec
 from tinkex.wire.ops import Op
 
@@ -28,10 +32,15 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-BIG = 64 * 1024  # bytes from which work moves to a thread, and a response is worth compressing
+BIG = 64 * 1024  # bytes from which a response is encoded on a thread, and is worth compressing
+PARSED_HERE = 16 * 1024  # bytes up to which a body is parsed on the event loop, in 10 ms at worst
 MAX_BODY = 256 * 1024 * 1024
+MAX_SMALL_BODY = 512 * 1024  # of a request that is no pass, sample or uploaded loss
+MAX_TELEMETRY = 4 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
 _THREADS = 2  # most of this work holds the GIL: more threads would only delay the event loop
+
+_LARGE_REQUESTS = (ForwardBackwardRequest, SampleRequest, CreateCustomLossRequest)
 
 T = TypeVar("T")
 Encoded = tuple[str, bytes]  # content type, body
@@ -80,6 +89,15 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+def _free_of_frames(work: Callable[[], T]) -> T:
+    """Run `work` such that its error does not keep its values: the event loop would have to free them."""
+    try:
+        return work()
+    except InvalidInputError as error:
+        message = str(error)
+    raise InvalidInputError(message)
+
+
 def result_size(value: Any) -> int:
     """About how many bytes a result takes when encoded."""
     if isinstance(value, ForwardBackwardOutput):
@@ -115,9 +133,15 @@ class BodyCodec:
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def read(self, http: IncomingRequest) -> bytes:
+    def limit_of(self, op: Op[Any, Any]) -> int:
+        """The most bytes that a request to `op` may have, packed and unpacked."""
+        if op.request in _LARGE_REQUESTS:
+            return self.limit
+        return min(self.limit, MAX_TELEMETRY if op.request is TelemetrySendRequest else MAX_SMALL_BODY)
+
+    async def read(self, http: IncomingRequest, limit: int) -> bytes:
         """The whole body; 413 if its content-length, or what has arrived of it, is over the limit."""
-        length, receive, limit = http.headers.get("content-length", "0"), http.receive, self.limit
+        length, receive = http.headers.get("content-length", "0"), http.receive
         if not (length.isascii() and length.isdigit()):
             raise Refusal(400, f"content-length must be a number, got {length!r}")
         if int(length) > limit:
@@ -138,11 +162,16 @@ class BodyCodec:
                 return body  # type: ignore[return-value]  # decoders take any buffer
             message = await receive()
 
+    async def parse(self, http: IncomingRequest, body: bytes, work: Callable[[], T]) -> T:
+        """What `work` makes of a body: on a thread, unless it is small."""
+        # A small compressed body may be large.
+        if len(body) < PARSED_HERE and "content-encoding" not in http.headers:
+            return work()
+        return await self._off_loop(lambda: _free_of_frames(work))
+
     async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes) -> Any:
         parts = op, http.path_params, http.query, http.headers, body
-        if len(body) < BIG and "content-encoding" not in http.headers:  # a small compressed body may be large
-            return codec.decode_request(*parts)
-        return await self._off_loop(lambda: codec.decode_request(*parts, self.limit))
+        return await self.parse(http, body, lambda: codec.decode_request(*parts, self.limit_of(op)))
 
     async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:
         if result_size(value) < BIG:

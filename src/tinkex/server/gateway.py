@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import format_datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import orjson
@@ -241,17 +241,18 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
         return _key_handler(gateway, _KEY_OPERATIONS[op.name])
     call = gateway.long_poll if op in LONG_POLLS else gateway.service.call
     bodies, has_body = gateway.bodies, op.method not in ("GET", "DELETE")
+    max_body = bodies.limit_of(op)
 
     async def handle(http: IncomingRequest) -> Response:
         caller, headers = gateway.admit(http), http.headers
-        body = await bodies.read(http) if has_body else b""
+        body = await bodies.read(http, max_body) if has_body else b""
         try:
             request = await bodies.decode(op, http, body)
         except InvalidInputError as error:
             # A 4xx on one chunk of a pass makes official clients wait for ever: a run's request is accepted,
             # and its future fails.
-            max_body = bodies.limit
-            turn = op.has_future and codec.peek_turn(op, headers=headers, body=body, max_body=max_body)
+            peek = partial(codec.peek_turn, op, headers=headers, body=body, max_body=max_body)
+            turn = op.has_future and await bodies.parse(http, body, peek)
             if not turn:
                 raise  # raised here, not in a helper: a traceback keeps the body of every frame alive
             promise = await gateway.service.training.fail(op.name, *turn, str(error), caller)

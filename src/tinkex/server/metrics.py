@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
@@ -45,6 +45,8 @@ class Metrics:
         self.work: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
         self.waits: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
         self.samples = DurationHistogram()
+        self.stalls = DurationHistogram()
+        self._recent_stalls: deque[float] = deque([0.0], maxlen=600)
 
     def worked(self, work: Execution, seconds: float) -> None:
         """The service executed a training request."""
@@ -65,6 +67,11 @@ class Metrics:
         for sequence in outcome.sequences:
             self.tokens["sampled"] += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         self.tokens["prompt_cached"] += outcome.prompt_cache_hit_tokens
+
+    def stalled(self, seconds: float) -> None:
+        """The event loop came to a timer that much too late; called ten times a second."""
+        self.stalls.add(seconds)
+        self._recent_stalls.append(seconds)
 
     def page(self, service: Service) -> tuple[str, bytes]:
         """The content type and the text of the page, with gauges read from the service at this moment."""
@@ -93,6 +100,10 @@ class Metrics:
         yield family(histogram, "wait_seconds", about, ["op"], _durations(self.waits))
         about = "Sample requests, from acceptance to the end."
         yield family(histogram, "sample_seconds", about, [], _durations({(): self.samples}))
+        about = "How late the event loop was, looked at every 0.1 s."
+        yield family(histogram, "loop_stall_seconds", about, [], _durations({(): self.stalls}))
+        about = "The longest stall of the event loop within a minute."
+        yield gauge("tinkex_loop_longest_stall_seconds", about, max(self._recent_stalls))
         if not service.ready:
             return
         about = "Training work accepted, not begun."

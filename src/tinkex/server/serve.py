@@ -230,15 +230,18 @@ class _UvicornServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._gateway, self._drain_seconds = gateway, drain_seconds
-        self._most_connections, self._swept = most_connections, 0.0
+        self._most_connections, self._swept, self._ticked = most_connections, 0.0, 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
     async def on_tick(self, counter: int) -> bool:
+        now = asyncio.get_running_loop().time()
+        self._gateway.metrics.stalled(max(0.0, now - self._ticked - 0.1) if self._ticked else 0.0)
+        self._ticked = now
         if counter % TICKS == 0:
-            self._close_late_connections(asyncio.get_running_loop().time())
+            self._close_late_connections(now)
         return await super().on_tick(counter)
 
     def _close_late_connections(self, now: float) -> None:

@@ -71,7 +71,8 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
 
     async def handle(http: IncomingRequest) -> Response:
         caller = gateway.admit(http)
-        request = await gateway.bodies.decode(ops.SAMPLE, http, await gateway.bodies.read(http))
+        bodies = gateway.bodies
+        request = await bodies.decode(ops.SAMPLE, http, await bodies.read(http, bodies.limit))
         events = gateway.service.stream(request, caller)
         return EventStream(_encoded(events), aclosing(events))
 

@@ -31,6 +31,9 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]  # sequence numbers, sizes, offset
 AnyJson = dict[str, Any] | list[Any] | str | int | float | bool | None  # parsed JSON, not yet checked
 
 
+MANY_ERRORS = 1000
+
+
 def explain(error: ValidationError, owner: str) -> str:
     """A validation error in one line: every field with what was given.
 
@@ -42,6 +45,8 @@ def explain(error: ValidationError, owner: str) -> str:
     ...     print(explain(error, "Point"))
     Point.x: Input should be a valid integer, unable to parse string as an integer, got 'one'
     """
+    if error.error_count() > MANY_ERRORS:  # listing them takes longer than finding them
+        return f"{owner}: {error.error_count()} values are not what is expected there"
     lines: list[str] = []
     for problem in error.errors(include_url=False):
         place = ".".join([owner, *map(str, problem["loc"])])

@@ -101,7 +101,8 @@ class FuturesRetrieveRequest(
     target: SamplingSessionFuturesTarget
     prev_cursor: Count = 0  # list what was resolved since
     timeout: float | None = None
-    retrieved_request_ids: list[str] = Field(default_factory=list)  # the server may drop these results
+    # The server may drop these results.
+    retrieved_request_ids: list[str] = Field(default_factory=list, max_length=16384)
 
 
 class FutureFinished(ReplyModel):

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from tinkex.errors import InvalidInputError
-from tinkex.strict import Dumpable, strict
+from tinkex.strict import Dumpable, check_count, strict
+
+MAX_STOPS = 1024  # stop sequences of one request
 
 
 def _plain(owner: Any, name: str) -> Any:
@@ -83,6 +85,7 @@ class SamplingParams(Dumpable):
             raise InvalidInputError("SamplingParams.stop is an empty string; use [] to never stop early")
         if isinstance(given, str):
             return
+        check_count("SamplingParams.stop", len(given), MAX_STOPS)
         stop = [int(s) if hasattr(s, "__index__") else s for s in given]  # numpy ints too
         if not (all(isinstance(s, str) for s in stop) or all(isinstance(s, int) for s in stop)):
             raise InvalidInputError(

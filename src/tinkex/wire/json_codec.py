@@ -18,9 +18,12 @@ import numpy as np
 
 from tinkex import types as t
 from tinkex.errors import InvalidInputError
-from tinkex.strict import assemble, at
+from tinkex.strict import assemble, at, check_count
 from tinkex.types.base import AnyJson, read_plain
 from tinkex.types.outputs import TOPK_PADDING
+
+MAX_CHUNKS = 4096  # of one model input
+MAX_PASS_DATUMS = 4096  # of one request
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -96,6 +99,7 @@ def write_model_input(value: t.ModelInput) -> Json:
 
 def read_model_input(obj: Any, where: str) -> t.ModelInput:
     chunks = _get(obj, "chunks", list, where)
+    check_count(f"{where}.chunks", len(chunks), MAX_CHUNKS)
     return t.ModelInput([read_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
 
 
@@ -176,6 +180,8 @@ def read_pass(obj: Any, *, forward_only: bool) -> t.ForwardBackwardRequest:
     name = "forward_input" if forward_only else "forward_backward_input"
     work = _get(obj, name, dict, "body")
     config: Json | None = _get(work, "loss_fn_config", dict, name, None)
+    data: list[AnyJson] = _get(work, "data", list, name)
+    check_count(f"{name}.data", len(data), MAX_PASS_DATUMS)
     for key, value in (config or {}).items():
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise InvalidInputError(
@@ -183,7 +189,7 @@ def read_pass(obj: Any, *, forward_only: bool) -> t.ForwardBackwardRequest:
             )
     return t.ForwardBackwardRequest(
         t.ForwardBackwardInput(
-            [_read_datum(d, f"data[{i}]") for i, d in enumerate(_get(work, "data", list, name))],
+            [_read_datum(d, f"data[{i}]") for i, d in enumerate(data)],
             _get(work, "loss_fn", str, name),
             config or None,
         ),

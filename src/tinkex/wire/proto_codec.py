@@ -16,8 +16,9 @@ from google.protobuf.message import DecodeError
 
 from tinkex import types as t
 from tinkex.errors import InvalidInputError
-from tinkex.strict import at
+from tinkex.strict import at, check_count
 from tinkex.wire import tinkex_pb2
+from tinkex.wire.json_codec import MAX_CHUNKS, MAX_PASS_DATUMS
 
 pb: Any = tinkex_pb2  # protobuf creates its classes at import, where a type checker does not see them
 
@@ -239,6 +240,7 @@ def _read_spans(spans: Any, where: str) -> t.ProvenanceSpans:
 
 
 def _read_datum(datum: Any, where: str) -> t.Datum:
+    check_count(f"{where}.model_input", len(datum.model_input), MAX_CHUNKS)
     chunks = [_read_chunk(c, f"{where}.model_input[{j}]") for j, c in enumerate(datum.model_input)]
     inputs = {k: _read_tensor(v, f"{where}.loss_fn_inputs[{k!r}]") for k, v in datum.loss_fn_inputs.items()}
     if not datum.model_input_spans and not datum.loss_fn_input_spans:
@@ -261,6 +263,7 @@ def read_pass(body: bytes) -> t.ForwardBackwardRequest:
         config[key] = getattr(value, kind)
     if message.seq_id < 0:
         raise InvalidInputError(f"seq_id must not be negative, got {message.seq_id}")
+    check_count("data", len(message.data), MAX_PASS_DATUMS)
     data = [_read_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
     work = t.ForwardBackwardInput(data, message.loss_fn, config or None)
     return t.ForwardBackwardRequest(work, message.model_id, message.seq_id, message.forward_only)

@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tinkex.errors import InvalidInputError
+from tinkex.strict import check_count
 from tinkex.tokenizers import render_chat
 from tinkex.types.base import AnyJson, RequestModel, explain
 
 MOST_PROMPTS = 256
+MOST_MESSAGES = 16_384
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls",
@@ -60,10 +62,16 @@ class OpenAIRequest(RequestModel):
     ] = Field([])
 
 
+def _few_prompts(given: AnyJson) -> AnyJson:
+    if isinstance(given, list) and given and isinstance(given[0], str | list):
+        check_count("prompt", len(given), MOST_PROMPTS)
+    return given
+
+
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions. With `echo` and max_tokens 0, only the prompt is scored."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, BeforeValidator(_few_prompts)] = None
     echo: bool = False
     max_tokens: int = Field(16, ge=0, le=2**31)
     logprobs: _Alternatives | None = None
@@ -86,15 +94,13 @@ class CompletionRequest(OpenAIRequest):
             raise InvalidInputError(f"best_of is not offered here (unless it equals n), got {self.best_of!r}")
         given: AnyJson = self.prompt
         several = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
-        if len(several) > MOST_PROMPTS:
-            raise InvalidInputError(f"prompt has {len(several)} prompts; at most {MOST_PROMPTS} are accepted")
         return [_prompt_tokens(one, tokenizer) for one in several]
 
 
 class ChatRequest(OpenAIRequest):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False

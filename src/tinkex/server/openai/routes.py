@@ -43,6 +43,7 @@ from tinkex.types.sessions import CreateSessionRequest
 from tinkex.wire import ops
 
 CACHED_SAMPLERS = 1024
+MAX_BODY = 8 * 1024 * 1024
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
@@ -164,17 +165,19 @@ async def _complete(
     gateway: Gateway, samplers: SamplerCache, kind: type[AnyRequest], http: IncomingRequest
 ) -> Response:
     caller, service = gateway.admit(http), gateway.service
-    request = read_request(kind, await _fields(gateway, http))
+    bodies = gateway.bodies
+    body = await bodies.read(http, min(bodies.limit, MAX_BODY))
+    request = await bodies.parse(http, body, lambda: read_request(kind, _fields(body)))
     sampler = await samplers.get(request.model, caller)
     base = service.models.find(sampler.base_model)
     tokenizer = await _tokenizer(base)
-    prompts = await asyncio.to_thread(request.prompts, tokenizer)
+    prompts, inputs = await asyncio.to_thread(_inputs, request, tokenizer)
     token_bytes = await base.token_bytes() if request.alternatives is not None else ()
     async with AsyncExitStack() as samples:
         try:
             streams: list[SampleEvents] = []
-            for prompt in prompts:
-                stream = service.stream(_sample_request(request, prompt, sampler), caller)
+            for one in inputs:
+                stream = service.stream(_sample_request(request, one, sampler), caller)
                 streams.append(await samples.enter_async_context(aclosing(stream)))
             # What fails before the first event is an HTTP error, not a streamed one.
             first = await unless_disconnected(http.receive, asyncio.gather(*map(_next_event, streams)))
@@ -190,9 +193,9 @@ async def _complete(
         return Response(orjson.dumps(writer.whole()), 200, JSON)
 
 
-async def _fields(gateway: Gateway, http: IncomingRequest) -> dict[str, Any]:
+def _fields(body: bytes) -> dict[str, Any]:
     try:
-        fields: AnyJson = orjson.loads(await gateway.bodies.read(http))
+        fields: AnyJson = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidInputError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -210,7 +213,12 @@ async def _tokenizer(base: ServedModel) -> Any:
         raise Refusal(503, str(error)) from None
 
 
-def _sample_request(request: AnyRequest, prompt: list[int], sampler: CachedSampler) -> SampleRequest:
+def _inputs(request: AnyRequest, tokenizer: Any) -> tuple[list[list[int]], list[ModelInput]]:
+    prompts = request.prompts(tokenizer)
+    return prompts, [ModelInput.from_ints(prompt) for prompt in prompts]
+
+
+def _sample_request(request: AnyRequest, prompt: ModelInput, sampler: CachedSampler) -> SampleRequest:
     alternatives = request.alternatives or 0
     scores_prompt = request.echo and request.alternatives is not None
     params = SamplingParams(
@@ -218,7 +226,7 @@ def _sample_request(request: AnyRequest, prompt: list[int], sampler: CachedSampl
         temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1,
     )  # fmt: skip
     return SampleRequest(
-        prompt=ModelInput.from_ints(prompt), sampling_params=params, num_samples=request.n,
+        prompt=prompt, sampling_params=params, num_samples=request.n,
         sampling_session_id=sampler.id, seq_id=next(sampler.seq_ids), prompt_logprobs=scores_prompt,
         topk_prompt_logprobs=alternatives if scores_prompt else 0, topk_sample_logprobs=alternatives,
     )  # fmt: skip

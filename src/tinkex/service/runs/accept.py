@@ -42,7 +42,8 @@ from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.training import ForwardBackwardRequest
 
-BIG = 64 * 1024  # tokens from which a request is digested and journaled off the event loop
+# Tokens, datums or chunks from which a pass is digested and journaled off the event loop.
+BIG, MANY_DATUMS, MANY_CHUNKS = 64 * 1024, 256, 1024
 
 
 @dataclass(eq=False)
@@ -208,7 +209,7 @@ class TrainingRequests:
         entry = JournalEntry(seq_id, f"{run.id}#{seq_id}", op, request, time.time(), digest)
         self.home.check_disk()
         try:
-            if tokens_of(request) < BIG:
+            if _is_small(request):
                 run.journal.accept(entry)
             else:
                 await asyncio.to_thread(run.journal.accept, entry)
@@ -304,10 +305,18 @@ def _check_optimizer(kind: str) -> None:
         raise Refusal(422, f"this server has no optimizer {kind!r}; it has adamw")
 
 
+def _is_small(request: Any) -> bool:
+    if not isinstance(request, ForwardBackwardRequest):
+        return True
+    data = request.forward_backward_input.data
+    few = len(data) < MANY_DATUMS and sum(len(d.model_input.chunks) for d in data) < MANY_CHUNKS
+    return few and tokens_of(request) < BIG
+
+
 async def _digest(request: Any) -> bytes:
     """A fingerprint of a request's content, except for what a client may change when it repeats one."""
     if isinstance(request, ForwardBackwardRequest):
-        if tokens_of(request) < BIG:
+        if _is_small(request):
             return _digest_pass(request)
         return await asyncio.to_thread(_digest_pass, request)
     content = request
