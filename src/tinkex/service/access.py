@@ -21,13 +21,6 @@ def scope_of(caller: Caller, access_scope: str = "owned") -> Scope:
     return Scope(caller.user, caller.project if access_scope == "accessible" else None)
 
 
-def project_for(asked: str | None, caller: Caller) -> str | None:
-    """The project of something new: a caller that has one can use no other."""
-    if caller.project is not None and asked not in (None, caller.project):
-        raise not_found(f"project {asked}")
-    return asked or caller.project
-
-
 @dataclass(eq=False)
 class Access:
     """Reads the ledger's rows on behalf of callers."""
@@ -47,6 +40,15 @@ class Access:
             raise Refusal(410, f"session {session_id} has ended")
         self._activity.heard_of(session_id)
         return row
+
+    def project_for(self, asked: str | None, caller: Caller) -> str | None:
+        """The project of something new: a caller's own, or one that no key of another user is for."""
+        if asked in (None, caller.project):
+            return caller.project
+        members = {row.owner for row in self._ledger.keys() if row.project_id == asked}  # noqa: SIM118
+        if caller.project is not None or members - {caller.user}:
+            raise not_found(f"project {asked}")
+        return asked
 
     def run(self, run_id: str, caller: Caller, *, to_use: bool = False) -> RunRow:
         return _seen(self._ledger.run(run_id), f"run {run_id}", caller, to_use)

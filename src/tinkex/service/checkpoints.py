@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tinkex.service.access import Access, project_for, scope_of
+from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
 from tinkex.service.archive import LINK_LIFE, Archives, Link
 from tinkex.service.home import Home
@@ -166,7 +166,7 @@ class Checkpoints:
         if session_id is not None and number is not None:
             project = self._access.active_session(session_id, caller).project_id
         elif request.destination_project_id is not None:
-            project = project_for(request.destination_project_id, caller)
+            project = self._access.project_for(request.destination_project_id, caller)
             session_id, number = _copy_id(caller), 0
             if self._ledger.session(session_id) is None:
                 now, title = time.time(), f"copy of {request.source_path}"

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tinkex.service.access import Access, project_for, scope_of
+from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
 from tinkex.service.archive import LINK_LIFE, Link
 from tinkex.service.config import ServiceConfig
@@ -49,9 +49,10 @@ class Sessions:
     async def create_session(self, request: types.CreateSessionRequest, caller: Caller):
         session_id, now = str(uuid.uuid4()), time.time()
         metadata = None if request.user_metadata is None else dict(request.user_metadata)
+        project = self._access.project_for(request.project_id, caller)
         row = SessionRow(
-            session_id, caller.user, now, now, project_for(request.project_id, caller), request.tags,
-            metadata, request.display_name, request.sdk_version,
+            session_id, caller.user, now, now, project, request.tags, metadata, request.display_name,
+            request.sdk_version,
         )  # fmt: skip
         self._ledger.add_session(row)
         self._activity.seen[session_id] = now
@@ -129,7 +130,7 @@ class Sessions:
 
     async def assign_session_project(self, request: types.AssignSessionProjectRequest, caller: Caller):
         self._access.session(request.session_id, caller, to_use=True)
-        project_for(request.project_id, caller)
+        self._access.project_for(request.project_id, caller)
         self._ledger.move_session(request.session_id, request.project_id)
         self._runs.reread(request.session_id)
         self._activity.audit(caller, "projects.assign", details=request.model_dump())
