@@ -228,6 +228,32 @@ def test_links_lead_nowhere_else(server: Running) -> None:
     assert server.ask("GET", signer.sign("file", time.time() - 1), key=None).status == 403
 
 
+def test_links_end_with_the_key_they_were_made_for(start: Callable[..., Running]) -> None:
+    server = start()
+    home = server.server.config.service.home
+    ledger = Ledger(home / "ledger.sqlite")
+    ann, ben = add(ledger, "ann", owner="ann"), add(ledger, "ben", owner="ben")
+
+    def link(key: str) -> str:
+        header = {"x-api-key": key}
+        session = server.ask("POST", "/api/v1/create_session", b"{}", key=header).json["session_id"]
+        answer = server.ask("GET", f"/api/v1/sessions/{session}/trace_export", key=header).json
+        return answer["url"][answer["url"].index("/api/v1") :]
+
+    of_ann, of_ben = link(ann), link(ben)
+    assert server.ask("GET", of_ann, key=None).status == 200
+    assert ann not in of_ann
+    row = ledger.find_key(hash_key(ann))
+    assert row is not None
+    ledger.revoke_key(row.key_id, time.time())
+    ledger.close()
+    revoked = server.ask("GET", of_ann, key=None)
+    assert (revoked.status, "revoked" in revoked.json["detail"]) == (403, True)
+    for forged in (of_ann.replace(f"key={row.key_id}", "key=2"), of_ann.replace(f"key={row.key_id}&", "")):
+        assert server.ask("GET", forged, key=None).status == 403
+    assert server.ask("GET", of_ben, key=None).status == 200
+
+
 def test_tokenizer_files(server: Running, tokenizer_dir: Path) -> None:
     got = server.ask("GET", "/api/v1/models/m/base/tokenizer/tokenizer.json")
     assert got.body == (tokenizer_dir / "tokenizer.json").read_bytes()

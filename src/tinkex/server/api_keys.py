@@ -88,7 +88,13 @@ class Authenticator:
         return Caller(
             identity.user, identity.project, public_url, same_machine,
             headers.get(WEIGHTS_TOKEN), headers.get("x-idempotency-key", ""),
+            0 if identity.key is None else identity.key.key_id,
         )  # fmt: skip
+
+    def is_valid(self, key_id: str) -> bool:
+        """Is there a key of that number that was not revoked?"""
+        known = self._ledger.keys()
+        return any(str(row.key_id) == key_id and row.revoked_at is None for row in known)
 
     def identify(self, key: str) -> Identity:
         if not key:

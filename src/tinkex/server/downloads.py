@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint, Gateway
-from tinkex.server.signing import DOWNLOADS, DownloadSigner
+from tinkex.server.signing import DOWNLOADS, DownloadSigner, link_text
 from tinkex.service.archive import Archive
 from tinkex.service.refusal import Refusal
 from tinkex.store import DamagedError, verify
@@ -26,8 +26,11 @@ _NO_LINK = "this link is wrong or has expired: ask for a new one"
 def download_routes(gateway: Gateway, home: Path, signer: DownloadSigner) -> list[Route]:
     async def download(http: IncomingRequest) -> Response:
         path, query = http.path_params["path"], http.query
-        if not signer.verify(path, query.get("expires", ""), query.get("signature", ""), time.time()):
+        key_id, expires, signature = (query.get(name, "") for name in ("key", "expires", "signature"))
+        if not signer.verify(link_text(path, key_id), expires, signature, time.time()):
             raise Refusal(403, _NO_LINK)
+        if key_id and not gateway.authenticator.is_valid(key_id):
+            raise Refusal(403, "the key that this link was made for was revoked")
         place = _below(home, path)
         try:
             if place.is_dir():

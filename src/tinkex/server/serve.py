@@ -140,7 +140,7 @@ class Server:
     def _link(self, caller: Caller, path: Path, expires: float) -> str:
         """A link to a path below the home, valid until a unix time."""
         below = path.relative_to(self.config.service.home).as_posix()
-        return caller.public_url + self._signer.sign(below, expires)
+        return caller.public_url + self._signer.sign(below, expires, caller.key_id)
 
     def _uvicorn_config(self) -> uvicorn.Config:
         gateway = self.gateway

@@ -1,7 +1,8 @@
 """Signed download links, and tokens that grant read access to a run's weights.
 
 A signature covers what is granted and until when. The home directory holds one secret, from which each
-purpose derives its own key. Does not check whether the path or the run exists.
+purpose derives its own key. A link names the API key it was made for. Does not check whether
+the path, the key or the run exists.
 """
 
 from __future__ import annotations
@@ -70,10 +71,20 @@ class DownloadSigner(_Signer):
 
     purpose = "downloads"
 
-    def sign(self, path: str, expires: float) -> str:
-        """The link to `path` (relative to the home), valid until `expires` (unix seconds), without a host."""
-        query = urlencode({"expires": int(expires), "signature": self._signature(path, int(expires))})
-        return f"{DOWNLOADS}/{quote(path)}?{query}"
+    def sign(self, path: str, expires: float, key_id: int = 0) -> str:
+        """The link to `path` (relative to the home), valid until `expires` (unix seconds), without a host.
+
+        `key_id` is the number of the API key that it was made for; 0 where there are no keys.
+        """
+        key = str(key_id) if key_id else ""
+        signature = self._signature(link_text(path, key), int(expires))
+        query = {"expires": str(int(expires)), **({"key": key} if key else {}), "signature": signature}
+        return f"{DOWNLOADS}/{quote(path)}?{urlencode(query)}"
+
+
+def link_text(path: str, key_id: str) -> str:
+    """What the signature of a link covers, beside its expiry."""
+    return f"{key_id}\n{path}" if key_id else path
 
 
 class WeightsTokens(_Signer):

@@ -23,6 +23,7 @@ class Caller(NamedTuple):
     same_machine: bool = False  # paths of this machine mean something to the caller
     weights_token: str | None = None  # opens the checkpoints of a run of another's, to be read
     attempt: str = ""  # the same for every repetition of one request; "" if the caller does not say
+    key_id: int = 0  # of the API key; 0 where there are no keys
 
     def must_own(self, owner: str, what: str) -> None:
         if owner != self.user:
