@@ -208,6 +208,8 @@ class SessionSearchCursor(ReplyModel):
 
 
 class SessionSearchRequest(RequestModel):  # every given field must match; newest first
+    large = frozenset({"project_ids"})
+
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
