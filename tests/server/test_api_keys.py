@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tinkex.server import api_keys as module
 from tinkex.server.api_keys import Authenticator, hash_key, new_key
 from tinkex.server.serve import Server, StartError
 from tinkex.server.signing import DownloadSigner, WeightsTokens, derive, home_secret
+from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
 
@@ -252,6 +254,34 @@ def test_links_end_with_the_key_they_were_made_for(start: Callable[..., Running]
     for forged in (of_ann.replace(f"key={row.key_id}", "key=2"), of_ann.replace(f"key={row.key_id}&", "")):
         assert server.ask("GET", forged, key=None).status == 403
     assert server.ask("GET", of_ben, key=None).status == 200
+
+
+def test_the_ledger_and_a_new_home_are_their_owners_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path / "new").root
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    Ledger(home / "ledger.sqlite").close()
+    (home / "ledger.sqlite").chmod(0o644)  # of an older version
+    home.chmod(0o755)
+    ledger = Ledger(home / "ledger.sqlite")
+    ledger.revoke_key(1, 0.0)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in home.glob("ledger.sqlite*")} == {0o600}
+    ledger.close()
+    assert stat.S_IMODE(Home(home).root.stat().st_mode) == 0o700
+
+
+def test_errors_over_http_name_no_directories_of_the_server(start: Callable[..., Running]) -> None:
+    server = start()
+    home, run = server.server.config.service.home, server.open_run()
+    shutil.rmtree(home / "runs")
+    failed = server.result(server.post("save_weights", model_id=run, seq_id=1, path="w"))
+    gateway = server.server.gateway
+    assert str(home) not in failed.body.decode()
+    assert gateway.without_paths(f"{home}/ledger.sqlite cannot be used") == "ledger.sqlite cannot be used"
+    server.server.service.ledger.close()
+    refused = server.ask("POST", "/api/v1/create_session", b"{}")
+    assert refused.status == 503
+    assert "ledger.sqlite" in refused.json["detail"]
+    assert str(home) not in refused.json["detail"]
 
 
 def test_tokenizer_files(server: Running, tokenizer_dir: Path) -> None:

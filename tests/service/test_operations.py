@@ -168,7 +168,10 @@ async def test_another_users_things_do_not_exist(service: Service):
     asked = list(things.requests())
     assert {op.name for op, _ in asked} | ABOUT_NOTHING == set(ops.OPS)
     for op, request in asked:
-        assert await bob.status_of(op, request) == 404, op.name
+        # A request id of another's is as unknown as any: clients act on 410.
+        assert await bob.status_of(op, request) == (410 if op is ops.RETRIEVE_FUTURE else 404), op.name
+    never = futures.FutureRetrieveRequest("never:train:0#1")
+    assert await bob.status_of(ops.RETRIEVE_FUTURE, never) == 410
     # and nothing was changed by asking
     assert (
         await ann.status_of(ops.GET_WEIGHTS_INFO, checkpoints.WeightsInfoRequest(tinker_path=things.path))

@@ -191,7 +191,7 @@ _home = click.option(
 def _ledger(home: Path) -> closing[Ledger]:
     from tinkex.service.ledger import Ledger
 
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(0o700, parents=True, exist_ok=True)
     return closing(Ledger(home / "ledger.sqlite"))
 
 

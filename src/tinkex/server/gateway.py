@@ -97,6 +97,9 @@ class Gateway:
     def __post_init__(self) -> None:
         self.draining = False
         self._polls: set[asyncio.Task[Any]] = set()
+        config = self.service.config
+        places = {str(config.home), str(config.models_directory or ""), *config.models.values()}
+        self._places = sorted((place for place in places if place.startswith("/")), key=len, reverse=True)
         self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
 
     def admit(self, http: IncomingRequest) -> Caller:
@@ -109,6 +112,12 @@ class Gateway:
         proxied = self.public_url or "x-forwarded-for" in headers or "forwarded" in headers
         same_machine = not proxied and peer is not None and is_loopback_host(peer[0])
         return self.authenticator.caller(headers, url, same_machine)
+
+    def without_paths(self, message: str) -> str:
+        """A message for clients elsewhere: files by their names below the home or the model's directory."""
+        for place in self._places:
+            message = message.replace(f"{place}/", "").replace(place, place.rpartition("/")[2])
+        return message
 
     def request_id(self, http: IncomingRequest) -> str:
         given = http.headers.get("x-request-id")
@@ -180,7 +189,9 @@ class Endpoint:
             return self._failure(error, request_id)
 
     def _failure(self, error: Exception, request_id: str) -> Response:
-        respond = self._error_response
+        def respond(status: int, message: str, headers: dict[str, str] | None) -> Response:
+            return self._error_response(status, self._gateway.without_paths(message), headers)
+
         match error:
             case Refusal(status=status, message=message):
                 return respond(status, message, {"retry-after": "1"} if status in (429, 503) else None)
@@ -269,6 +280,7 @@ async def _response(
         if isinstance(value, PendingFuture):
             return BufferedResponse(codec.encode_result(value)[1], codec.JSON, 408)
         if isinstance(value, RequestFailedResponse):
+            value = value.model_copy(update={"error": gateway.without_paths(value.error)})
             return BufferedResponse(codec.encode_reply(value)[1], codec.JSON)
         accept = http.headers.get("accept", "")
         content_type, body = await gateway.bodies.encode_result(request.request_id, value, accept)

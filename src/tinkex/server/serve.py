@@ -108,7 +108,7 @@ class Server:
         self._say = say
         home = config.service.home
         try:
-            home.mkdir(parents=True, exist_ok=True)
+            home.mkdir(0o700, parents=True, exist_ok=True)
             secret = home_secret(home)
         except (OSError, ValueError) as error:
             raise StartError(f"the home {home} cannot be used: {error}") from None

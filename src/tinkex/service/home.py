@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -31,7 +33,11 @@ class Home:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free: tuple[float, int] = (0.0, 0)  # when it was read, bytes
         self._used: tuple[float, int] = (0.0, 0)
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        mode = root.stat().st_mode
+        if (root / "ledger.sqlite").exists() and mode & 0o077 and not mode & stat.S_ISVTX:
+            with suppress(OSError):  # another user's
+                root.chmod(0o700)
 
     # -- one process at a time ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ One connection, used by one thread at a time; statements are short. Knows nothin
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -61,6 +62,11 @@ class Ledger:
                 self._check()
             elif not new:
                 self._refuse_if_lost()
+            if path.parent.is_dir():
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                for file in (path, *path.parent.glob(f"{path.name}-*")):  # its -wal and -shm
+                    with suppress(OSError):  # another user's
+                        file.chmod(0o600)
             self._db = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )

@@ -235,9 +235,8 @@ class RunManager:
     async def find_future(self, request_id: str, caller: Caller) -> Future | None:
         """The future of a request whose run is on disk."""
         row = self.ledger.run(run_of(request_id))
-        if row is None:
+        if row is None or row.owner != caller.user:
             return None
-        caller.must_own(row.owner, f"request {request_id}")
         try:
             await self.find(row)
         except Refusal as refusal:
