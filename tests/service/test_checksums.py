@@ -67,8 +67,8 @@ USES: list[tuple[str, str, list[Use]]] = [
     ("snapshot", "runs/*/train-0/journal/snapshot-*/adapter/*", [go_on]),
     ("journal", "runs/*/train-0/journal/*.log", [go_on]),
 ]
-# Tested elsewhere (the ledger; `samples` below), empty (the lock), or shown to people and nothing more.
-OTHERS = ["ledger.sqlite*", "samples", "lock", "runs/*/train-0/metrics.jsonl"]
+# Tested elsewhere (the ledger; `samples` below), never read (the lock, the spare file), or shown to people.
+OTHERS = ["ledger.sqlite*", "samples", "lock", "spare", "runs/*/train-0/metrics.jsonl"]
 
 
 @pytest.fixture

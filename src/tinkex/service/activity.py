@@ -5,16 +5,18 @@ Times and usage are collected in memory and written to the ledger by `flush`, ev
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from tinkex.service.ledger import Ledger
+from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import AuditRow, RunRow, SamplerRow, UsageKind, UsageRow
 
+log = logging.getLogger("tinkex.service")
 ASLEEP = 60.0  # seconds by which the wall clock must outrun the other, to say that the machine slept
 
 
@@ -55,7 +57,13 @@ class Activity:
         self._ledger.add_audit(AuditRow(time.time(), caller.user, event, caller.project, **more))
 
     def flush(self) -> None:
-        """Write what was collected since the last time."""
+        """Write what was collected since the last time; on a full disk, the next time."""
+        try:
+            self._write()
+        except LedgerFullError as error:
+            log.warning("usage was not written: %s", error)
+
+    def _write(self) -> None:
         now, usage, heard, requested = time.time(), self._usage, self._heard, self._requested
         with self._ledger.transaction():
             self._ledger.add_usage(

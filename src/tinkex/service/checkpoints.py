@@ -15,7 +15,7 @@ from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
 from tinkex.service.archive import LINK_LIFE, Archives, Link
 from tinkex.service.home import Home
-from tinkex.service.ledger import Ledger
+from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow, texts
 from tinkex.store import atomic_directory
@@ -92,9 +92,17 @@ class Checkpoints:
         self._audit(caller, "delete", row)
 
     async def _remove(self, row: CheckpointRow) -> None:
-        """The row first: what is listed must exist, what exists need not be listed."""
-        self._ledger.delete_checkpoint(*row.key)
+        """The row first: what is listed must exist, what exists need not be listed.
+
+        Unless the disk is full: then the files make room for the row's deletion.
+        """
         directory = self._home.root / row.directory
+        try:
+            self._ledger.delete_checkpoint(*row.key)
+        except LedgerFullError:
+            self._home.free_spare()
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+            self._ledger.delete_checkpoint(*row.key)
         await asyncio.to_thread(shutil.rmtree, directory, True)
         await asyncio.to_thread(self._archives.forget, directory)  # nor can it be downloaded any more
 

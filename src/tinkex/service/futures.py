@@ -266,10 +266,14 @@ class Completions:
     def _rewrite(self, path: Path) -> None:
         self.close()
         part = path.with_suffix(".part")
-        part.write_text("".join(_line(f"+{i} {feed}") for i, feed in self._open.items()))
-        part.rename(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        self._stale = 0
+        try:
+            part.write_text("".join(_line(f"+{i} {feed}") for i, feed in self._open.items()))
+            part.rename(path)
+            self._stale = 0
+        except OSError as error:  # the old file goes on
+            log.error("%s could not be rewritten: %s", path, error)
+        with suppress(OSError):
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -6,6 +6,7 @@ One process at a time serves a home. Knows which files belong to a run; knows no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import stat
@@ -20,6 +21,7 @@ from tinkex.service.refusal import Refusal
 from tinkex.store import directory_bytes
 
 DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
+SPARE_BYTES = 1024 * 1024  # of a file that is given up when the disk is full, so that there is room to delete
 DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is believed
 
 
@@ -90,6 +92,21 @@ class Home:
         return lock
 
     # -- space -------------------------------------------------------------------------------------------
+
+    @property
+    def _spare(self) -> Path:
+        return self.root / "spare"
+
+    def free_spare(self) -> None:
+        """On a full disk, give up the spare file: SQLite needs a few pages even to open or to delete."""
+        if shutil.disk_usage(self.root).free < SPARE_BYTES:
+            self._spare.unlink(missing_ok=True)
+
+    def keep_spare(self) -> None:
+        """Have the spare file again, as soon as there is room for it."""
+        if not self._spare.exists() and shutil.disk_usage(self.root).free >= DISK_RESERVE:
+            with contextlib.suppress(OSError):
+                self._spare.write_bytes(os.urandom(SPARE_BYTES))  # zeros might take no room
 
     def check_disk(self, needed: int = 0) -> None:
         """Refuse what the disk has no room for."""

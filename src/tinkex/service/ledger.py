@@ -450,7 +450,8 @@ def salvage(damaged: Path, ledger: Ledger) -> dict[str, int]:
             try:
                 for row in old.execute(f"SELECT {', '.join(rows.columns(kind))} FROM {table}"):
                     with suppress(LedgerError, ValueError, TypeError, KeyError):  # a row that makes no sense
-                        found += ledger.take(rows.decode(kind, row))
+                        kept: object = rows.decode(kind, row)
+                        found += ledger.take(kept)
             except sqlite3.Error:
                 pass  # the rows after it cannot be reached
             if found:

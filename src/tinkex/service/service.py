@@ -14,6 +14,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from tinkex.service.custom_losses import CustomLosses
 from tinkex.service.futures import Completions, Futures
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
-from tinkex.service.ledger import Ledger, LedgerError
+from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.runs.accept import TrainingRequests
@@ -96,6 +97,7 @@ class Service:
         self.long_poll = config.long_poll
         self._upkeep: asyncio.Task[None] | None = None
         self.home = home = Home(config.home, config.disk_quota)
+        home.free_spare()
         self.disk = disk = GroupCommit(power=config.durability == "power")
         self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
         for directory in (config.home, config.home.parent):  # they name the ledger's files, and the home
@@ -167,6 +169,7 @@ class Service:
             self.home.unlock()
             raise
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
+        self.home.keep_spare()
         self.ready = True
 
     async def look(self) -> None:
@@ -174,15 +177,20 @@ class Service:
         self.ready = True
 
     async def _recover(self) -> None:
-        """Open the runs with unanswered requests, and note which sessions' files are to be deleted."""
+        """Open the runs with unanswered requests, and note which sessions' files are to be deleted.
+
+        On a full disk the ledger is not told what became of a run: the next start finds it again.
+        """
         if not self.config.resume:
-            self.sessions.end_all()
+            with suppress(LedgerFullError):
+                self.sessions.end_all()
         for row in self.ledger.runs_in_state("live", "evicted"):
             session = self.ledger.session(row.session_id)
             if session is None or session.status["type"] != "active":
                 self.sessions.ended.add(row.session_id)
             elif row.state == "live" and not row.corrupted:
-                await self.runs.recover(row)
+                with suppress(LedgerFullError):
+                    await self.runs.recover(row)
 
     async def stop(self) -> None:
         """Finish what is being executed, snapshot runs, and let go of the home."""
@@ -319,6 +327,7 @@ class Service:
         await self.runs.evict_idle(self.sessions.lapsed())
         if thorough:
             self.archives.sweep()
+            self.home.keep_spare()
             self.billing.count_storage()
             self.sessions.expire()
             for session_id in list(self.activity.seen):
