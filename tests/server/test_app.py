@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from tests.engine.tiny import tiny_model
 from tests.server.conftest import KEY, MODEL, OTHER_KEY, PROTO, Running, pass_body, server_config
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server import bodies
+from tinkex.server.api_keys import hash_key
 from tinkex.service import archive
+from tinkex.service.ledger import Ledger
 from tinkex.wire import codec, ops
 
 WANTS_PROTO = {"accept": "application/x-protobuf"}
@@ -296,7 +299,15 @@ def test_a_body_over_the_limit_is_refused_by_its_length_or_by_its_bytes(
     connection.close()
 
 
-def test_big_results_are_compressed_where_that_is_accepted(start: Callable[..., Running]) -> None:
+def test_big_results_are_compressed_where_that_is_accepted(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    with closing(Ledger(tmp_path / "home" / "ledger.sqlite")) as ledger:
+        ledger.add_key(
+            name="alice", note="", hash=hash_key(KEY["x-api-key"]), owner="alice", project_id=None,
+            created_at=0.0,
+        )  # fmt: skip
     server = start(public_url="http://tinkex.example")  # not only this machine's: bytes are worth packing
     run = server.open_run()
     assert bodies.BIG < 200 * 100 * 4

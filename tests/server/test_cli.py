@@ -189,6 +189,11 @@ def test_a_signal_while_models_are_loaded_ends_it_and_frees_the_home(
         (["--model", "m=.", "--engine", "fake", "--host", "0.0.0.0"], "tinkex server keys add"),
         (["--model", "m=.", "--engine", "fake", "--host", "nohost.invalid"], "only this machine may connect"),
         (["--model", "m=.", "--engine", "fake", "--public-url", "nowhere"], "must look like"),
+        (
+            ["--model", "m=.", "--engine", "fake", "--public-url", "https://t.org"],
+            "without --public-url https",
+        ),
+        (["--model", "m=.", "--engine", "fake", "--public-url", "https://t.org"], "tinkex server keys add"),
         (["--model", "m=.", "--engine", "fake", "--disk-quota", "9" * 400], "is no size"),
     ],
 )

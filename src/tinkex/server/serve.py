@@ -2,7 +2,7 @@
 
 The port answers from the beginning, with 503 until the models are loaded. Whatever prevents a start is a
 StartError of one line. The first signal drains open requests; the second stops at once. Without any API key
-only loopback connections are allowed.
+only loopback connections are allowed, and no public URL.
 """
 
 from __future__ import annotations
@@ -119,10 +119,12 @@ class Server:
         except TinkerError as error:
             raise StartError(_first_line(error)) from error
         authenticator = Authenticator(self.service.ledger, secret)
-        if not is_loopback_host(config.host) and authenticator.is_open:
+        public = config.public_url and f"--public-url {config.public_url}"
+        elsewhere = public if is_loopback_host(config.host) else f"--host {config.host}"
+        if elsewhere and authenticator.is_open:
             self.service.ledger.close()
             raise StartError(
-                f"no API key is configured, so only this machine may connect, not --host {config.host}. "
+                f"no API key is configured, so only this machine may connect, without {elsewhere}. "
                 f"Make a key first: tinkex server keys add NAME --home {home}"
             )
         self._socket = _listen(config.host, config.port)
