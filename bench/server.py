@@ -4,6 +4,7 @@ sample   CPU time of the server process for one sample (submit, then retrieve), 
          application which reads the same two bodies and answers with as many bytes: the same uvicorn, event
          loop, settings and client. Our server has the fake engine, whose arithmetic counts, and one that
          answers at once. The sides alternate every third of a second, and the table shows medians.
+accept   Small passes that are accepted and journaled, and not executed, with --durability process and power.
 polls    5,000 long polls held open at once, each on a socket and a future of its own.
 bodies   Cheap calls while 50 MB passes stream in from another process on two connections, without a pause.
 
@@ -57,6 +58,13 @@ ROWS = [
     Row("sample.fake_ratio", "  with the fake engine / echo", 2.0),
     Row("sample.echo_per_s", "sample: echo, samples/s"),
     Row("sample.instant_per_s", "sample: our server, an engine that computes nothing, samples/s"),
+    Row("accept.process_per_s", "passes accepted, 32 in flight: --durability process, requests/s"),
+    Row("accept.power_per_s", "passes accepted, 32 in flight: --durability power, requests/s"),
+    Row("accept.lost", "  lost through the syncs, %", 10.0),
+    Row("accept.process_us", "passes accepted, 32 in flight: process, CPU µs"),
+    Row("accept.power_us", "passes accepted, 32 in flight: power, CPU µs"),
+    Row("accept.process_ms", "passes accepted, one at a time: process, ms"),
+    Row("accept.power_ms", "passes accepted, one at a time: power, ms"),
     Row("polls.kb_each", "5,000 polls: RSS each, kB"),
     Row("polls.idle_cpu", "5,000 polls: CPU while nothing happens, % of a core", 5.0),
     Row("polls.unanswered", "5,000 polls: not answered in the end", 0.0),
@@ -67,7 +75,7 @@ ROWS = [
     Row("bodies.p99_ms", "cheap call meanwhile: p99, ms", 100.0),
     Row("bodies.max_ms", "cheap call meanwhile: longest, ms"),
 ]
-PARTS = ("sample", "polls", "bodies")
+PARTS = ("sample", "accept", "polls", "bodies")
 
 
 # -- processes -----------------------------------------------------------------------------------------------
@@ -114,9 +122,10 @@ def child(*arguments: str) -> Iterator[Child]:
 
 
 @contextlib.contextmanager
-def our_server(engine: str = "fake") -> Iterator[tuple[Child, int]]:
-    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as home, child("serve", home, engine) as server:
-        yield server, server.hear()["port"]
+def our_server(engine: str = "fake", durability: str = "process") -> Iterator[tuple[Child, int]]:
+    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as home:
+        with child("serve", home, engine, durability) as server:
+            yield server, server.hear()["port"]
 
 
 @contextlib.asynccontextmanager
@@ -221,6 +230,43 @@ def small_pass(run: str, seq_id: int) -> dict[str, Any]:
     datum = {"model_input": {"chunks": [{"tokens": [2, 3, 4]}]}, "loss_fn_inputs": {"target_tokens": targets}}
     work = {"data": [datum], "loss_fn": "cross_entropy"}
     return {"forward_input": work, "model_id": run, "seq_id": seq_id}
+
+
+async def accept(port: int, runs: list[str], first: int, each: int) -> None:
+    """Send `each` passes of every run, in the order of their seq ids; the runs side by side."""
+
+    async def one(run: str) -> None:
+        async with client(port) as asking:
+            for seq_id in range(first, first + each):
+                await asking.post("forward", **small_pass(run, seq_id))
+
+    await asyncio.gather(*map(one, runs))
+
+
+async def measure_accept(options: argparse.Namespace) -> Figures:
+    """Every pass waits for its run's first one, which is never sent."""
+    count, each = 32, 40
+    seen: dict[str, list[float]] = defaultdict(list)
+    with our_server() as process, our_server(durability="power") as power:
+        sides, runs = {"process": process, "power": power}, dict[str, list[str]]()
+        for name, (_, port) in sides.items():
+            async with client(port) as asking:
+                runs[name] = [await open_run(asking) for _ in range(count)]
+        for turn in range(-1, options.rounds):  # the first one is not counted
+            first = 2 + 2 * each * (turn + 1)
+            for name in sorted(sides, reverse=bool(turn % 2)):
+                server, port = sides[name]
+                cpu, wall = server.cpu(), time.perf_counter()
+                await accept(port, runs[name], first, each)
+                used, took = server.cpu() - cpu, time.perf_counter() - wall
+                await accept(port, runs[name][:1], first + each, each)
+                alone = time.perf_counter() - wall - took
+                if turn >= 0:
+                    seen[f"{name}_per_s"].append(count * each / took)
+                    seen[f"{name}_us"].append(used / (count * each) * 1e6)
+                    seen[f"{name}_ms"].append(alone / each * 1e3)
+    found = {key: statistics.median(values) for key, values in seen.items()}
+    return found | {"lost": 100 * (1 - found["power_per_s"] / found["process_per_s"])}
 
 
 async def measure_polls(options: argparse.Namespace) -> Figures:
@@ -353,7 +399,12 @@ def main() -> None:
     options = parse()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    measures = {"sample": measure_sample, "polls": measure_polls, "bodies": measure_bodies}
+    measures = {
+        "sample": measure_sample,
+        "accept": measure_accept,
+        "polls": measure_polls,
+        "bodies": measure_bodies,
+    }
     figures: Figures = {}
     load = [round(os.getloadavg()[0], 1)]
     for part in options.only or PARTS:

@@ -1,6 +1,7 @@
 """The processes of bench/server.py: our server, the echo it is compared with, and a sender of big bodies.
 
-    server_child.py serve HOME ENGINE      our server; prints its port once it is ready. ENGINE is "fake", or
+    server_child.py serve HOME ENGINE DURABILITY
+                                           our server; prints its port once it is ready. ENGINE is "fake", or
                                            "instant": the fake one, but with one answer for every sample
     server_child.py echo N N               a bare Starlette application; prints its port
     server_child.py stream PORT RUN …      forward passes of 50 MB, one after another, for each of the runs
@@ -32,7 +33,7 @@ def say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def serve(home: str, engine_name: str) -> None:
+def serve(home: str, engine_name: str, durability: str) -> None:
     """As `tinkex serve` does it, but for shorter intervals between snapshots: journals are trimmed soon."""
     if engine_name == "instant":
         answer_at_once()
@@ -47,8 +48,9 @@ def serve(home: str, engine_name: str) -> None:
 
     engine = EngineConfig("", kind="fake", max_context=2 * DATUM_TOKENS)
     service = ServiceConfig(
-        Path(home), models={MODEL: "fake"}, engine=engine, preload=True, snapshot_steps=2, gap_patience=600.0
-    )
+        Path(home), models={MODEL: "fake"}, engine=engine, preload=True, snapshot_steps=2, gap_patience=600.0,
+        durability=durability,  # type: ignore[arg-type]
+    )  # fmt: skip
     serve_it(ServerConfig(service, port=0), heard)
 
 
@@ -142,8 +144,8 @@ async def stream(port: str, runs: list[str]) -> None:
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["serve", home, engine_name]:
-            serve(home, engine_name)
+        case ["serve", home, engine_name, durability]:
+            serve(home, engine_name, durability)
         case ["echo", *sizes]:
             echo(*sizes)
         case ["stream", port, *runs]:

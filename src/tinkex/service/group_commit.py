@@ -1,6 +1,6 @@
 """Group commit: what was written reaches the disk, many writers at a time, before anybody is told.
 
-Files and directories are named with `wrote`. One thread syncs all that were named, one round after another;
+Files and directories are named with `wrote`. All that were named are synced together, round after round;
 `mark` is the round that covers everything written so far, and `reached` waits for it. The event loop never
 waits for the disk. After a sync that failed nothing is promised any more: the kernel may have dropped the
 data, and would call the next sync a success. Without `power` every mark is 0, and nothing is synced.
@@ -20,6 +20,7 @@ from tinkex.service.refusal import Refusal
 from tinkex.store import sync_path
 
 log = logging.getLogger("tinkex.service")
+THREADS = 8  # a file system commits what is synced at the same time at once
 
 
 class GroupCommit:
@@ -27,7 +28,7 @@ class GroupCommit:
 
     def __init__(self, *, power: bool) -> None:
         self.power = power
-        self._thread = ThreadPoolExecutor(1, "sync")
+        self._threads = ThreadPoolExecutor(THREADS, "sync")
         self._lock = threading.Lock()
         self._unsynced: set[Path] = set()
         self._begun = self._done = 0  # rounds
@@ -66,9 +67,11 @@ class GroupCommit:
         with self._lock:
             paths, self._unsynced = self._unsynced, set()
             self._begun += 1
-        loop.run_in_executor(self._thread, _sync, paths).add_done_callback(self._ended)
+        shares = [share for n in range(THREADS) if (share := list(paths)[n::THREADS])]
+        syncs = [loop.run_in_executor(self._threads, _sync, share) for share in shares]
+        asyncio.gather(*syncs).add_done_callback(self._ended)
 
-    def _ended(self, syncing: asyncio.Future[None]) -> None:
+    def _ended(self, syncing: asyncio.Future[list[None]]) -> None:
         if (error := syncing.exception()) is None:
             self._done = self._begun
         else:
@@ -88,7 +91,7 @@ class GroupCommit:
             self._begin(syncing.get_loop())
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._threads.shutdown()
 
 
 def _sync(paths: Iterable[Path]) -> None:
