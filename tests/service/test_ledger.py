@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -389,7 +390,7 @@ def matches(row: SessionRow, query: SessionSearchRequest, scope: Scope) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(some_sessions, queries, st.sampled_from([EVERYBODY, ANN, Scope("bob", "p")]))
 def test_search_finds_what_plain_python_finds_page_by_page(rows, query, scope):
-    with closing(Ledger(Path(":memory:"))) as ledger:
+    with TemporaryDirectory() as home, closing(Ledger(Path(home) / "ledger.sqlite")) as ledger:
         for n, fields in enumerate(rows):
             ledger.add_session(SessionRow(f"s{n}", last_seen_at=0.0, **fields))
         kept = [row for row in ledger.sessions(EVERYBODY, limit=99).rows if matches(row, query, scope)]
