@@ -246,7 +246,9 @@ def _gradient(logits, normaliser, ids, grads, V, vocab, stride, BLOCK: tl.conste
     place = logits + row * stride + at
     grad, target = tl.load(grads + row), tl.load(ids + row)
     z = tl.load(place, mask=at < V, other=float("-inf")).to(tl.float32)
-    p = tl.exp(tl.where(at < vocab, z, float("-inf")) - tl.load(normaliser + row))
+    if (tl.program_id(1) + 1) * BLOCK > vocab:
+        z = tl.where(at < vocab, z, float("-inf"))
+    p = tl.exp(z - tl.load(normaliser + row))
     tl.store(place, grad * (tl.where(at == target, 1.0, 0.0) - p), mask=at < V)
 
 
