@@ -44,7 +44,8 @@ async def test_a_home_has_one_owner(home: Path):
 
 
 async def test_what_was_half_written_is_removed_and_nothing_else(home: Path):
-    run = home / "runs" / "s" / "train-0"
+    async with serving(home):
+        run = home / "runs" / "s" / "train-0"
     kept = [run / "weights" / "mid", run / "weights" / ".hidden", run / "journal" / "part-000001-3"]
     for path in (*kept, run / "ephemeral" / ".0.660c9216.tmp", run / "weights" / ".mid.part"):
         path.mkdir(parents=True)
@@ -55,7 +56,8 @@ async def test_what_was_half_written_is_removed_and_nothing_else(home: Path):
 
 async def test_what_an_overwriting_save_was_killed_in_is_there_again(home: Path):
     """The engine moves the old one aside, and the new one into its place: two renames."""
-    run = home / "runs" / "s" / "train-0" / "weights"
+    async with serving(home):
+        run = home / "runs" / "s" / "train-0" / "weights"
     names = {".a.660c9216.old": "old", ".b.c.12ab34cd.old": "old", "b.c": "new"}
     for name, content in names.items():
         (run / name).mkdir(parents=True)

@@ -9,14 +9,16 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.refusal import Caller
-from tinkex.service.rows import AuditRow, RunRow, SamplerRow, UsageKind, UsageRow
+from tinkex.service.rows import AuditRow, RunRow, SamplerRow, Scope, UsageKind, UsageRow
 
 log = logging.getLogger("tinkex.service")
+STEADY = 3600.0  # seconds for which a clock that jumped must go on steadily, before anything expires by it
 ASLEEP = 60.0  # seconds by which the wall clock must outrun the other, to say that the machine slept
 
 
@@ -28,6 +30,8 @@ class Activity:
         self.seen: dict[str, float] = {}  # when each session was last heard of
         self.awake_since = time.time()  # no client could be heard of before
         self._clocks = time.time(), time.monotonic()
+        self._steady_from = 0.0  # on the monotonic clock
+        self._compare_with_ledger()
         self._usage: defaultdict[tuple[Any, ...], float] = defaultdict(float)
         self._heard: dict[str, float] = {}  # since the last flush: sessions
         self._requested: dict[str, float] = {}  # since the last flush: runs
@@ -41,8 +45,34 @@ class Activity:
     def check_clocks(self) -> None:
         """Notice that the machine slept: the wall clock goes on meanwhile, the monotonic one does not."""
         (then, ticks), self._clocks = self._clocks, (time.time(), time.monotonic())
-        if (self._clocks[0] - then) - (self._clocks[1] - ticks) > ASLEEP:
+        ahead = (self._clocks[0] - then) - (self._clocks[1] - ticks)
+        if ahead > ASLEEP:
             self.awake_since = self._clocks[0]
+        if abs(ahead) > ASLEEP:
+            self._distrust(ahead)
+
+    @property
+    def clock_is_steady(self) -> bool:
+        """May anything be deleted because its time is over? Not soon after the clock jumped."""
+        return time.monotonic() >= self._steady_from
+
+    def _distrust(self, ahead: float) -> None:
+        self._steady_from = time.monotonic() + STEADY
+        log.warning(
+            "the clock differs by %.0f seconds from what was expected: for an hour no checkpoint is deleted "
+            "because it has expired. Set the clock if it is wrong",
+            ahead,
+        )
+        with suppress(LedgerFullError):  # for a process that starts within the hour
+            self._ledger.add_audit(AuditRow(time.time(), "", "clock.jump", details={"seconds": ahead}))
+
+    def _compare_with_ledger(self) -> None:
+        """At start: is the time one that may follow the last one in the ledger?"""
+        now, last = time.time(), self._ledger.last_seen()
+        if last is not None and abs(now - last) > STEADY:
+            self._distrust(now - last)
+        elif self._ledger.audit(Scope(None), kind="clock", start=now - STEADY):
+            self._steady_from = time.monotonic() + STEADY
 
     def count(self, row: RunRow | SamplerRow, amounts: Mapping[UsageKind, float]) -> None:
         """Add to the usage of a run or sampler."""

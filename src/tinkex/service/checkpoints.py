@@ -107,6 +107,8 @@ class Checkpoints:
         await asyncio.to_thread(self._archives.forget, directory)  # nor can it be downloaded any more
 
     async def expire(self) -> None:
+        if not self._activity.clock_is_steady:
+            return
         for row in self._ledger.expired_checkpoints(time.time()):
             async with self._home.locked(row.directory):
                 if self._ledger.checkpoint(*row.key) == row:  # else it was saved again meanwhile

@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tinkex.errors import TinkerError
 from tinkex.service import rows
@@ -248,6 +248,10 @@ class Ledger:
     def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> rows.RowPage[SessionRow]:
         return self._page(SessionRow, *_within(scope), "session_id", limit, offset)
 
+    def last_seen(self) -> float | None:
+        """The last time at which any client was heard of."""
+        return self._read("SELECT max(last_seen_at) FROM sessions")[0][0]
+
     def active_sessions(self, *, seen_before: float) -> list[SessionRow]:
         """Active sessions that were last heard of before then."""
         where = "json_extract(status, '$.type') = 'active' AND last_seen_at < ?"
@@ -450,8 +454,7 @@ def salvage(damaged: Path, ledger: Ledger) -> dict[str, int]:
             try:
                 for row in old.execute(f"SELECT {', '.join(rows.columns(kind))} FROM {table}"):
                     with suppress(LedgerError, ValueError, TypeError, KeyError):  # a row that makes no sense
-                        kept: object = rows.decode(kind, row)
-                        found += ledger.take(kept)
+                        found += ledger.take(cast("object", rows.decode(kind, row)))
             except sqlite3.Error:
                 pass  # the rows after it cannot be reached
             if found:
