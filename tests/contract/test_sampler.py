@@ -230,6 +230,8 @@ async def test_a_seed_gives_the_same_tokens_again_and_each_sample_its_own(engine
     assert len({tuple(t) for t in drawn}) == 6
     other = await sample(engine, prompt, seed=2, work={"num_samples": 4})
     assert [s.tokens for s in other.sequences] != drawn[:4]
+    part = await sample(engine, prompt, work={"num_samples": 2, "first_sample": 3})
+    assert [s.tokens for s in part.sequences] == drawn[3:5]
 
 
 async def test_without_a_seed_draws_differ(engine: Engine):

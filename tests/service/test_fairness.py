@@ -18,9 +18,18 @@ from tinkex.engine.protocol import (
     EngineLost,
     ForwardBackward,
     OptimStep,
+    SampleWork,
     SaveAdapter,
 )
+from tinkex.service import samplers
+from tinkex.service.fair_semaphore import FairSemaphore
+from tinkex.service.samplers import SampleEvents
 from tinkex.service.scheduler import QueuedRequest, Scheduler
+from tinkex.types.data import ModelInput
+from tinkex.types.outputs import NewTokens, SampleResponse
+from tinkex.types.params import SamplingParams
+from tinkex.types.sampling import SampleRequest
+from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
 
@@ -232,3 +241,98 @@ def test_batches_of_a_lost_engine_are_forgotten():
     scheduler.abandon()
     scheduler.close("big")
     assert scheduler.next_batch(1.0) == []
+
+
+# -- samples -----------------------------------------------------------------------------------------------
+
+
+async def test_a_flood_of_samples_leaves_room_for_another_owner(home: Path):
+    """The engine answers nobody who asks for many, and yet another's sample comes at once."""
+    inside, never = list[int](), asyncio.Event()
+
+    class Stuck(FakeEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            sample = self.sampler.sample
+
+            async def stuck(work: SampleWork) -> SampleResponse:
+                if work.num_samples > 1:
+                    inside.append(work.num_samples)
+                    await never.wait()
+                return await sample(work)
+
+            self.sampler.sample = stuck  # type: ignore[method-assign]
+
+    async with serving(home, Stuck) as service:
+        flood, small = User(service, "flood"), User(service, "small")
+        many = await flood.sampler(await flood.session())
+        for n in range(4):
+            await flood.sample(many, n, num_samples=4096)
+        await until(lambda: inside)
+        sampler = await small.sampler(await small.session())
+        for n in range(3):
+            assert len((await small.result(await small.sample(sampler, n))).sequences) == 1
+        assert sum(inside) < service.config.engine.max_batch
+        assert max(inside) <= samplers.PART
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_in_parts_gives_what_it_would_give_whole(
+    home: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+):
+    async with serving(home) as service:
+        user = User(service)
+        sampler = await user.sampler(await user.session())
+        prompt, params = ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=4, seed=3)
+        answers = list[SampleResponse]()
+        pieces = list[dict[int, list[int]]]()
+        for n, part in enumerate((4096, 3)):
+            monkeypatch.setattr(samplers, "PART", part)
+            request = SampleRequest(prompt, params, 20, sampler, n, prompt_logprobs=True)
+            if streamed:
+                drawn: dict[int, list[int]] = {}
+                async for event in SampleEvents(service.samplers, request, user.caller):
+                    if isinstance(event, NewTokens):
+                        drawn.setdefault(event.sequence, []).extend(event.tokens)
+                    elif isinstance(event, SampleResponse):
+                        answers.append(event)
+                pieces.append(drawn)
+            else:
+                answers.append(await user.result(await user.call(ops.SAMPLE, request)))
+        whole, parts = answers
+        assert [one.tokens for one in parts.sequences] == [one.tokens for one in whole.sequences]
+        assert [one.logprobs for one in parts.sequences] == [one.logprobs for one in whole.sequences]
+        assert parts.prompt_logprobs == whole.prompt_logprobs
+        assert len({tuple(one.tokens) for one in parts.sequences}) > 1
+        if streamed:
+            assert pieces[0] == pieces[1] == {n: one.tokens for n, one in enumerate(whole.sequences)}
+
+
+async def test_the_owner_with_the_fewest_tokens_goes_next():
+    permits, entered = FairSemaphore(16), list[str]()
+
+    async def enter(owner: str, count: int, tokens: int) -> None:
+        await permits.acquire(owner, count, tokens)
+        entered.append(owner)
+
+    for owner, count, tokens in [("long", 7, 7000), ("short", 7, 70), ("other", 2, 500)]:
+        await enter(owner, count, tokens)
+    waiting = [asyncio.create_task(enter(owner, 2, 10)) for owner in ("long", "short")]
+    await asyncio.sleep(0)
+    permits.release("other", 2, 500)
+    await waiting[1]
+    permits.release("short", 2, 10)
+    await waiting[0]
+    assert entered[3:] == ["short", "long"]
+
+
+async def test_one_owner_never_holds_all_permits():
+    permits = FairSemaphore(16)
+    assert all(permits.try_acquire("flood", 1) for _ in range(14))
+    assert not permits.try_acquire("flood", 1)
+    waiting = asyncio.create_task(permits.acquire("flood", 1))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(permits.acquire("new", 1), 5)  # though another waits
+    assert not waiting.done()
+    permits.release("flood", 1)
+    await waiting

@@ -225,6 +225,7 @@ class SampleWork:
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
+    first_sample: int = 0  # the index of its first sample, in a part of a larger request: each has its stream
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,6 @@ class ServiceConfig:
     # how much
     max_rank: int = 1024
     max_datums: int = 4096  # of one request
-    samples_in_flight: int = 512  # sequences of one base model; beyond that, requests wait, fairly by owner
+    samples_in_flight: int = 256  # sequences of one base model; beyond that, requests wait, fairly by owner
     disk_quota: int | None = None  # bytes of all that is kept in the home; None: what the disk has
     custom_losses: bool = True

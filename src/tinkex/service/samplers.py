@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -38,6 +38,7 @@ from tinkex.types.outputs import MAX_SAMPLE_BYTES, NewTokens, SampleResponse, sa
 
 CLONE_STRIDE = 1_000_000_000
 MAX_SAMPLES = 4096  # num_samples of one request
+PART = 64  # samples; a larger request is sampled in parts
 MAX_HELD = 4 * MAX_SAMPLE_BYTES  # of one owner's samples that list likely tokens or score prompts
 LOST_ANSWER = 10.0  # seconds for which a large result that was fetched is kept, whatever it takes
 REMEMBERED = 100_000  # seq ids, for recognising repeats
@@ -61,6 +62,7 @@ class _Sample:
     model: ServedModel
     request: types.SampleRequest
     pieces: Pieces | None
+    streamed: bool = False  # something of it was
 
 
 @dataclass(eq=False)
@@ -80,7 +82,9 @@ class Samplers:
 
     def __post_init__(self) -> None:
         # By base model:
-        self._permits = defaultdict[str, FairSemaphore](lambda: FairSemaphore(self.config.samples_in_flight))
+        # No more than an engine decodes at once: then whoever is admitted does not wait there.
+        permits = min(self.config.samples_in_flight, self.config.engine.max_batch)
+        self._permits = defaultdict[str, FairSemaphore](lambda: FairSemaphore(permits))
         self._repeats: OrderedDict[tuple[str, int, int], str] = OrderedDict()  # their request ids
         self._used_at: dict[str, float] = {}  # unnamed samplers
         self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
@@ -243,25 +247,43 @@ class Samplers:
         return engine
 
     async def _sample_on(self, engine: Engine, sample: _Sample) -> SampleResponse:
+        """Sample; a large request in parts, so that other owners have their turn in between."""
+        work = _work(sample.request, sample.row)
+        size = min(PART, self._permits[sample.model.name].most)
+        if work.num_samples <= size:
+            return await self._sample_part(engine, sample, work)
+        parts = [self._sample_part(engine, sample, part) for part in _parts(work, size)]
+        tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
+        try:
+            responses = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # then nothing of theirs holds the engine
+        return replace(responses[0], sequences=[one for part in responses for one in part.sequences])
+
+    async def _sample_part(self, engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
         """Wait for permits among other owners' samples, have the adapter published, and sample."""
-        row, pieces, count = sample.row, sample.pieces, sample.request.num_samples
+        row, count = sample.row, work.num_samples
         permits, adapters = self._permits[sample.model.name], self._adapters.of(engine)
-        if tracing.is_on() or not permits.try_acquire(row.owner, count):
+        tokens = count * (len(work.prompt) + (work.params.max_tokens or engine.info.max_context))
+        if tracing.is_on() or not permits.try_acquire(row.owner, count, tokens):
             with tracing.span("scheduler sample", within=True):
                 why = f"{permits.waiting() + 1} requests wait for room to be sampled"
                 sample.future.queue_state = "paused_capacity", why
-                await permits.acquire(row.owner, count)
+                await permits.acquire(row.owner, count, tokens)
                 sample.future.queue_state = ACTIVE
         try:
             await adapters.acquire(row)
             try:
-                work = _work(sample.request, row)
-                sampling = engine.sampler.sample(work) if pieces is None else _stream(engine, work, pieces)
+                sampling = (
+                    engine.sampler.sample(work) if sample.pieces is None else _stream(engine, sample, work)
+                )
                 return await (tracing.traced("engine sample", sampling) if tracing.is_on() else sampling)
             finally:
                 adapters.release(row)
         finally:
-            permits.release(row.owner, count)
+            permits.release(row.owner, count, tokens)
 
     def _count(self, row: SamplerRow, request: types.SampleRequest, response: Outcome) -> None:
         if not isinstance(response, SampleResponse) or not row.session_id:
@@ -408,20 +430,31 @@ def _fingerprint(request: types.SampleRequest) -> int:
     return hash((request.prompt.to_numpy().tobytes(), *drawn))
 
 
-async def _stream(engine: Engine, work: SampleWork, pieces: Pieces) -> SampleResponse:
-    streamed = False
+async def _stream(engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
+    assert sample.pieces is not None
     try:
         async with aclosing(engine.sampler.stream(work)) as events:
             async for event in events:
                 if not isinstance(event, SampledTokens):
                     return event
-                streamed = True
-                pieces.put_nowait(NewTokens(event.index, event.tokens, event.logprobs))
+                sample.streamed = True
+                sample.pieces.put_nowait(NewTokens(event.index, event.tokens, event.logprobs))
     except EngineLost as error:
-        if streamed:  # what was streamed cannot be taken back, so it cannot be sampled again
+        if sample.streamed:  # what was streamed cannot be taken back, so it cannot be sampled again
             raise EngineError(str(error)) from error
         raise
     raise EngineError("the engine's stream ended without a response")
+
+
+def _parts(work: SampleWork, size: int) -> Iterator[SampleWork]:
+    """A request in parts of `size` samples; the first one scores the prompt."""
+    yield replace(work, num_samples=size)
+    rest = replace(
+        work, prompt_logprobs=False, prompt_logprobs_last_n=None, topk_prompt_logprobs=0,
+        target_prompt_logprobs=None, prompt_alt_tokens_k=0,
+    )  # fmt: skip
+    for first in range(size, work.num_samples, size):
+        yield replace(rest, num_samples=min(size, work.num_samples - first), first_sample=first)
 
 
 def _work(request: types.SampleRequest, row: SamplerRow) -> SampleWork:

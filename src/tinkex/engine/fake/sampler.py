@@ -59,7 +59,7 @@ class _FakeRequest:
             rows_NV = head.logprobs(work.prompt[self._scores.next - 1 : -1])
             self._scores.add(_ArrayRows(rows_NV), wanted)
         self._position = len(work.prompt)
-        self.samples = [Sample(i) for i in range(work.num_samples)]
+        self.samples = [Sample(work.first_sample + i) for i in range(work.num_samples)]
 
     @property
     def going(self) -> list[Sample]:

@@ -114,7 +114,9 @@ class ContinuousBatch:
         seed, stops = seed_of(work), Stops(work, self.decoder.config.eos_ids, token_bytes)
         scores = PromptScores(work, seed)
         request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, listener)
-        request.sequences = [RunningSequence(i, request=request) for i in range(work.num_samples)]
+        request.sequences = [
+            RunningSequence(work.first_sample + i, request=request) for i in range(work.num_samples)
+        ]
         request.unforked = request.sequences[1:]
         request.ahead = self._pipeline is not None and self._pipeline.serves(request)
         if published:
