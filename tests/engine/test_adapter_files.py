@@ -417,7 +417,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_transformers_reads_a_merged_directory(tmp_path: Path, family: str, flags: dict[str, bool]) -> None:
     path = tiny_model(tmp_path, family)
-    (path / "tokenizer.json").write_text("{}")
+    (path / "chat_template.jinja").write_text("{}")
     trainer = make_trainer(path, LoraConfig(4, seed=1, **flags))
     do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
@@ -426,7 +426,7 @@ def test_transformers_reads_a_merged_directory(tmp_path: Path, family: str, flag
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["tie_word_embeddings"] == (family == "smollm2" and not flags.get("train_unembed", True))
-    assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "{}"
     reread = TorchTrainer(load_decoder(tmp_path / "merged"), "merged")
     torch.testing.assert_close(our_logits(reread, None), ours, atol=1e-4, rtol=1e-4)
 

@@ -252,8 +252,11 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_PUBLIC_URL": ("https://t", "public_url", "https://t"),
         "TINKEX_MAX_CONTEXT": ("99", "max_context", 99),
         "TINKEX_DISK_QUOTA": ("5GB", "disk_quota", "5GB"),
+        "TINKEX_DISK_PER_USER": ("1GB", "disk_per_user", "1GB"),
+        "TINKEX_RUNS_PER_USER": ("9", "runs_per_user", 9),
         "TINKEX_PRELOAD": ("0", "preload", False),
         "TINKEX_DRAIN": ("2.5", "drain", 2.5),
+        "TINKEX_DURABILITY": ("process", "durability", "process"),
         "TINKEX_LOG_LEVEL": ("error", "log_level", "error"),
     }
     for variable, (value, _, _) in given.items():

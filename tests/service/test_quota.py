@@ -197,3 +197,26 @@ async def test_a_session_can_be_deleted_with_its_runs_but_not_with_checkpoints(h
             assert await user.status_of(op, asked) == 404
     async with serving(home) as service:  # and a restart finds nothing of it
         assert service.ledger.session(session) is None
+
+
+async def test_one_user_cannot_take_the_whole_disk(home: Path):
+    async with serving(home, disk_per_user=100_000) as service:
+        ann, ben = User(service, "ann"), User(service, "ben")
+        run = await ann.run(rank=1024)
+        with pytest.raises(Failed, match="the files of ann take"):
+            await ann.save(run, 1, "a")
+        other = await ben.run()
+        await ben.save(other, 1, "a")
+
+
+async def test_live_runs_of_one_user_are_bounded(home: Path):
+    async with serving(home, runs_per_user=2) as service:
+        ann, ben = User(service, "ann"), User(service, "ben")
+        first, second = await ann.run(), await ann.run()
+        third = training.CreateModelRequest(session_id=await ann.session(), model_seq_id=0, base_model=MODEL)
+        assert await ann.status_of(ops.CREATE_MODEL, third) == 429
+        await ben.run()
+        await ann.train(second, 1, 1)
+        await ann.finish(first.split(":")[0])
+        await service.tick()
+        assert await ann.status_of(ops.CREATE_MODEL, third) == 200

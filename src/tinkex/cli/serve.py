@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import sys
 import time
 from contextlib import closing
@@ -73,6 +74,13 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "--durability", default="power", type=click.Choice(["power", "process"]),
     help="What was acknowledged survives a power cut, or only a killed process (a little faster).",
 )  # fmt: skip
+@click.option(
+    "--disk-per-user", default="", show_default=False, metavar="SIZE",
+    help="Limit of what one user's runs and checkpoints take.  [default: half of the quota, or of the disk]",
+)  # fmt: skip
+@click.option(
+    "--runs-per-user", default=256, type=Whole(1), help="Live runs of one user; one more waits (429)."
+)
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
@@ -83,7 +91,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
     deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, durability: str,
-    preload: bool, drain: float, log_level: str, engine: str,
+    disk_per_user: str, runs_per_user: int, preload: bool, drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -110,14 +118,18 @@ def serve(
         stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("tinkex").setLevel(log_level.upper())
+    place = (home or settings.home).expanduser().resolve()
+    quota = read_size(disk_quota) if disk_quota else None
     service = ServiceConfig(
-        home=(home or settings.home).expanduser().resolve(),
+        home=place,
         models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
         engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
         durability=durability,  # type: ignore[arg-type]
         preload=preload,
         offline=settings.offline,
-        disk_quota=read_size(disk_quota) if disk_quota else None,
+        disk_quota=quota,
+        disk_per_user=read_size(disk_per_user) if disk_per_user else (quota or _disk(place)) // 2,
+        runs_per_user=runs_per_user,
     )
     url = normalize_url(public_url) if public_url else ""
     run(ServerConfig(service, host, port, url, drain), click.echo)
@@ -148,6 +160,13 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     if not any_place and not is_fetchable(place):
         raise InvalidInputError(f"--model {spec!r}: {unknown_model(place, CATALOGUE)}")
     return name, place  # the service finds it on this machine, or fetches it
+
+
+def _disk(place: Path) -> int:
+    """The size of the disk that a directory is on, or will be."""
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).total
 
 
 def read_size(text: str) -> int:

@@ -146,7 +146,7 @@ class Checkpoints:
         if (copied := self._copied_before(request, source, caller)) is not None:
             return copied
         self._home.check_disk(source.size_bytes)
-        if why := await self._home.over_quota(source.size_bytes):
+        if why := await self._home.over_quota(source.size_bytes, caller.user):
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
         target = self._home.run_dir(run.run_id) / source.kind / source.name

@@ -49,7 +49,7 @@ class CustomLosses:
         )  # fmt: skip
         why = _check_form(request) or await self._refused_by_engines(row)
         if self.ledger.custom_loss(loss_id) is None:
-            why = why or await self.home.over_quota(len(repr(row)), lately=True)
+            why = why or await self.home.over_quota(len(repr(row)), caller.user, lately=True)
         if why:
             failed = self.futures.create_resolved(caller.user, failure(why, "user"))
             return UntypedAPIFuture(failed.request_id)

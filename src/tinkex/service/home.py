@@ -12,6 +12,7 @@ import shutil
 import stat
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -28,13 +29,21 @@ DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is belie
 class Home:
     """The directory `root`, and how much may be kept in it."""
 
-    def __init__(self, root: Path, quota: int | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        quota: int | None = None,
+        per_user: int | None = None,
+        sessions_of: Callable[[str], list[str]] = lambda user: [],
+    ) -> None:
         self.root = root
         self.quota = quota
+        self.per_user = per_user
+        self._sessions_of = sessions_of
         self._lock: int | None = None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free: tuple[float, int] = (0.0, 0)  # when it was read, bytes
-        self._used: tuple[float, int] = (0.0, 0)
+        self._used: dict[str, tuple[float, int]] = {}  # by user; "": by all
         root.mkdir(0o700, parents=True, exist_ok=True)
         mode = root.stat().st_mode
         if (root / "ledger.sqlite").exists() and mode & 0o077 and not mode & stat.S_ISVTX:
@@ -117,22 +126,35 @@ class Home:
         if free < needed + DISK_RESERVE:
             raise Refusal(503, f"the server's disk is full ({free // 2**20} MiB left); nothing was lost")
 
-    async def over_quota(self, more: int, *, lately: bool = False) -> str:
-        """Why there is no room for `more` bytes; "" if there is. Everything in the home counts.
+    @property
+    def limited(self) -> bool:
+        return self.quota is not None or self.per_user is not None
+
+    async def over_quota(self, more: int, user: str, *, lately: bool = False) -> str:
+        """Why there is no room for `more` bytes of `user`; "" if there is. Everything in the home counts.
 
         `lately`: a reading of a moment ago will do, unless it says no.
         """
-        if self.quota is None:
-            return ""
-        read_at, used = self._used
-        if not lately or used + more > self.quota or time.monotonic() - read_at > DISK_LOOK:
-            used = await asyncio.to_thread(directory_bytes, self.root)
+        why = ""
+        if self.quota is not None:
+            why = await self._over("", self.quota, more, lately)
+        if self.per_user is not None and not why:
+            why = await self._over(user, self.per_user, more, lately)
+        return why
+
+    async def _over(self, user: str, limit: int, more: int, lately: bool) -> str:
+        read_at, used = self._used.get(user, (0.0, 0))
+        patience = DISK_LOOK if used > limit // 2 else 10 * DISK_LOOK if user else DISK_LOOK
+        if not lately or used + more > limit or time.monotonic() - read_at > patience:
+            places = [self.root / "runs" / s for s in self._sessions_of(user)] if user else [self.root]
+            used = await asyncio.to_thread(lambda: sum(directory_bytes(p) for p in places if p.exists()))
             read_at = time.monotonic()
-        if used + more <= self.quota:
-            self._used = read_at, used + more
+        if used + more <= limit:
+            self._used[user] = read_at, used + more
             return ""
+        whose = f"the files of {user}" if user else "the server's files"
         return (
-            f"the server's files take {used} of the {self.quota} bytes allowed, {more} more do not fit; "
+            f"{whose} take {used} of the {limit} bytes allowed, {more} more do not fit; "
             "delete some checkpoints"
         )
 

@@ -225,6 +225,9 @@ class Ledger:
     def add_session(self, row: SessionRow) -> None:
         self._insert(SessionRow, vars(row))
 
+    def sessions_of(self, owner: str) -> list[str]:
+        return [name for (name,) in self._read("SELECT session_id FROM sessions WHERE owner = ?", [owner])]
+
     def session(self, session_id: str) -> SessionRow | None:
         return self._one(SessionRow, "session_id = ?", session_id)
 
@@ -301,6 +304,10 @@ class Ledger:
     def runs_of_session(self, session_id: str) -> list[RunRow]:
         """In the order of their numbers."""
         return self._select(RunRow, "WHERE session_id = ? ORDER BY model_seq_id", [session_id])
+
+    def count_live_runs(self, owner: str) -> int:
+        ((count,),) = self._read("SELECT count(*) FROM runs WHERE state = 'live' AND owner = ?", [owner])
+        return count
 
     def runs_in_state(self, *states: rows.StoredRunState) -> list[RunRow]:
         """Oldest first: those to restore at start."""

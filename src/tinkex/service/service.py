@@ -96,7 +96,9 @@ class Service:
         self.ready = False
         self.long_poll = config.long_poll
         self._upkeep: asyncio.Task[None] | None = None
-        self.home = home = Home(config.home, config.disk_quota)
+        self.home = home = Home(
+            config.home, config.disk_quota, config.disk_per_user, lambda user: self.ledger.sessions_of(user)
+        )
         home.free_spare()
         self.disk = disk = GroupCommit(power=config.durability == "power")
         self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
@@ -214,8 +216,8 @@ class Service:
         if method is None:
             raise Refusal(404, f"this service does not offer {op.name}")
         try:
-            if op.name in GROWS and self.home.quota is not None:
-                await self._check_quota(request)
+            if op.name in GROWS and self.home.limited:
+                await self._check_quota(request, caller)
             if not tracing.is_on():
                 answer = await method(request, caller)
             else:
@@ -233,8 +235,8 @@ class Service:
                 raise
             raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
 
-    async def _check_quota(self, request: Any) -> None:
-        if why := await self.home.over_quota(len(repr(request)), lately=True):
+    async def _check_quota(self, request: Any, caller: Caller) -> None:
+        if why := await self.home.over_quota(len(repr(request)), caller.user, lately=True):
             raise Refusal(422, why)
 
     def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:

@@ -73,7 +73,7 @@ def save_adapter(
             save_file(arrays, temporary / OPTIMIZER)
         facts = {"format": 1, "lora": asdict(adapter.lora), "base": asdict(base), "step": adapter.step}
         write_json(temporary / FACTS, facts)
-        return sum(file.stat().st_size for file in temporary.iterdir())
+    return store.directory_bytes(directory)
 
 
 def _named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ Between = Callable[[], None]
 class LossClock:
     """Counts the time that one pass's uploaded loss takes; `check` ends it, between two nodes.
 
-    >>> with clock:
+    >>> with clock:                                                              # doctest: +SKIP
     ...     graph.gradient(logprobs, inputs, clock.check)
     """
 

@@ -143,6 +143,9 @@ class TrainingRequests:
         # Without a seed of its own a run could not be created again, as after a crash it must be.
         lora = replace(lora, seed=random.getrandbits(62)) if lora.seed is None else lora
         now, project = time.time(), self.access.session(request.session_id, caller).project_id
+        live, most = self.ledger.count_live_runs(caller.user), self.config.runs_per_user
+        if live >= most and self.ledger.run(run_id) is None:
+            raise Refusal(429, f"you have {live} live runs, and {most} are allowed: end a session of yours")
         row, is_new = self.ledger.add_run(
             RunRow(
                 run_id, request.session_id, request.model_seq_id, caller.user, base_model, lora, now, now,
@@ -201,9 +204,9 @@ class TrainingRequests:
                     return await self._accept(run, seq_id, request, digest)
 
     async def _accept(self, run: Run, seq_id: int, request: Any, digest: bytes) -> UntypedAPIFuture:
-        if isinstance(request, ForwardBackwardRequest) and self.home.quota is not None:  # others are small
+        if isinstance(request, ForwardBackwardRequest) and self.home.limited:  # others are small
             size = sum(datum.nbytes for datum in request.forward_backward_input.data)
-            if why := await self.home.over_quota(size, lately=True):
+            if why := await self.home.over_quota(size, run.row.owner, lately=True):
                 request = _failing(request, why)
         op = "forward_backward" if isinstance(request, ForwardBackwardRequest) else request.type
         entry = JournalEntry(seq_id, f"{run.id}#{seq_id}", op, request, time.time(), digest)

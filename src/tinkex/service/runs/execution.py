@@ -204,7 +204,7 @@ class Barriers:
             raise EngineError(f"sampler {sampler_id} exists already: use another number", "user")
         self.home.check_disk()
         await execute(engine, SaveAdapter(run.run_id, str(directory), overwrite=True))
-        await self._must_fit(directory)
+        await self._must_fit(directory, run.owner)
         exported = await execute(engine, protocol.ExportAdapter(run.run_id))
         await self.adapters.of(engine).add(sampler, exported)
         self.ledger.add_sampler(sampler)
@@ -233,7 +233,7 @@ class Barriers:
                 user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
             )  # fmt: skip
             if kept is None:
-                await self._must_fit(directory)
+                await self._must_fit(directory, run.owner)
             with self.ledger.transaction():
                 self.ledger.add_checkpoint(row, overwrite=True)
                 caller = Caller(run.owner, run.project_id)
@@ -246,12 +246,12 @@ class Barriers:
         last = self.ledger.latest_checkpoints([run.run_id]).get((run.run_id, kind))
         size = 0 if last is None else last.size_bytes
         self.home.check_disk(size)
-        if why := await self.home.over_quota(max(0, size - replaced)):
+        if why := await self.home.over_quota(max(0, size - replaced), run.owner):
             raise EngineError(why, "user")
 
-    async def _must_fit(self, directory: Path) -> None:
+    async def _must_fit(self, directory: Path, user: str) -> None:
         """Delete what has just been written, if it is more than the quota allows."""
-        if why := await self.home.over_quota(0):
+        if why := await self.home.over_quota(0, user):
             await asyncio.to_thread(shutil.rmtree, directory, True)
             raise EngineError(why, "user")
 
