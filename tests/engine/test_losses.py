@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tinkex.engine.protocol import EngineError, Pass
+from tinkex.engine.torch.loss_graph import LossClock
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
 from tinkex.engine.torch.trainer import flat_inputs, read_training_pass
 from tinkex.types.data import Datum, DmelChunk, ImageChunk, ModelInput
@@ -92,7 +93,7 @@ def datum(inputs: dict[str, Any]) -> Datum:
 
 def compute(name: str, data: list[Datum], lp: list[np.ndarray], config: dict[str, float]):
     """Our loss, per datum, our gradient, and our metrics."""
-    work = read_training_pass(Pass("run", data, name, config), VOCAB, CONTEXT)
+    work = read_training_pass(Pass("run", data, name, config), VOCAB, CONTEXT, LossClock, lambda: None)
     assert work.loss is not None
     inputs = flat_inputs(work.examples, CPU)
     flat = torch.from_numpy(np.concatenate([x.reshape(-1) for x in lp]).astype(np.float32))
@@ -298,7 +299,7 @@ def test_metric_names_are_a_name_and_a_reduction() -> None:
 
 def refused(data: list[Datum], name: str = "cross_entropy", config: dict[str, Any] | None = None) -> str:
     with pytest.raises(EngineError) as caught:
-        read_training_pass(Pass("run", data, name, config or {}), VOCAB, CONTEXT)
+        read_training_pass(Pass("run", data, name, config or {}), VOCAB, CONTEXT, LossClock, lambda: None)
     assert caught.value.category == "user"
     return caught.value.message
 

@@ -18,15 +18,20 @@ _PLAIN = frozenset(
      "x-tinker-request-type", "x-tinker-sampling-backpressure"}
 )  # fmt: skip
 _BYTES = (bytes, bytearray)
+_SHORTEST = 8  # a shorter value is no secret, and would be found in the middle of honest words
 
 
 def secrets_of(headers: Mapping[str, str]) -> list[str]:
     """The values of a request's headers that nobody else may see.
 
-    >>> secrets_of({"accept": "application/json", "x-api-key": "tml-1"})
-    ['tml-1']
+    >>> secrets_of({"accept": "application/json", "x-api-key": "tml-1234"})
+    ['tml-1234']
     """
-    return [value for name, value in headers.items() if name not in _PLAIN and _is_secret(name) and value]
+    return [
+        value
+        for name, value in headers.items()
+        if name not in _PLAIN and _is_secret(name) and len(value) >= _SHORTEST
+    ]
 
 
 @cache
