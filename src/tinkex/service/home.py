@@ -6,7 +6,6 @@ One process at a time serves a home. Knows which files belong to a run; knows no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import stat
@@ -114,7 +113,7 @@ class Home:
     def keep_spare(self) -> None:
         """Have the spare file again, as soon as there is room for it."""
         if not self._spare.exists() and shutil.disk_usage(self.root).free >= DISK_RESERVE:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._spare.write_bytes(os.urandom(SPARE_BYTES))  # zeros might take no room
 
     def check_disk(self, needed: int = 0) -> None:
