@@ -162,7 +162,7 @@ def test_wrong_content_fails_its_pass_and_its_step_and_nothing_after(
     )  # a client cannot know how far ids go
     bad = run.forward_backward([beyond], "cross_entropy")
     step = run.optim_step(ADAM)
-    with pytest.raises(RequestFailedError, match="datum 0: model_input\[0\] is 1000000") as failed:
+    with pytest.raises(RequestFailedError, match=r"datum 0: model_input\[0\] is 1000000") as failed:
         bad.result(SECONDS)
     assert failed.value.category is RequestErrorCategory.User
     with pytest.raises(RequestFailedError, match="no step was taken"):
