@@ -1,0 +1,197 @@
+"""The gated delta rule over packed sequences: in chunks for training and prefill, one step for decoding.
+
+A head's state S maps keys to values. Token by token, with the decay g ≤ 0 and the rate β:
+S ← e^g·S; S ← S + k ⊗ β(v − Sᵀk); o = Sᵀq. A chunk of up to 64 tokens does the same by products and one
+triangular solve. All of it is fp32.
+
+Shapes: T tokens, B sequences, N chunks, C tokens of a chunk, H value heads, K key heads, R = H / K,
+D key dim, V value dim, F conv channels, W conv width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+CHUNK = 64  # tokens
+
+
+class Chunks:
+    """Where the tokens of packed sequences of `lengths` lie in chunks, which advance step by step.
+
+    A step has the next chunk of every sequence that has one, the longest sequence first, so that the states
+    of a step are the first ones of the step before.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths, self.size = list(lengths), min(CHUNK, max(lengths))
+        counts = -(-np.asarray(lengths) // self.size)
+        order = np.argsort(-counts, kind="stable")
+        self.steps = [int((counts > step).sum()) for step in range(counts.max())]
+        first = np.asarray([0, *accumulate(self.steps)])
+        self.count = int(first[-1])
+        rank = np.argsort(order)
+        places = [
+            (first[at // self.size] + rank[i]) * self.size + at % self.size
+            for i, at in enumerate(np.arange(length) for length in lengths)
+        ]
+        place = np.concatenate(places)
+        self.whole = len(place) == self.count * self.size and bool((np.diff(place) == 1).all())
+        self.place_T = torch.from_numpy(place).to(device)
+        self.sorted = bool((np.diff(order) == 1).all())
+        self.order_B, self.rank_B = (torch.from_numpy(x.copy()).to(device) for x in (order, rank))
+
+    def split(self, x: Tensor) -> Tensor:
+        """[T, …] as [N, C, …], zero where a chunk has no token."""
+        if not self.whole:
+            x = _Move.apply(x, self.place_T, self.count * self.size, True)
+        return x.unflatten(0, (self.count, self.size))
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        x = x.flatten(0, 1)
+        return x if self.whole else _Move.apply(x, self.place_T, len(self.place_T), False)
+
+
+class _Move(Function):
+    """Rows to `places` of a larger tensor of zeros, or (not `out`) back from there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, rows: int, out: bool) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.out, ctx.rows = out, len(x)
+        return _move(x, places, rows, out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _move(grads[0], ctx.saved_tensors[0], ctx.rows, not ctx.out), None, None, None
+
+
+def _move(x: Tensor, places: Tensor, rows: int, out: bool) -> Tensor:
+    if not out:
+        return x.index_select(0, places)
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, places, x)
+
+
+def delta_chunks(
+    q_TKD: Tensor,
+    k_TKD: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    chunks: Chunks,
+    state_BHDV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o_THV and the states after the last tokens; sequences start at `state_BHDV`, or at zero."""
+    (_, K, D), (_, H, V) = k_TKD.shape, v_THV.shape
+    N, C, R = chunks.count, chunks.size, H // K
+    q, k = (chunks.split(x).transpose(1, 2) for x in (q_TKD, k_TKD))  # [N, K, C, D]
+    v = chunks.split(v_THV).unflatten(2, (K, R)).permute(0, 2, 3, 1, 4)  # [N, K, R, C, V]
+    total = chunks.split(g_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1).cumsum(-1)  # [N, K, R, C]
+    beta = chunks.split(beta_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1)[..., None]
+    later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
+    decay = (total[..., None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    k_t = k.transpose(2, 3)
+    system = (k @ k_t)[:, :, None] * decay * beta
+    seen = (q @ k_t)[:, :, None] * decay
+    grown = total.exp()[..., None]
+    k, q = k[:, :, None], q[:, :, None]
+    right = torch.cat((v, (k * grown).expand(N, K, R, C, D)), -1) * beta
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    heads = (N, H, C, -1)
+    u, w = solved.reshape(heads).split([V, D], -1)
+    q, seen = (q * grown).reshape(heads), seen.reshape(heads)
+    end = total[..., -1:]
+    k_t = (k * (end - total).exp()[..., None]).reshape(heads).transpose(2, 3)
+    end = end.exp().reshape(N, H, 1, 1)
+    if state_BHDV is None:
+        state = v_THV.new_zeros(chunks.steps[0], H, D, V)
+    else:
+        state = state_BHDV if chunks.sorted else state_BHDV[chunks.order_B]
+    ended, out = [], []
+    steps = zip(*(x.split(chunks.steps) for x in (u, w, q, seen, k_t, end)), strict=True)
+    for u, w, q, seen, k_t, end in steps:
+        if len(u) < len(state):
+            ended.append(state[len(u) :])
+            state = state[: len(u)]
+        new = u - w @ state
+        out.append(q @ state + seen @ new)
+        state = state * end + k_t @ new
+    final = torch.cat([state, *reversed(ended)]) if ended else state
+    o = torch.cat(out).transpose(1, 2)  # [N, C, H, V]
+    return chunks.join(o), final if chunks.sorted else final[chunks.rank_B]
+
+
+def delta_step(
+    q_BKD: Tensor, k_BKD: Tensor, v_BHV: Tensor, g_BH: Tensor, beta_BH: Tensor, state_BHDV: Tensor
+) -> Tensor:
+    """o_BHV of one token of each sequence; `state_BHDV` becomes the state after it, in place."""
+    repeat = v_BHV.shape[1] // k_BKD.shape[1]
+    q, k = (x.repeat_interleave(repeat, 1) for x in (q_BKD, k_BKD)) if repeat > 1 else (q_BKD, k_BKD)
+    grown_BH1 = g_BH.exp()[..., None]
+    read_BH2V = torch.stack((k, q), 2) @ state_BHDV  # both products read the state once
+    old, o = (read_BH2V * grown_BH1[..., None]).unbind(2)
+    new_BHV = (v_BHV - old) * beta_BH[..., None]
+    state_BHDV.mul_(grown_BH1[..., None])
+    flat = state_BHDV.view(-1, *state_BHDV.shape[2:])
+    flat.baddbmm_(k.flatten(0, 1)[:, :, None], new_BHV.flatten(0, 1)[:, None])
+    return o + (q * k).sum(-1, keepdim=True) * new_BHV
+
+
+def conv_silu(
+    x_TF: Tensor, weight_WF: Tensor, lengths: Sequence[int], before_BWF: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """silu of a causal depthwise convolution within each sequence, and the last W − 1 inputs of each.
+
+    `before_BWF` are the W − 1 inputs before the first token; None: zeros.
+    """
+    kept = len(weight_WF) - 1
+    if before_BWF is None:
+        before_BWF = x_TF.new_zeros(len(lengths), kept, x_TF.shape[1])
+    if max(lengths) == 1:
+        seen_BWF = torch.cat((before_BWF, x_TF[:, None]), 1)
+        return F.silu((seen_BWF * weight_WF).sum(1)), seen_BWF[:, 1:]
+    # before each sequence's tokens those that it sees
+    pieces = [piece for pair in zip(before_BWF, x_TF.split(list(lengths)), strict=True) for piece in pair]
+    ends = list(accumulate(length + kept for length in lengths))
+    laid = torch.cat(pieces)
+    last = torch.stack([laid[end - kept : end] for end in ends]).detach()
+    y = _ConvSilu.apply(laid, weight_WF)
+    if len(lengths) > 1:
+        firsts = [end - kept - length for end, length in zip(ends, lengths, strict=True)]
+        y = torch.cat([y[first : first + n] for first, n in zip(firsts, lengths, strict=True)])
+    return y, last
+
+
+class _ConvSilu(Function):
+    """Row i of the result sees rows i … i + W − 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = len(x) - len(weight) + 1
+        y = x[:rows] * weight[0]
+        for i in range(1, len(weight)):
+            y.addcmul_(x[i : i + rows], weight[i])
+        ctx.save_for_backward(y, weight)
+        return F.silu(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        y, weight = ctx.saved_tensors
+        grad = torch.ops.aten.silu_backward(grads[0], y)
+        out = grad.new_zeros(len(grad) + len(weight) - 1, grad.shape[1])
+        for i in range(len(weight)):
+            out[i : i + len(grad)].addcmul_(grad, weight[i])
+        return out, None
+
+
+def unit(x: Tensor) -> Tensor:
+    """x over its length along the last dimension."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
