@@ -35,6 +35,7 @@ from tinkex.engine.torch.sequences import (
     RunningSequence,
     lora_of,
 )
+from tinkex.engine.torch.states import StatePool, snapshot_after
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
@@ -74,9 +75,10 @@ class ContinuousBatch:
         compiled: CompiledStep | None = None,
         prefill: PrefillSteps | None = None,
         probe: Callable[[], None] = lambda: None,
+        states: StatePool | None = None,
     ) -> None:
-        """`probe`, called when a step has failed, raises if the device is lost."""
-        self.decoder, self.cache, self.limits = decoder, cache, limits
+        """`probe`, called when a step has failed, raises if the device is lost. Hybrids have `states`."""
+        self.decoder, self.cache, self.limits, self.states = decoder, cache, limits, states
         self._pipeline, self._compiled, self._prefill, self._probe = pipeline, compiled, prefill, probe
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
@@ -224,10 +226,15 @@ class ContinuousBatch:
             if backlog >= self.limits.prefill_alone:
                 return  # no budget for it now, and later more of its prompt may be cached
             reusable = (self._first_needed(sequence) - 1) // PAGE
-            found = pages.find(self._links(sequence, sequence.length)[:reusable])
+            links = self._links(sequence, sequence.length)[:reusable]
+            found = pages.find(links)
+            if self.states is not None:  # a prefix is reused as far as there is a state, too
+                reusable = self.states.reusable(links[: len(found)])
+                pages.release(found[reusable:])
+                del found[reusable:]
             fresh = -(-sequence.length // PAGE) - len(found)
             spare = -(-len(self.running) // PAGE)  # pages that running sequences need soon
-            if pages.available < fresh + spare:
+            if pages.available < fresh + spare or not self._start_state(sequence, links[: len(found)]):
                 pages.release(found)
                 return
             self.waiting.popleft()
@@ -237,6 +244,11 @@ class ContinuousBatch:
                 sequence.request.cache_hits = sequence.computed
             self.running.append(sequence)
             backlog += sequence.lacking - 1
+
+    def _start_state(self, sequence: RunningSequence, links: Sequence[bytes]) -> bool:
+        if self.states is not None:
+            sequence.slot = self.states.start(links)
+        return self.states is None or sequence.slot is not None
 
     def _first_needed(self, sequence: RunningSequence) -> int:
         """The first position whose logits are still needed: cached pages before it are reused."""
@@ -259,6 +271,8 @@ class ContinuousBatch:
             count = sequence.lacking
             if count > 1:
                 count = min(count, budget)
+                if self.states is not None:
+                    count = min(count, snapshot_after(sequence.computed, sequence.length) - sequence.computed)
                 budget -= count
             if count:
                 plan.append((sequence, count))
@@ -290,19 +304,27 @@ class ContinuousBatch:
             windows = decoder.config.windows
             attend = decoder.backend.paged_attend(self.cache, pieces, windows, min_split_keys)
             read = (to_device(ids, self._device) for ids in (tokens.astype(np.int64), positions))
-            h_TD = decoder(*read, attend, lora)
+            groups = []
+            if self.states is not None:
+                slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
+                groups = [self.states.groups(slots, [count for _, count in plan])]
+            h_TD = decoder(*read, attend, lora, *groups)
         for sequence, count in plan:
             self._computed(sequence, count)
         return h_TD
 
     def _computed(self, sequence: RunningSequence, count: int) -> None:
         """Note `count` computed tokens, and enter the pages that became full into the prefix cache."""
+        before = sequence.computed
         sequence.computed += count
-        first, full = (sequence.computed - count) // PAGE, sequence.computed // PAGE
+        first, full = before // PAGE, sequence.computed // PAGE
         if first < full:
             links = self._links(sequence, full * PAGE)
             for page in range(first, full):
                 self.cache.pages.remember(sequence.pages[page], links[page])
+            if self.states is not None and sequence.computed == snapshot_after(before, sequence.length):
+                assert sequence.slot is not None
+                self.states.remember(sequence.slot, links[full - 1])
 
     def _links(self, sequence: RunningSequence, stop: int) -> list[bytes]:
         fresh = sequence.ids(len(sequence.links) * PAGE, stop)
@@ -370,6 +392,11 @@ class ContinuousBatch:
         partial = len(first.pages) - full
         if len(self.running) >= self.limits.sequences or pages.available < partial:
             return False
+        if self.states is not None:
+            assert first.slot is not None
+            sequence.slot = self.states.fork(first.slot)
+            if sequence.slot is None:
+                return False
         copies = self.cache.take(partial) or []
         for source, target in zip(first.pages[full:], copies, strict=True):
             self.cache.copy_page(source, target)
@@ -418,7 +445,9 @@ class ContinuousBatch:
     def _stop_running(self, sequence: RunningSequence) -> None:
         self.running.remove(sequence)
         self.cache.pages.release(sequence.pages)
-        sequence.pages, sequence.computed = [], 0
+        if self.states is not None and sequence.slot is not None:
+            self.states.release(sequence.slot)
+        sequence.pages, sequence.slot, sequence.computed = [], None, 0
 
 
 def _diverged(request: RunningRequest) -> EngineError:

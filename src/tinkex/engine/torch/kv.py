@@ -85,6 +85,9 @@ class Pages:
         self.share(found)
         return found
 
+    def holds(self, digest: bytes) -> bool:
+        return digest in self._by_digest
+
     def remember(self, page: int, digest: bytes) -> None:
         """Enter a full page into the prefix cache, unless one with the same content is there."""
         if digest not in self._by_digest and page not in self._digest:
@@ -109,7 +112,7 @@ class KVCache:
         """`clears`: `Backend.clears_pages`."""
         self.pages, self.device, self._clears = Pages(pages), device, clears
         self.heads, self.head_dim = kv_heads, head_dim
-        self._pool = _zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
+        self._pool = zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
         self._k, self._v = (list(half.unbind()) for half in self._pool.chunk(2))
         self._used: set[int] = set()  # pages written to before: all others are still zero
 
@@ -149,7 +152,7 @@ def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     return 2 * layers * PAGE * kv_heads * head_dim * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     if device.type == "cpu" and dtype == torch.float32:  # numpy's take memory when first written to
         return torch.from_numpy(np.zeros(shape, np.float32))
     return torch.zeros(shape, device=device, dtype=dtype)

@@ -79,6 +79,7 @@ class RunningSequence(Sample):
 
     request: RunningRequest
     pages: list[int] = field(default_factory=list)
+    slot: int | None = None  # of the states of recurrent layers, after `computed` tokens
     computed: int = 0
     in_flight: int = 0  # decode steps that were launched and have not come back
     links: list[bytes] = field(default_factory=list)  # digests of its full pages
