@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import peft
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.tiny import reference_model
 from tinkex.types.data import Datum, ModelInput
@@ -74,3 +75,16 @@ def randomise(flat: torch.Tensor, seed: int) -> None:
     """Make an adapter's B other than zero, so that A has gradients too."""
     generator = torch.Generator().manual_seed(seed)
     flat.add_(torch.empty_like(flat).uniform_(-0.05, 0.05, generator=generator))
+
+
+def older_layout(directory: Path) -> None:
+    """Rewrite an adapter as it was before experts shared a factor: with both factors for every expert."""
+    weights = load_file(directory / "adapter_model.safetensors")
+    experts = max(
+        len(tensor) for name, tensor in weights.items() if ".experts." in name and tensor.dim() == 3
+    )
+    for name, tensor in weights.items():
+        if ".experts." in name and len(tensor) == 1:
+            weights[name] = tensor * (1 + torch.arange(experts)[:, None, None] / experts)
+    (directory / "SHA256SUMS").unlink()
+    save_file(weights, directory / "adapter_model.safetensors")

@@ -27,10 +27,11 @@ class PlainLora(LoraBatch):
         pieces, done = [], 0
         for start, stop, adapter, expert in self.jobs(site, rows=rows, experts=experts):
             shape = adapter.shapes[site]
-            a, b_t = shape.views(self._leaves[adapter])
+            a_E, b_t_E = shape.views(self._leaves[adapter])  # one matrix on the side that experts share
+            a, b_t = a_E[expert % len(a_E)], [part[expert % len(part)] for part in b_t_E]
             deltas = [
-                adapter.scale * (x[start:stop] @ a_part.t().to(x.dtype)) @ b_part[expert].to(x.dtype)
-                for a_part, b_part in zip(a[expert].split(shape.rank), b_t, strict=True)
+                adapter.scale * (x[start:stop] @ a_part.t().to(x.dtype)) @ b_part.to(x.dtype)
+                for a_part, b_part in zip(a.split(shape.rank), b_t, strict=True)
             ]
             pieces += [y[done:start], y[start:stop] + torch.cat(deltas, dim=1)]
             done = stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.commands import do
-from tests.engine.oracle import ATTN, MLP, PeftOracle, make_datum, randomise
+from tests.engine.oracle import ATTN, MLP, PeftOracle, make_datum, older_layout, randomise
 from tests.engine.tiny import reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import (
     CreateAdapter,
     EngineError,
+    ExportAdapter,
     ForwardBackward,
     LoadAdapter,
     OptimStep,
@@ -32,6 +34,7 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
 from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.store import CHECKSUMS
 from tinkex.types.params import AdamParams, LoraConfig
@@ -151,11 +154,52 @@ def test_experts_are_written_as_three_dimensional_tensors(tmp_path: Path) -> Non
     experts = "base_model.model.model.layers.1.mlp.experts"
     shapes = {
         key: tuple(tensors[f"{experts}.{key}.weight"].shape)
-        for key in ("w1.lora_A", "w2.lora_B", "w3.lora_A")
+        for key in ("w1.lora_A", "w1.lora_B", "w2.lora_A", "w2.lora_B", "w3.lora_A")
     }
-    assert shapes == {"w1.lora_A": (6, 4, 64), "w2.lora_B": (6, 64, 4), "w3.lora_A": (6, 4, 64)}
+    assert shapes == {
+        "w1.lora_A": (1, 4, 64),
+        "w1.lora_B": (6, 32, 4),
+        "w2.lora_A": (6, 4, 32),
+        "w2.lora_B": (1, 64, 4),
+        "w3.lora_A": (1, 4, 64),
+    }
     do(trainer, LoadAdapter("copy", tmp_path / "adapter"))
     assert torch.equal(trainer.adapter("copy").flat, trainer.adapter("run").flat)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_peft_loads_an_exported_adapter_of_experts(tmp_path: Path, older: bool) -> None:
+    path = tiny_model(tmp_path, "qwen3_moe")
+    trainer = make_trainer(path)
+    do(trainer, SaveAdapter("run", tmp_path / "adapter"))
+    if older:
+        older_layout(tmp_path / "adapter")
+    do(trainer, LoadAdapter("run", tmp_path / "adapter"))
+    export_peft(tmp_path / "adapter", tmp_path / "exported")
+    model = peft.PeftModel.from_pretrained(reference_model(path), str(tmp_path / "exported"))
+    with torch.no_grad():
+        theirs = model(torch.tensor([IDS]), use_cache=False).logits[0]
+    ours = our_logits(trainer, trainer.adapter("run"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert (ours - our_logits(trainer, None)).abs().max() > 0.05
+
+
+def test_adapters_of_both_expert_layouts_resume_exactly(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model(tmp_path, "qwen3_moe"))
+    do(trainer, SaveAdapter("run", tmp_path / "older"))
+    older_layout(tmp_path / "older")
+    do(trainer, LoadAdapter("older", tmp_path / "older"))
+    for run in ("run", "older"):
+        train(trainer, range(2), run)
+        do(trainer, SaveAdapter(run, tmp_path / f"{run}-saved", optimizer=True))
+        do(trainer, LoadAdapter(f"{run} again", tmp_path / f"{run}-saved", optimizer=True))
+        for each in (run, f"{run} again"):
+            train(trainer, range(2, 3), each)
+        assert torch.equal(trainer.adapter(f"{run} again").flat, trainer.adapter(run).flat)
+        export = do(trainer, ExportAdapter(run))
+        moved = trainer.published(pickle.loads(pickle.dumps(export)))
+        torch.testing.assert_close(our_logits(trainer, moved), our_logits(trainer, trainer.adapter(run)))
+    assert len(trainer.adapter("older").flat) > len(trainer.adapter("run").flat)
 
 
 def test_a_directory_of_peft_itself_is_loaded(tmp_path: Path) -> None:

@@ -237,10 +237,10 @@ def test_sites_of_experts(tmp_path: Path) -> None:
     in_features, parts = sites[Site(1, "experts_gate_up")]
     assert in_features == 64
     assert [tuple(part) for part in parts] == [
-        ("model.layers.1.mlp.experts.w1", 32, "mlp", 6),
-        ("model.layers.1.mlp.experts.w3", 32, "mlp", 6),
+        ("model.layers.1.mlp.experts.w1", 32, "mlp", 6, "A"),
+        ("model.layers.1.mlp.experts.w3", 32, "mlp", 6, "A"),
     ]
-    assert sites[Site(1, "experts_down")] == (32, (Part("model.layers.1.mlp.experts.w2", 64, "mlp", 6),))
+    assert sites[Site(1, "experts_down")] == (32, (Part("model.layers.1.mlp.experts.w2", 64, "mlp", 6, "B"),))
 
 
 def test_expert_rows_tell_their_tokens(tmp_path: Path) -> None:

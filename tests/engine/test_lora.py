@@ -8,22 +8,26 @@ from torch import Tensor
 
 from tests.engine.oracle import randomise
 from tests.engine.plain_lora import PlainLora
+from tinkex.engine.torch.adapters import Adapter, lay_out
 from tinkex.engine.torch.hooks import Part, Site, Sites
-from tinkex.engine.torch.lora import Adapter, LoraBatch
+from tinkex.engine.torch.lora import LoraBatch
 from tinkex.types.params import LoraConfig
 
 E = 3
-QKV, DOWN, EXPERTS, HEAD = Site(0, "qkv"), Site(0, "down"), Site(1, "experts_gate_up"), Site(-1, "unembed")
+QKV, DOWN, HEAD = Site(0, "qkv"), Site(0, "down"), Site(-1, "unembed")
+EXPERTS, EXPERTS_DOWN = Site(1, "experts_gate_up"), Site(1, "experts_down")
 SITES: Sites = {
     QKV: (12, (Part("q", 16, "attn"), Part("k", 8, "attn"), Part("v", 8, "attn"))),
     DOWN: (20, (Part("down", 12, "mlp"),)),
-    EXPERTS: (12, (Part("experts.w1", 10, "mlp", E), Part("experts.w3", 10, "mlp", E))),
+    EXPERTS: (12, (Part("experts.w1", 10, "mlp", E, "A"), Part("experts.w3", 10, "mlp", E, "A"))),
+    EXPERTS_DOWN: (10, (Part("experts.w2", 12, "mlp", E, "B"),)),
     HEAD: (12, (Part("lm_head", 30, "unembed"),)),
 }
 
 
-def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
-    made = Adapter.fresh(LoraConfig(rank, seed=seed, **flags), SITES)
+def adapter(rank: int, seed: int, *, shared: bool = True, **flags: bool) -> Adapter:
+    lora = LoraConfig(rank, seed=seed, **flags)
+    made = Adapter(lora, lay_out(SITES, lora, shared=shared))
     randomise(made.flat, seed)
     return made
 
@@ -45,7 +49,7 @@ def run(kind: type[LoraBatch], adapters, lengths, *, frozen_input: bool = False)
     torch.manual_seed(0)
     out: dict[str, Tensor] = {}
     for site in SITES:
-        rows, experts = rows_of(tokens) if site is EXPERTS else (None, None)
+        rows, experts = rows_of(tokens) if site.group.startswith("experts") else (None, None)
         n = tokens if rows is None else len(rows)
         x = torch.randn(n, SITES[site][0], requires_grad=not frozen_input)
         y = torch.randn(n, out_features(site), requires_grad=not frozen_input)
@@ -68,14 +72,16 @@ def run(kind: type[LoraBatch], adapters, lengths, *, frozen_input: bool = False)
 
 @pytest.mark.parametrize("frozen_input", [False, True])
 def test_the_fast_hook_equals_plain_autograd(frozen_input: bool) -> None:
+    """Mixed ranks, flags and layouts of experts in one pass."""
     adapters = [
         adapter(4, 1),
         None,
         adapter(1, 2, train_attn=False),
         adapter(7, 3, train_mlp=False),
+        adapter(3, 5, shared=False),
         adapter(2, 4, train_unembed=False),
     ]
-    lengths = [5, 3, 1, 8, 4]
+    lengths = [5, 3, 1, 8, 6, 4]
     plain = run(PlainLora, adapters, lengths, frozen_input=frozen_input)
     fast = run(LoraBatch, adapters, lengths, frozen_input=frozen_input)
     assert plain.keys() == fast.keys()
@@ -157,10 +163,13 @@ def test_named_views_cover_the_buffer_and_have_the_shapes_of_peft() -> None:
         "k": ((4, 12), (8, 4)),
         "v": ((4, 12), (8, 4)),
         "down": ((4, 20), (12, 4)),
-        "experts.w1": ((E, 4, 12), (E, 10, 4)),
-        "experts.w3": ((E, 4, 12), (E, 10, 4)),
+        "experts.w1": ((1, 4, 12), (E, 10, 4)),
+        "experts.w3": ((1, 4, 12), (E, 10, 4)),
+        "experts.w2": ((E, 4, 10), (1, 12, 4)),
         "lm_head": ((4, 12), (30, 4)),
     }
+    older = {k: (len(a), len(b)) for k, (a, b) in adapter(4, 1, shared=False).named().items()}
+    assert [older[f"experts.w{i}"] for i in (1, 2, 3)] == [(E, E)] * 3
     for a, b in named.values():
         a.fill_(1.0)
         b.fill_(1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.commands import do
-from tests.engine.oracle import PeftOracle, make_datum, randomise
+from tests.engine.oracle import PeftOracle, make_datum, older_layout, randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.engine.protocol import (
     ClearGradients,
@@ -135,11 +135,17 @@ def test_three_steps_equal_peft_and_torch_optim(models, family: str, rank: int, 
         torch.testing.assert_close(b, oracle.parameters[f"{name}.lora_B"].detach(), atol=1e-5, rtol=0)
 
 
-def test_experts_equal_autograd_through_merged_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_equal_autograd_through_merged_weights(tmp_path: Path, shared: bool) -> None:
     """peft has no adapters per expert: here transformers runs with W + s·B·A, and autograd goes through."""
     path = tiny_model(tmp_path, "qwen3_moe")
     trainer, reference = make_trainer(path), reference_model(path)
     create(trainer, "run", LoraConfig(4, seed=3))
+    if not shared:
+        do(trainer, SaveAdapter("run", str(tmp_path / "adapter")))
+        older_layout(tmp_path / "adapter")
+        do(trainer, LoadAdapter("run", str(tmp_path / "adapter")))
+        assert not trainer.adapter("run").shared
     adapter, (datum,) = trainer.adapter("run"), data(0, 24)
     leaves = {
         k: (a.clone().requires_grad_(), b.clone().requires_grad_()) for k, (a, b) in adapter.named().items()

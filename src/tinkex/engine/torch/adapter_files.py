@@ -1,6 +1,7 @@
 """Adapters on disk: PEFT directories, with the optimizer's state and our own metadata beside the weights.
 
-    adapter_model.safetensors   plain Hugging Face names, fp32; experts as 3-D tensors w1, w2, w3
+    adapter_model.safetensors   plain Hugging Face names, fp32; experts as 3-D tensors w1, w2, w3, with one
+                                matrix on the side that they share
     adapter_config.json         what PEFT and vLLM read
     tinkex.json                 rank, train flags, which base model, AdamW's step
     optimizer.safetensors       AdamW's moments under the same names, if asked for
@@ -156,11 +157,18 @@ def load_adapter(
             f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
             f"and this one is {base.name!r} ({base.fingerprint})"
         )
-    adapter = Adapter(lora, lay_out(sites, lora), head.device)
+    shared = not any(".experts." in name and min(_counts(tensors, name)) > 1 for name in tensors)
+    adapter = Adapter(lora, lay_out(sites, lora, shared=shared), head.device)
     _fill(adapter, adapter.flat, tensors, weights)
     if optimizer:
         _load_optimizer(adapter, directory, facts)
     return adapter
+
+
+def _counts(tensors: Mapping[str, Tensor], name: str) -> list[int]:
+    """How many matrices a module's A and B hold."""
+    sides = (name.replace("lora_B", "lora_A"), name.replace("lora_A", "lora_B"))
+    return [len(tensors[side]) for side in sides if side in tensors]
 
 
 def _load_optimizer(adapter: Adapter, directory: Path, facts: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 So a step, a save or an eviction is one operation on one tensor. The A matrices of a site's parts (q, k, v;
 gate, up) are stacked, and B is stored transposed: products with few columns are fastest so. A dense site
-counts as one expert.
+counts as one expert. Experts share the factor on the side of the hidden states (A of w1 and w3, B of w2);
+adapters of the older layout, where every expert has both factors, work beside them.
 
 Shapes: I in-features, O out-features, R rank, P parts of a site, E experts.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,13 +37,17 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class SiteShape:
-    """One site of one adapter: for each expert the parts' A, and after all of them the Bs."""
+    """One site of one adapter: for each expert the parts' A, and after all of them the Bs.
+
+    The side that all experts share is there once.
+    """
 
     parts: tuple[Part, ...]
     experts: int
     rank: int
     in_features: int
     start: int  # in the flat buffer
+    shared: Literal["", "A", "B"] = ""
 
     @property
     def outs(self) -> list[int]:
@@ -50,33 +55,47 @@ class SiteShape:
 
     @property
     def size(self) -> int:
-        return self.experts * self.rank * (len(self.parts) * self.in_features + sum(self.outs))
+        return self._a_size + self._count("B") * self.rank * sum(self.outs)
+
+    @property
+    def _a_size(self) -> int:
+        return self._count("A") * len(self.parts) * self.rank * self.in_features
+
+    def _count(self, side: str) -> int:
+        return 1 if self.shared == side else self.experts
 
     def views(self, flat: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A [E, P·R, I] and each part's Bᵀ [E, R, O], as views of a buffer with the adapter's layout."""
-        e, r = self.experts, self.rank
-        a_size = e * len(self.parts) * r * self.in_features
+        """A [E, P·R, I] and each part's Bᵀ [E, R, O], as views of a buffer with the adapter's layout.
+
+        E is 1 on the shared side.
+        """
+        r, a_size = self.rank, self._a_size
         a, b_t = flat[self.start : self.start + self.size].split([a_size, self.size - a_size])
-        pieces = b_t.view(e, -1).split([r * out for out in self.outs], 1)
-        return a.view(e, -1, self.in_features), [piece.unflatten(1, (r, -1)) for piece in pieces]
+        pieces = b_t.view(self._count("B"), -1).split([r * out for out in self.outs], 1)
+        a = a.view(self._count("A"), -1, self.in_features)
+        return a, [piece.unflatten(1, (r, -1)) for piece in pieces]
 
     def matrices(self, flat: Tensor) -> list[Matrices]:
         """`views` expert by expert; `Adapter` caches them, since making a view in every pass costs time."""
-        (a, b_t), outs = self.views(flat), self.outs
+        (a, b_t), outs, e = self.views(flat), self.outs, self.experts
         return [
-            Matrices(a[e], a[e].t(), [part[e].t() for part in b_t], [part[e] for part in b_t], outs)
-            for e in range(self.experts)
+            Matrices(a_e, a_e.t(), [part.t() for part in b_e], list(b_e), outs)
+            for a_e, *b_e in zip(a.expand(e, -1, -1), *(part.expand(e, -1, -1) for part in b_t), strict=True)
         ]
 
 
-def lay_out(sites: Sites, lora: LoraConfig) -> dict[Site, SiteShape]:
-    """The layout of the sites that `lora`'s train flags cover, one after the other in the flat buffer."""
+def lay_out(sites: Sites, lora: LoraConfig, *, shared: bool = True) -> dict[Site, SiteShape]:
+    """The layout of the sites that `lora`'s train flags cover, one after the other in the flat buffer.
+
+    Without `shared` every expert has both factors.
+    """
     trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     shapes: dict[Site, SiteShape] = {}
     start = 0
     for site, (in_features, parts) in sites.items():
         if trained[parts[0].kind]:
-            shapes[site] = SiteShape(parts, parts[0].experts, lora.rank, in_features, start)
+            side = parts[0].shared if shared else ""
+            shapes[site] = SiteShape(parts, parts[0].experts, lora.rank, in_features, start, side)
             start += shapes[site].size
     return shapes
 
@@ -115,12 +134,20 @@ class Adapter:
         return adapter
 
     @property
+    def shared(self) -> bool:
+        """Whether experts, if there are any, share a factor."""
+        return not any(shape.experts > 1 and not shape.shared for shape in self.shapes.values())
+
+    @property
     def nbytes(self) -> int:
         held = (self.flat, self._grad_buffer, self.exp_avg, self.exp_avg_sq)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def named(self, flat: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Views by Hugging Face module name: A [R, I] and B [O, R]; of experts [E, R, I] and [E, O, R]."""
+        """Views by Hugging Face module name: A [R, I] and B [O, R]; of experts [E, R, I] and [E, O, R].
+
+        E is 1 on the side that experts share.
+        """
         flat = self.flat if flat is None else flat
         out: dict[str, tuple[Tensor, Tensor]] = {}
         for site, shape in self.shapes.items():
@@ -190,6 +217,7 @@ class AdapterExport:
 
     adapter: Adapter
     fingerprint: str
+    shared: bool  # as `Adapter.shared`, which a pickled adapter no longer knows
 
     @property
     def lora(self) -> LoraConfig:
@@ -209,10 +237,10 @@ class AdapterExport:
         return adapter
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.lora, self.adapter.flat.cpu().numpy(), self.fingerprint)
+        return _unpickled, (self.lora, self.adapter.flat.cpu().numpy(), self.fingerprint, self.shared)
 
 
-def _unpickled(lora: LoraConfig, flat: np.ndarray, fingerprint: str) -> AdapterExport:
+def _unpickled(lora: LoraConfig, flat: np.ndarray, fingerprint: str, shared: bool) -> AdapterExport:
     adapter = Adapter(lora, {})
     adapter.flat = torch.from_numpy(flat.copy())
-    return AdapterExport(adapter, fingerprint)
+    return AdapterExport(adapter, fingerprint, shared)

@@ -33,6 +33,7 @@ class Part(NamedTuple):
     out_features: int
     kind: Literal["attn", "mlp", "unembed"]
     experts: int = 1  # with a matrix each
+    shared: Literal["", "A", "B"] = ""  # the factor on the hidden side, which all experts have in common
 
 
 Sites = dict[Site, tuple[int, tuple[Part, ...]]]  # in-features and parts

@@ -189,7 +189,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         return adapter_files.load_adapter(Path(location), *model, optimizer=optimizer)
 
     def _export(self, adapter: Adapter) -> AdapterExport:
-        return AdapterExport(adapter.snapshot(), self.base.fingerprint)
+        return AdapterExport(adapter.snapshot(), self.base.fingerprint, adapter.shared)
 
     def published(self, source: p.Location | p.ExportedAdapter) -> Adapter:
         """The adapter that a sampler is to publish, on this device; nothing will change it."""
@@ -201,7 +201,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
                 f"the adapter was trained on the base model {source.fingerprint}, and this one is "
                 f"{self.base.name!r} ({self.base.fingerprint})"
             )
-        return source.on(lay_out(self.decoder.sites(), source.lora), self._device)
+        shapes = lay_out(self.decoder.sites(), source.lora, shared=source.shared)
+        return source.on(shapes, self._device)
 
     def _check_loss(self, loss: p.CustomLoss) -> None:
         read_loss_graph(loss)

@@ -71,8 +71,8 @@ class ExpertMlp(Block):
     def sites(self) -> Sites:
         name, inner = f"{self.name}.experts", self.experts.width
         w1, w2, w3 = (
-            Part(f"{name}.{part}", out, "mlp", self.experts.count)
-            for part, out in (("w1", inner), ("w2", self.width), ("w3", inner))
+            Part(f"{name}.{part}", out, "mlp", self.experts.count, shared)
+            for part, out, shared in (("w1", inner, "A"), ("w2", self.width, "B"), ("w3", inner, "A"))
         )
         return {
             Site(self.layer, "experts_gate_up"): (self.width, (w1, w3)),

@@ -1,0 +1,66 @@
+"""Write an adapter so that PEFT loads it onto a transformers model whose experts are stacked tensors.
+
+Our own files (`adapter_files`) name experts as hosted Tinker does, w1, w2 and w3, with the factor that
+experts share stored once. PEFT adapts the stacked parameters `gate_up_proj` and `down_proj`: the shared
+factor is repeated for every expert, and gate and up become one block-diagonal pair of twice the rank.
+Everything else is copied. Loads no base model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinkex.engine.torch.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    new_directory,
+    read_peft_config,
+    verify,
+    write_json,
+)
+
+_EXPERTS = ".mlp.experts."
+
+
+def export_peft(adapter_dir: Path, out_dir: Path, *, overwrite: bool = False) -> None:
+    """Write the adapter of `adapter_dir` to `out_dir` as PEFT reads it.
+
+    >>> export_peft(Path("adapters/final"), Path("adapters/final-peft"))    # doctest: +SKIP
+    """
+    verify(adapter_dir, (WEIGHTS, CONFIG))
+    config, tensors = read_peft_config(adapter_dir), load_file(adapter_dir / WEIGHTS)
+    stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
+    for stem in stems:
+        pairs = {part: _pair(tensors, f"{stem}.{part}") for part in ("w1", "w2", "w3")}
+        (a1, b1), (a3, b3) = pairs["w1"], pairs["w3"]
+        gate_up = torch.cat((a1, a3), 1), _block_diagonal(b1, b3)
+        # PEFT wraps a module once for each parameter: the first of them is the innermost.
+        for name, (a_ERI, b_EOR) in ((f"{stem}.base_layer", gate_up), (stem, pairs["w2"])):
+            tensors[f"{name}.lora_A.weight"] = a_ERI.flatten(0, 1).contiguous()
+            tensors[f"{name}.lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1).contiguous()
+    if stems:
+        parts = sorted({name.rsplit(".", 3)[-3] for name in tensors if ".lora_A." in name})
+        config["target_modules"] = [name for name in parts if name not in ("experts", "base_layer")]
+        config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+        # gate and up side by side: twice the rank at the same scale
+        config["rank_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["r"]}
+        config["alpha_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["lora_alpha"]}
+    with new_directory(out_dir, overwrite=overwrite) as temporary:
+        save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
+        write_json(temporary / CONFIG, config)
+
+
+def _pair(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """Take out one module's A [E, R, I] and B [E, O, R], of as many experts on both sides."""
+    a, b = (tensors.pop(f"{name}.lora_{side}.weight") for side in "AB")
+    count = max(len(a), len(b))
+    return a.expand(count, -1, -1), b.expand(count, -1, -1)
+
+
+def _block_diagonal(first_EOR: Tensor, second_EOR: Tensor) -> Tensor:
+    zeros = torch.zeros_like(first_EOR)
+    return torch.cat((torch.cat((first_EOR, zeros), 2), torch.cat((zeros, second_EOR), 2)), 1)

@@ -1,0 +1,59 @@
+"""Parameters of LoRA per rank, on the real shapes of models: as many as hosted Tinker counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tinkex.engine.torch.adapters import lay_out
+from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.models.architecture import model_config
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.types.params import LoraConfig
+
+
+def dense(kind: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> dict:
+    return {
+        "model_type": kind,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": mlp,
+        "vocab_size": 151936 if kind.startswith("qwen") else 128256,
+        "max_position_embeddings": 40960,
+    } | more
+
+
+def qwen3_moe(width: int, layers: int, heads: int, expert: int) -> dict[str, Any]:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
+    return dense("qwen3_moe", width, layers, heads, 4, 6144, **experts)
+
+
+# name: config.json, and parameters per rank of mlp, attn and unembed
+MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "Llama-3.1-8B": (dense("llama", 4096, 32, 32, 8, 14336), (1_769_472, 851_968, 132_352)),
+    "Llama-3.1-70B": (dense("llama", 8192, 80, 64, 8, 28672), (8_847_360, 4_096_000, 136_448)),
+    "Llama-3.2-1B": (dense("llama", 2048, 16, 32, 8, 8192, head_dim=64), (491_520, 212_992, 130_304)),
+    "Llama-3.2-3B": (dense("llama", 3072, 28, 24, 8, 8192), (946_176, 573_440, 131_328)),
+    "Qwen3-4B": (dense("qwen3", 2560, 36, 32, 8, 9728), (1_327_104, 737_280, 154_496)),
+    "Qwen3-8B": (dense("qwen3", 4096, 36, 32, 8, 12288), (1_769_472, 958_464, 156_032)),
+    "Qwen3-32B": (dense("qwen3", 5120, 64, 64, 8, 25600), (5_898_240, 2_490_368, 157_056)),
+    "Qwen3-30B-A3B": (qwen3_moe(2048, 48, 32, 768), (14_450_688, 835_584, 153_984)),
+    "Qwen3-235B-A22B": (qwen3_moe(4096, 94, 64, 1536), (56_598_528, 3_176_448, 156_032)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_per_rank_are_as_hosted(name: str) -> None:
+    fields, expected = MODELS[name]
+    config = model_config(fields)
+    with torch.device("meta"):
+        sites = Decoder(config, Backend()).sites()
+    counts = {"mlp": 0, "attn": 0, "unembed": 0}
+    for shape in lay_out(sites, LoraConfig(1)).values():
+        counts[shape.parts[0].kind] += shape.size
+    assert tuple(counts.values()) == expected
