@@ -43,8 +43,8 @@ from tinkex.engine.protocol import (  # noqa: E402
 from tinkex.engine.torch.backend import choose_backend  # noqa: E402
 from tinkex.engine.torch.engine import TorchEngine  # noqa: E402
 from tinkex.engine.torch.load import empty_decoder  # noqa: E402
-from tinkex.engine.torch.models.architecture import model_config  # noqa: E402
 from tinkex.engine.torch.models.decoder import Decoder  # noqa: E402
+from tinkex.engine.torch.models.families import model_config  # noqa: E402
 from tinkex.engine.torch.trainer import TorchTrainer  # noqa: E402
 from tinkex.types.data import Datum, ModelInput  # noqa: E402
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse  # noqa: E402

@@ -131,6 +131,23 @@ def test_tensors_that_say_nothing_new_are_ignored(tmp_path: Path) -> None:
     assert load_decoder(path).config.tied
 
 
+def test_a_text_model_inside_another_is_read_without_what_is_around_it(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "qwen3", shards=False)
+    plain, file = load_decoder(path), path / "model.safetensors"
+    fields = json.loads((path / "config.json").read_text())
+    around = {"model_type": "qwen3", "text_config": fields, "vision_config": {"depth": 2}}
+    (path / "config.json").write_text(json.dumps(around))
+    weights = load_file(file)
+    save_file(
+        {name.replace("model.", "model.language_model.", 1): weights[name] for name in weights}
+        | {"model.visual.blocks.0.norm1.weight": torch.ones(3)},
+        file,
+    )
+    nested = load_decoder(path)
+    assert nested.config.vision_config == {"depth": 2}
+    assert all(torch.equal(weight, nested.weights()[name]) for name, weight in plain.weights().items())
+
+
 # -- refusals ------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ from tinkex.engine.torch.functions import split_rotate, swiglu
 from tinkex.engine.torch.hooks import Frozen, Part, PartialProjection, Site
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.load import empty_decoder
-from tinkex.engine.torch.models.architecture import model_config
+from tinkex.engine.torch.models.families import model_config
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput

@@ -23,6 +23,7 @@ from tinkex.engine.native.build import library
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.kv import PAGE, KVCache
+from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.decoder import Decoder, DecoderLayer
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.projection import Projection
@@ -35,8 +36,9 @@ class NativeBackend(Backend):
     """Plain torch for fp32 on a CPU, but for the decode steps of dense decoders."""
 
     def compiled_step(self, decoder: Decoder, room: float) -> CompiledStep | None:
-        """None with experts, without a compiler, or if a second copy exceeds `room` bytes."""
-        if decoder.config.experts or decoder.multiplied_bytes > room or (compiled := library()) is None:
+        """None for other layers and experts, without a compiler, or if a second copy exceeds `room` bytes."""
+        dense = decoder.config.uniform and decoder.config.experts is None
+        if not dense or decoder.multiplied_bytes > room or (compiled := library()) is None:
             return None
         return CompiledStep(compiled, decoder)
 
@@ -110,9 +112,10 @@ class CompiledStep:
         c, address = decoder.config, self._address
         for target, layer, window in zip(self._layers, decoder.layers, c.windows, strict=True):
             assert isinstance(layer, DecoderLayer)
-            attention, mlp = layer.attention, layer.mlp
+            attention, mlp = layer.mixer, layer.mlp
+            assert isinstance(attention, Attention)
             assert isinstance(mlp, Mlp)
-            target.attention_norm, target.mlp_norm = address(layer.attention_norm), address(layer.mlp_norm)
+            target.attention_norm, target.mlp_norm = address(layer.mixer_norm), address(layer.mlp_norm)
             target.q_norm, target.k_norm = address(attention.q_norm), address(attention.k_norm)
             target.qkv, target.o = self._projection(attention.qkv), self._projection(attention.o)
             target.gate_up, target.down = self._projection(mlp.gate_up), self._projection(mlp.down)

@@ -117,14 +117,20 @@ class Backend:
         return None
 
 
-def choose_backend(device: str | torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Backend:
-    """The fastest backend for `device` and `dtype`. On CUDA a deterministic one is batch-invariant."""
+def choose_backend(
+    device: str | torch.device, dtype: torch.dtype, *, uniform: bool = True, deterministic: bool = False
+) -> Backend:
+    """The fastest backend for `device` and `dtype`. On CUDA a deterministic one is batch-invariant.
+
+    `uniform` (of `ModelConfig`): whether the kernels suit the model.
+    """
     device = torch.device(device)
     if device.type == "cpu" and dtype == torch.float32:
         from tinkex.engine.native.step import NativeBackend
 
         return NativeBackend()
-    if device.type == "cuda" and dtype == torch.bfloat16 and importlib.util.find_spec("triton") is not None:
+    kernels = uniform and importlib.util.find_spec("triton") is not None
+    if device.type == "cuda" and dtype == torch.bfloat16 and kernels:
         from tinkex.engine.cuda.cuda_backend import CudaBackend
 
         return CudaBackend(device, dtype, invariant=deterministic)

@@ -44,7 +44,8 @@ class TorchEngine:
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
         decoder = decoder or load_decoder(config.model, device, dtype)
-        decoder = decoder.with_backend(choose_backend(device, dtype, deterministic=config.deterministic))
+        suited = {"uniform": decoder.config.uniform, "deterministic": config.deterministic}
+        decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
         if config.deterministic and device.type == "cuda":
             check_deterministic(decoder)
         room = memory.free_bytes(device) * _PACKED_SHARE
@@ -141,6 +142,8 @@ def check_deterministic(decoder: Decoder) -> None:
         problem = f"{shape.arch} has experts"
     elif odd:
         problem = f"the sizes of {odd[0]} are not multiples of 8"
+    elif not shape.uniform:
+        problem = f"no kernels suit {shape.arch}"
     elif not decoder.backend.invariant:
         problem = "its kernels need Triton, which is not installed"
     if problem:

@@ -19,8 +19,9 @@ from torch import Tensor
 from tinkex import store
 from tinkex.engine.torch.adapter_files import write_json
 from tinkex.engine.torch.backend import Backend
-from tinkex.engine.torch.models.architecture import ModelConfig, model_config
+from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.families import model_config
 from tinkex.engine.torch.models.rotary import llama3_frequencies
 from tinkex.errors import InvalidInputError
 

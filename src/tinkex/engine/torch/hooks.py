@@ -7,7 +7,7 @@ Shapes: T tokens, N rows, I in-features, O out-features, H query heads, G kv hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -90,10 +90,25 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor: ...
 
 
+class StateHook(Protocol):
+    """The states of recurrent layers, of each sequence in the packed batch."""
+
+    spans: Sequence[tuple[int, int]]  # where each sequence's tokens start and stop in the batch
+
+    def read(self, layer: int, index: int) -> tuple[Tensor, ...] | None:
+        """The state before the sequence's first token here; None: it starts at zero."""
+        ...
+
+    def write(self, layer: int, index: int, state: tuple[Tensor, ...]) -> None:
+        """The state after its last."""
+        ...
+
+
 class ForwardContext(NamedTuple):
     """What all layers of one forward pass share."""
 
     backend: Backend
-    angles: tuple[Tensor, Tensor]  # cos and sin of the tokens' positions, [T, C / 2] each
+    angles: Sequence[tuple[Tensor, Tensor]]  # per `ModelConfig.ropes`: cos and sin of the tokens' positions
     attend: Attend
     lora: LoraHook | None
+    states: StateHook | None = None  # of models with recurrent layers

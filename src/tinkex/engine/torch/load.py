@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkex.engine.torch.backend import choose_backend
-from tinkex.engine.torch.models.architecture import ModelConfig, model_config
+from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.families import model_config, our_name
 from tinkex.errors import InvalidInputError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,11 +55,13 @@ def fill(
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
     decoder = empty_decoder(config, device, dtype)
     places, unexpected = decoder.weights(), []
-    for name, tensor in tensors:
+    for stored, tensor in tensors:
+        name = our_name(stored)
         place = places.pop(name, None)
         if place is None:
             # Redundant are rotary tables of old files, and the copy of a tied embedding.
-            if not name.endswith("rotary_emb.inv_freq") and not (config.tied and name == "lm_head.weight"):
+            known = name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+            if not known and not stored.startswith(config.skipped):
                 unexpected.append(name)
             continue
         if place.shape != tensor.shape:
@@ -76,7 +79,7 @@ def fill(
 
 def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
-        decoder = Decoder(config, choose_backend(device, dtype))
+        decoder = Decoder(config, choose_backend(device, dtype, uniform=config.uniform))
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.
     return decoder.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)).eval()
 

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.architecture import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+)
 
 # Tokens of a micro-batch: enough for efficient products, few enough not to delay sampling for long.
 PASS_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -52,16 +58,26 @@ def container_free(group: Path) -> float:
 
 def activation_bytes(config: ModelConfig, itemsize: int, *, recompute: bool) -> int:
     """What one token of a forward keeps for its backward."""
-    heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    mlp = 3 * config.mlp_width
-    if config.experts is not None:
-        mlp = config.experts.per_token * (3 * config.experts.width + 3 * config.width)
-    # two sums and two norms of the residual; q, k, v; attention's output; gate, up and their product
-    layer = 4 * config.width + 2 * heads + 2 * kv_heads + mlp
-    if config.qk_norm:  # q and k as they were before
-        layer += heads + 2 * kv_heads
-    kept = layer + config.layers * config.width if recompute else config.layers * layer
+    layers = [_layer_values(config, layer) for layer in config.stack]
+    kept = max(layers) + config.layers * config.width if recompute else sum(layers)
     return itemsize * (kept + 4 * config.width)
+
+
+def _layer_values(config: ModelConfig, layer: LayerConfig) -> int:
+    """What one token of a layer keeps."""
+    values = 4 * config.width  # two sums and two norms of the residual
+    match layer.mixer:
+        case AttentionConfig() as mixer:
+            heads, kv_heads = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+            values += 2 * heads + 2 * kv_heads  # q, k, v; attention's output
+            if mixer.qk_norm:  # q and k as they were before
+                values += heads + 2 * kv_heads
+    match layer.mlp:
+        case MlpConfig(width=width):
+            values += 3 * width  # gate, up and their product
+        case ExpertsConfig(per_token=per_token, width=width):
+            values += per_token * (3 * width + 3 * config.width)
+    return values
 
 
 def must_recompute(config: ModelConfig, itemsize: int, device: torch.device, tokens: int) -> bool:

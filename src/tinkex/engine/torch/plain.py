@@ -21,7 +21,9 @@ def normalise(
     total, rest = (x, rest) if delta is None else add(x, rest, delta)
     wide = _sum(total, rest, None)
     rstd = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps).rsqrt_()
-    return total, rest, (wide * rstd).to(x.dtype).mul_(weight), rstd
+    y = wide * rstd
+    y = y.mul_(weight).to(x.dtype) if weight.dtype == torch.float32 else y.to(x.dtype).mul_(weight)
+    return total, rest, y, rstd
 
 
 def add(x: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,141 +1,185 @@
-"""The shape of a decoder: `ModelConfig`, read from the fields of a Hugging Face `config.json`.
+"""The description of a decoder: frozen values that say what each layer is made of.
 
-Every field that changes the numbers is read, in the spellings of transformers 4 and 5, or the model is
-refused with a message that names the field.
+A layer is a norm placement, a mixer and an MLP. `families` makes a `ModelConfig` of a `config.json`;
+`decoder` assembles the blocks that it describes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
-from tinkex.engine.torch.models.rotary import Rope, read_rope, rope_fields
-from tinkex.errors import InvalidInputError
+from torch import Tensor
 
-# config.json's model_type. SmolLM2 and Llama 2/3.x are "llama"; Qwen2.5 is "qwen2".
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+from tinkex.engine.torch.models.rotary import Rope
+
+
+class NormConfig(NamedTuple):
+    """x̂·w in the model's dtype ("plain") or in fp32 ("wide"), or x̂·(1 + w) in fp32 ("offset")."""
+
+    eps: float = 1e-6
+    kind: Literal["plain", "wide", "offset"] = "plain"
+
+    def factor(self, weight: Tensor) -> Tensor:
+        """What x̂ is multiplied with: in fp32 where the product is to be."""
+        if self.kind == "plain":
+            return weight
+        return 1.0 + weight.float() if self.kind == "offset" else weight.float()
+
+
+class NormPlacement(NamedTuple):
+    """The names of a layer's norms in its files; None where it has none."""
+
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None  # on the mixer's result, before it is added
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+PRE_NORMS = NormPlacement()
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts: `layers` have it in place of the dense MLP."""
+class AttentionConfig:
+    """Softmax attention, grouped by kv heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    window: int | None = None  # how many positions, itself included, a token sees; None: all
+    qk_norm: Literal["head"] | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """down(silu(gate(x)) · up(x))."""
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token's experts are chosen and weighed: softmax over all, then the best."""
+
+    normalise: bool = True  # the chosen experts' weights sum to one
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the dense MLP."""
 
     count: int
     per_token: int
     width: int
-    normalise: bool  # the chosen experts' weights sum to one
-    layers: frozenset[int]
+    router: RouterConfig = RouterConfig()
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What one layer is made of."""
+
+    mixer: AttentionConfig | None
+    mlp: MlpConfig | ExpertsConfig | None
+    norms: NormPlacement = PRE_NORMS
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder. Ids from `vocab_size` to `padded_vocab` are padding: logits of -inf."""
+    """One decoder. Ids from `vocab_size` to `padded_vocab` are padding: logits of -inf."""
 
     arch: str
-    layers: int
     width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
     vocab_size: int
     padded_vocab: int
     max_context: int
     tied: bool
-    norm_eps: float
-    rope: Rope
-    windows: tuple[int | None, ...]  # per layer: how many positions, itself included, a token sees; None: all
+    norm: NormConfig
+    stack: tuple[LayerConfig, ...]
     eos_ids: tuple[int, ...] = ()
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    experts: Experts | None = None
+    skipped: tuple[str, ...] = ()  # how names of tensors begin that are not read: vision towers, extra heads
+    vision_config: Mapping[str, Any] | None = None  # kept, not used: images are refused
 
+    @property
+    def layers(self) -> int:
+        return len(self.stack)
 
-def model_config(fields: Mapping[str, Any], *, vocab_size: int | None = None) -> ModelConfig:
-    """Read the fields of a `config.json`; `vocab_size` overrides it where known better."""
-    arch = fields.get("model_type")
-    if arch not in ARCHITECTURES:
-        named = ", ".join(map(str, fields.get("architectures") or ())) or "no architecture named"
-        raise InvalidInputError(
-            f"model_type {arch!r} ({named}) is not a supported architecture; supported: "
-            f"{', '.join(ARCHITECTURES)}"
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct ropes: a pass computes the angles of each once."""
+        found = [mixer.rope for mixer in self.attention if mixer.rope is not None]
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def attention(self) -> tuple[AttentionConfig, ...]:
+        return tuple(layer.mixer for layer in self.stack if isinstance(layer.mixer, AttentionConfig))
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, as `AttentionConfig.window`."""
+        return tuple(getattr(layer.mixer, "window", None) for layer in self.stack)
+
+    @cached_property
+    def experts(self) -> ExpertsConfig | None:
+        """Of the first layer that has any."""
+        found = (layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
+        return next(found, None)
+
+    # -- of a uniform model ----------------------------------------------------------------------------
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether kernels and compiled steps suit it: pre-norm layers of one rotated attention and SwiGLU."""
+        like = [AttentionConfig(**{**vars(mixer), "window": None}) for mixer in self.attention]
+        return (
+            len(like) == self.layers
+            and len(set(like)) == 1
+            and self.norm.kind == "plain"
+            and all(layer.norms == PRE_NORMS and layer.mlp is not None for layer in self.stack)
+            and len(self.ropes) == 1
         )
-    if (activation := fields.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise InvalidInputError(f"hidden_act {activation!r} is not supported; allowed: silu")
-    heads, width, layers = (
-        _integer(fields, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
-    head_dim = fields.get("head_dim") or (128 if arch == "qwen3" else width // heads)
-    padded_vocab = _integer(fields, "vocab_size")
-    attention_bias, eos = bool(fields.get("attention_bias", False)), fields.get("eos_token_id")
-    return ModelConfig(
-        arch=arch,
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        mlp_width=_integer(fields, "intermediate_size"),
-        vocab_size=min(vocab_size or padded_vocab, padded_vocab),
-        padded_vocab=padded_vocab,
-        max_context=_max_context(fields),
-        tied=bool(fields.get("tie_word_embeddings", False)),
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(fields, head_dim),
-        windows=_windows(fields, arch, layers),
-        eos_ids=() if eos is None else tuple(eos if isinstance(eos, list | tuple) else [int(eos)]),
-        qkv_bias=arch == "qwen2" or (attention_bias and arch != "mistral"),
-        o_bias=attention_bias and arch not in ("qwen2", "mistral"),
-        mlp_bias=bool(fields.get("mlp_bias", False)) and arch == "llama",
-        qk_norm=arch in ("qwen3", "qwen3_moe"),
-        experts=_experts(fields, layers) if arch == "qwen3_moe" else None,
-    )
 
+    @property
+    def norm_eps(self) -> float:
+        return self.norm.eps
 
-def _integer(fields: Mapping[str, Any], key: str) -> int:
-    value = fields.get(key)
-    if not isinstance(value, int) or value <= 0:
-        raise InvalidInputError(f"config.json: {key} must be a positive integer, got {value!r}")
-    return value
+    @property
+    def heads(self) -> int:
+        return self.attention[0].heads
 
+    @property
+    def kv_heads(self) -> int:
+        return self.attention[0].kv_heads
 
-def _experts(fields: Mapping[str, Any], layers: int) -> Experts:
-    count = "num_experts" if "num_experts" in fields else "num_local_experts"  # transformers 4, 5
-    step, dense = fields.get("decoder_sparse_step", 1), set(fields.get("mlp_only_layers") or ())
-    return Experts(
-        count=_integer(fields, count),
-        per_token=_integer(fields, "num_experts_per_tok"),
-        width=_integer(fields, "moe_intermediate_size"),
-        normalise=bool(fields.get("norm_topk_prob", False)),
-        layers=frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
-    )
+    @property
+    def head_dim(self) -> int:
+        return self.attention[0].head_dim
 
+    @property
+    def rope(self) -> Rope:
+        return self.ropes[0]
 
-def _windows(fields: Mapping[str, Any], arch: str, layers: int) -> tuple[int | None, ...]:
-    """Sliding windows: all layers of Mistral, the upper ones of a Qwen that asks for them, or as listed."""
-    if arch == "llama":
-        return (None,) * layers
-    window = fields.get("sliding_window", 4096 if arch == "mistral" else None)
-    if arch != "mistral" and not fields.get("use_sliding_window", False):
-        window = None
-    if arch in ("mistral", "qwen3_moe"):  # one mask for all layers
-        return (window,) * layers
-    types = fields.get("layer_types")
-    if types is None:
-        full = fields.get("max_window_layers", 28)
-        types = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise InvalidInputError(
-            f"layer_types {sorted(unknown)} are not supported; allowed: full_attention, sliding_attention"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    @property
+    def qk_norm(self) -> bool:
+        return self.attention[0].qk_norm is not None
 
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention[0].qkv_bias
 
-def _max_context(fields: Mapping[str, Any]) -> int:
-    given, rope = _integer(fields, "max_position_embeddings"), rope_fields(fields)
-    if rope["rope_type"] == "yarn" and (original := rope.get("original_max_position_embeddings")):
-        return max(given, int(original * rope["factor"]))
-    return given
+    @property
+    def o_bias(self) -> bool:
+        return self.attention[0].o_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        return any(isinstance(layer.mlp, MlpConfig) and layer.mlp.bias for layer in self.stack)

@@ -17,34 +17,46 @@ from torch import Tensor
 
 from tinkex.engine.torch.functions import split_rotate
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
-from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.architecture import AttentionConfig, ModelConfig
 from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter
 
 
 class Attention(Block):
     """Grouped-query attention with rotated, optionally normalised, queries and keys."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, model: ModelConfig, config: AttentionConfig, layer: int) -> None:
         super().__init__()
-        c, self.layer, self.eps = config, layer, config.norm_eps
+        c, self.layer, self.eps = config, layer, model.norm.eps
+        self.norm = model.norm
         self.heads = (c.heads, c.kv_heads)
+        assert c.rope is not None
+        self.rope = model.ropes.index(c.rope)
         self.name = f"model.layers.{layer}.self_attn"
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(Part(f"{self.name}.{name}", n * c.head_dim, "attn") for name, n in sizes.items())
-        self.qkv = Projection(Site(layer, "qkv"), c.width, parts, c.qkv_bias)
-        out = Part(f"{self.name}.o_proj", c.width, "attn")
+        self.qkv = Projection(Site(layer, "qkv"), model.width, parts, c.qkv_bias)
+        out = Part(f"{self.name}.o_proj", model.width, "attn")
         self.o = Projection(Site(layer, "o"), c.heads * c.head_dim, (out,), c.o_bias)
         self.q_norm = frozen_parameter(c.head_dim) if c.qk_norm else None
         self.k_norm = frozen_parameter(c.head_dim) if c.qk_norm else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
         qkv, impl = self.qkv(x, context), context.backend.elementwise
-        q_THC, k_TGC, v_TGC = split_rotate(qkv, *context.angles, self.heads, self._norms(), self.eps, impl)
+        q_THC, k_TGC, v_TGC = split_rotate(
+            qkv, *context.angles[self.rope], self.heads, self._norms(), self.eps, impl
+        )
         o_THC = context.attend(self.layer, q_THC, k_TGC, v_TGC)
         return self.o(o_THC.reshape(o_THC.shape[0], -1), context)
 
     def _norms(self) -> tuple[Tensor, Tensor] | None:
-        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        return (
+            None
+            if self.q_norm is None or self.k_norm is None
+            else (
+                self.norm.factor(self.q_norm),
+                self.norm.factor(self.k_norm),
+            )
+        )
 
     def weights(self) -> dict[str, Tensor]:
         norms = (("q_norm", self.q_norm), ("k_norm", self.k_norm))

@@ -1,4 +1,4 @@
-"""Our decoder: Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, SmolLM2 and Qwen3-MoE over one ragged packed batch.
+"""Our decoder, assembled as a `ModelConfig` says, over one ragged packed batch.
 
 The same modules train and sample. Attention comes in through the `Attend` hook and adapters through the
 `LoraHook`, so this file knows neither sequences nor tenants. The weights are frozen.
@@ -9,7 +9,8 @@ Shapes: T tokens, N rows, D width, C head dim, V padded vocabulary.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,8 +26,9 @@ from tinkex.engine.torch.hooks import (
     PartialProjection,
     Site,
     Sites,
+    StateHook,
 )
-from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.architecture import AttentionConfig, ExpertsConfig, MlpConfig, ModelConfig
 from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
@@ -38,27 +40,58 @@ if TYPE_CHECKING:
 UNEMBED = Site(-1, "unembed")
 
 
-class DecoderLayer(Block):
-    """One block. The residual is a pair (stream, term to add), so that one kernel adds and norms."""
+# The block of each kind of configuration, made by (model, configuration, layer).
+_BLOCKS: dict[type, Callable[[ModelConfig, Any, int], Block]] = {
+    AttentionConfig: Attention,
+    MlpConfig: Mlp,
+    ExpertsConfig: ExpertMlp,
+}
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+
+class DecoderLayer(Block):
+    """A mixer and an MLP. The residual is a pair (stream, term to add), so that one kernel adds and norms."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.name, self.eps = f"model.layers.{layer}", config.norm_eps
-        self.attention_norm, self.mlp_norm = frozen_parameter(config.width), frozen_parameter(config.width)
-        self.attention = Attention(config, layer)
-        sparse = config.experts is not None and layer in config.experts.layers
-        self.mlp = ExpertMlp(config, layer) if sparse else Mlp(config, layer)
+        config, self.name, self.norm = model.stack[layer], f"model.layers.{layer}", model.norm
+        self.placement = config.norms
+
+        def norm(name: str | None) -> nn.Parameter | None:
+            return None if name is None else frozen_parameter(model.width)
+
+        self.mixer_norm, self.mixer_post_norm, self.mlp_norm, self.mlp_post_norm = map(norm, config.norms)
+        self.mixer, self.mlp = (
+            None if one is None else _BLOCKS[type(one)](model, one, layer)
+            for one in (config.mixer, config.mlp)
+        )
 
     def forward(
         self, stream: Stream, delta_TD: Tensor | PartialProjection | None, context: ForwardContext
-    ) -> tuple[Stream, Tensor | PartialProjection]:
+    ) -> tuple[Stream, Tensor | PartialProjection | None]:
+        mixer = self.mixer, self.mixer_norm, self.mixer_post_norm
+        for block, before, after in (mixer, (self.mlp, self.mlp_norm, self.mlp_post_norm)):
+            if block is None:
+                continue
+            stream, h_TD = self.norm_input(stream, delta_TD, before, context)
+            delta_TD = block(h_TD, context)
+            if after is not None:
+                alone = Stream(delta_TD if isinstance(delta_TD, Tensor) else delta_TD.total())
+                delta_TD = self.norm_input(alone, None, after, context)[1]
+        return stream, delta_TD
+
+    def norm_input(
+        self, stream: Stream, delta: Tensor | PartialProjection | None, weight: Tensor | None,
+        context: ForwardContext,
+    ) -> tuple[Stream, Tensor]:  # fmt: skip
+        """The stream with `delta` added to it, and its norm, if it has one."""
         impl = context.backend.elementwise
-        if delta_TD is None:
-            h_TD = rms_norm(stream, self.attention_norm, self.eps, impl)
-        else:
-            stream, h_TD = add_rms_norm(stream, delta_TD, self.attention_norm, self.eps, impl)
-        stream, h_TD = add_rms_norm(stream, self.attention(h_TD, context), self.mlp_norm, self.eps, impl)
-        return stream, self.mlp(h_TD, context)
+        if weight is None:
+            if delta is not None:
+                stream = add(stream, delta if isinstance(delta, Tensor) else delta.total(), impl)
+            return stream, stream.x
+        if delta is None:
+            return stream, rms_norm(stream, self.norm.factor(weight), self.norm.eps, impl)
+        return add_rms_norm(stream, delta, self.norm.factor(weight), self.norm.eps, impl)
 
     def recomputed(self, stream: Stream, context: ForwardContext) -> Stream:
         """The block under activation checkpointing: only its input is saved, without the rounding error."""
@@ -66,13 +99,15 @@ class DecoderLayer(Block):
 
         def block(x_TD: Tensor) -> Stream:
             after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
+            assert delta_TD is not None
             return add(after, delta_TD, context.backend.elementwise)
 
         return recompute(block, stream.x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     def weights(self) -> dict[str, Tensor]:
-        norms = {"input_layernorm": self.attention_norm, "post_attention_layernorm": self.mlp_norm}
-        return {f"{self.name}.{name}.weight": weight.detach() for name, weight in norms.items()}
+        weights = self.mixer_norm, self.mixer_post_norm, self.mlp_norm, self.mlp_post_norm
+        norms = zip(self.placement, weights, strict=True)
+        return {f"{self.name}.{name}.weight": weight.detach() for name, weight in norms if weight is not None}
 
 
 class Decoder(Block):
@@ -102,6 +137,7 @@ class Decoder(Block):
         attend: Attend,
         lora: LoraHook | None = None,
         *,
+        states: StateHook | None = None,
         checkpoint: bool = False,
     ) -> Tensor:
         """The final-normed hidden states [T, D] of tokens at `positions`, or at their cos and sin [T, C / 2].
@@ -109,18 +145,25 @@ class Decoder(Block):
         `checkpoint` recomputes each layer in the backward.
         """
         if isinstance(positions, Tensor):
-            positions = self.config.rope.angles(positions, self.embedding.dtype)
-        stream, delta_TD = Stream(F.embedding(tokens_T, self.embedding)), None
-        context, eps = ForwardContext(self.backend, positions, attend, lora), self.config.norm_eps
+            angles = [rope.angles(positions, self.embedding.dtype) for rope in self.config.ropes]
+        else:
+            angles = [positions]
+        stream, delta_TD = Stream(self.embed(tokens_T)), None
+        context, norm = ForwardContext(self.backend, angles, attend, lora, states), self.config.norm
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             if checkpoint:
                 stream = layer.recomputed(stream, context)
             else:
                 stream, delta_TD = layer(stream, delta_TD, context)
+        weight, impl = norm.factor(self.norm), self.backend.elementwise
         if delta_TD is None:
-            return rms_norm(stream, self.norm, eps, self.backend.elementwise)
-        return add_rms_norm(stream, delta_TD, self.norm, eps, self.backend.elementwise)[1]
+            return rms_norm(stream, weight, norm.eps, impl)
+        return add_rms_norm(stream, delta_TD, weight, norm.eps, impl)[1]
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """[T, D]."""
+        return F.embedding(tokens_T, self.embedding)
 
     def logits(self, h_ND: Tensor, lora: LoraHook | None = None) -> Tensor:
         """[N, V] in the model's dtype."""

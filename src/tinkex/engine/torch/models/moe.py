@@ -17,17 +17,16 @@ from torch.autograd import Function
 
 from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
-from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.architecture import ExpertsConfig, ModelConfig
 from tinkex.engine.torch.models.projection import Block, frozen_parameter
 
 
 class ExpertMlp(Block):
     """Top-K routed SwiGLU experts."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, model: ModelConfig, config: ExpertsConfig, layer: int) -> None:
         super().__init__()
-        assert config.experts is not None
-        self.layer, self.width, self.experts = layer, config.width, config.experts
+        self.layer, self.width, self.experts = layer, model.width, config
         self.name = f"model.layers.{layer}.mlp"
         count, inner = self.experts.count, self.experts.width
         self.router = frozen_parameter(count, self.width)
@@ -56,7 +55,7 @@ class ExpertMlp(Block):
         """Each token's experts and their weights, [T, K] both; probabilities in fp32."""
         probabilities = F.linear(x_TD, self.router).softmax(dim=-1, dtype=torch.float32)
         weight_TK, expert_TK = probabilities.topk(self.experts.per_token, dim=-1)
-        if self.experts.normalise:
+        if self.experts.router.normalise:
             weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
         return weight_TK.to(x_TD.dtype), expert_TK
 

@@ -1,0 +1,196 @@
+"""Families of models: for each `model_type` of a `config.json` a function from its fields to a `ModelConfig`.
+
+Every field that changes the numbers is read, in the spellings of transformers 4 and 5, or the model is
+refused with a message that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tinkex.engine.torch.models.architecture import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    RouterConfig,
+)
+from tinkex.engine.torch.models.rotary import read_rope, rope_fields
+from tinkex.errors import InvalidInputError
+
+Fields = Mapping[str, Any]
+
+# What stored names begin with, and what our names do.
+_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
+# Of models that see: their towers are not read. Of models with heads for several tokens: neither are those.
+TOWERS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
+          "model.multi_modal_projector.", "vision_model.", "mm_projector.")  # fmt: skip
+MTP = ("mtp.",)
+
+
+def model_config(fields: Fields, *, vocab_size: int | None = None) -> ModelConfig:
+    """Read the fields of a `config.json`; `vocab_size` overrides it where known better."""
+    arch = fields.get("model_type")
+    if arch not in FAMILIES:
+        named = ", ".join(map(str, fields.get("architectures") or ())) or "no architecture named"
+        raise InvalidInputError(
+            f"model_type {arch!r} ({named}) is not a supported architecture; supported: {', '.join(FAMILIES)}"
+        )
+    config = FAMILIES[arch](text_fields(fields))
+    seen = fields.get("vision_config")
+    return replace(
+        config,
+        arch=arch,
+        vocab_size=min(vocab_size or config.padded_vocab, config.padded_vocab),
+        vision_config=seen,
+        skipped=config.skipped + (() if seen is None else TOWERS),
+    )
+
+
+def text_fields(fields: Fields) -> dict[str, Any]:
+    """The fields of the text model: those of `text_config`, where there is one, before those around it."""
+    return {**fields, **(fields.get("text_config") or {})}
+
+
+def our_name(stored: str) -> str:
+    """The name that our decoder gives to a stored tensor."""
+    for prefix, ours in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return ours + stored.removeprefix(prefix)
+    return stored
+
+
+# -- parts of the functions below ------------------------------------------------------------------------
+
+
+def integer(fields: Fields, key: str) -> int:
+    value = fields.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise InvalidInputError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def assembled(fields: Fields, stack: Iterable[LayerConfig], **own: Any) -> ModelConfig:
+    """A model of these layers; `own` replaces what is read from the fields."""
+    padded_vocab, eos = integer(fields, "vocab_size"), fields.get("eos_token_id")
+    read = {
+        "arch": fields["model_type"],
+        "width": integer(fields, "hidden_size"),
+        "vocab_size": padded_vocab,
+        "padded_vocab": padded_vocab,
+        "max_context": _max_context(fields),
+        "tied": bool(fields.get("tie_word_embeddings", False)),
+        "norm": NormConfig(float(fields.get("rms_norm_eps", 1e-6))),
+        "stack": tuple(stack),
+        "eos_ids": () if eos is None else tuple(eos if isinstance(eos, list | tuple) else [int(eos)]),
+    }
+    return ModelConfig(**(read | own))
+
+
+def attention_of(fields: Fields, *, head_dim: int | None = None, **own: Any) -> AttentionConfig:
+    """Attention that rotates whole heads; `head_dim` where the fields may leave it out."""
+    heads = integer(fields, "num_attention_heads")
+    head_dim = fields.get("head_dim") or head_dim or integer(fields, "hidden_size") // heads
+    kv_heads = fields.get("num_key_value_heads") or heads
+    rope = own.pop("rope", None) or read_rope(fields, head_dim)
+    return AttentionConfig(heads, kv_heads, head_dim, rope, **own)
+
+
+def mlp_of(fields: Fields, *, bias: bool = False) -> MlpConfig:
+    if (activation := fields.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise InvalidInputError(f"hidden_act {activation!r} is not supported; allowed: silu")
+    return MlpConfig(integer(fields, "intermediate_size"), bias)
+
+
+def layer_count(fields: Fields) -> int:
+    return integer(fields, "num_hidden_layers")
+
+
+def layer_types(fields: Fields, default: Iterable[str], allowed: tuple[str, ...] = ()) -> list[str]:
+    """What each layer attends to; `allowed` beside full and sliding attention."""
+    types, allowed = (
+        fields.get("layer_types") or list(default),
+        ("full_attention", "sliding_attention", *allowed),
+    )
+    if unknown := set(types) - set(allowed):
+        raise InvalidInputError(
+            f"layer_types {sorted(unknown)} are not supported; allowed: {', '.join(allowed)}"
+        )
+    return types
+
+
+def _max_context(fields: Fields) -> int:
+    given, rope = integer(fields, "max_position_embeddings"), rope_fields(fields)
+    if rope["rope_type"] == "yarn" and (original := rope.get("original_max_position_embeddings")):
+        return max(given, int(original * rope["factor"]))
+    return given
+
+
+def _upper_windows(fields: Fields) -> list[int | None]:
+    """Qwen's sliding windows: none, or those of the upper layers, or as listed."""
+    window, full = fields.get("sliding_window"), fields.get("max_window_layers", 28)
+    count, asked = layer_count(fields), fields.get("use_sliding_window", False)
+    types = layer_types(fields, ("full_attention" if i < full else "sliding_attention" for i in range(count)))
+    return [window if asked and kind == "sliding_attention" else None for kind in types]
+
+
+# -- the families ----------------------------------------------------------------------------------------
+
+
+def llama(fields: Fields) -> ModelConfig:
+    """Llama 2 and 3, SmolLM2."""
+    bias = bool(fields.get("attention_bias", False))
+    attention = attention_of(fields, qkv_bias=bias, o_bias=bias)
+    layer = LayerConfig(attention, mlp_of(fields, bias=bool(fields.get("mlp_bias", False))))
+    return assembled(fields, [layer] * layer_count(fields))
+
+
+def mistral(fields: Fields) -> ModelConfig:
+    attention = attention_of(fields, window=fields.get("sliding_window", 4096))
+    return assembled(fields, [LayerConfig(attention, mlp_of(fields))] * layer_count(fields))
+
+
+def qwen2(fields: Fields) -> ModelConfig:
+    attention, mlp = attention_of(fields, qkv_bias=True), mlp_of(fields)
+    windows = _upper_windows(fields)
+    return assembled(fields, [LayerConfig(replace(attention, window=window), mlp) for window in windows])
+
+
+def qwen3(fields: Fields) -> ModelConfig:
+    bias = bool(fields.get("attention_bias", False))
+    attention = attention_of(fields, head_dim=128, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    windows, mlp = _upper_windows(fields), mlp_of(fields)
+    return assembled(fields, [LayerConfig(replace(attention, window=window), mlp) for window in windows])
+
+
+def qwen3_moe(fields: Fields) -> ModelConfig:
+    bias = bool(fields.get("attention_bias", False))
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    attention = attention_of(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, window=window)
+    count = "num_experts" if "num_experts" in fields else "num_local_experts"  # transformers 4, 5
+    experts = ExpertsConfig(
+        count=integer(fields, count),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=integer(fields, "moe_intermediate_size"),
+        router=RouterConfig(normalise=bool(fields.get("norm_topk_prob", False))),
+    )
+    step, dense, mlp = (
+        fields.get("decoder_sparse_step", 1),
+        fields.get("mlp_only_layers") or (),
+        mlp_of(fields),
+    )
+    sparse = (i not in dense and (i + 1) % step == 0 for i in range(layer_count(fields)))
+    return assembled(fields, [LayerConfig(attention, experts if one else mlp) for one in sparse])
+
+
+FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
