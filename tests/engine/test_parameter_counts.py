@@ -9,8 +9,8 @@ import torch
 
 from tinkex.engine.torch.adapters import lay_out
 from tinkex.engine.torch.backend import Backend
-from tinkex.engine.torch.models.architecture import model_config
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.families import model_config
 from tinkex.types.params import LoraConfig
 
 
