@@ -34,6 +34,8 @@ check: setup     ## ruff, pyright, import-linter, and gates of our own
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.gates
 
+# What pytest compiles is kept for the next run: compiling it is a tenth of the time.
+test-fast: export PYTHONDONTWRITEBYTECODE =
 test-fast: setup ## what to run before every commit: about a minute on two cores
 	$(BIN)/python -m pytest -n 4 -m '$(FAST)' $(ARGS)
 

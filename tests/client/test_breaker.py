@@ -201,6 +201,7 @@ def test_a_lost_server_is_not_hammered_and_everyone_goes_on_when_it_is_back(stub
         close(service)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_is_given_its_time_and_the_error_says_what_is_known(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(lost=1.0, close=0.5))
     fast_retries(service)

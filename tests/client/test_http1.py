@@ -166,6 +166,7 @@ async def test_a_cancelled_request_does_not_give_its_answer_to_the_next() -> Non
         assert (await http.execute(HttpRequest("GET", url + "/fast", {})))[2] == b"/fast"
 
 
+@pytest.mark.slow
 async def test_a_way_that_fell_silent_is_left_with_all_its_connections() -> None:
     """A VPN that was built up anew, a laptop that slept: what was open stays open, and nothing comes."""
     silent: set[asyncio.StreamWriter] = set()

@@ -53,6 +53,11 @@ KINDS = [
 ]  # fmt: skip
 
 
+def quick(some: set[str], of: list[str]) -> list[Any]:
+    """All kinds, of which `make test-fast` takes some."""
+    return [kind if kind in some else pytest.param(kind, marks=pytest.mark.slow) for kind in of]
+
+
 @pytest.fixture
 def tenants(stub: Stub) -> Iterator[tuple[Caller, Caller]]:
     stub.config = {"sample_use_retrieve_futures": True}
@@ -62,7 +67,7 @@ def tenants(stub: Stub) -> Iterator[tuple[Caller, Caller]]:
         close(tenant.service)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick({"create_model", "forward_backward", "retrieve_futures"}, KINDS))
 def test_the_wait_is_kept_and_is_nobody_elses(stub: Stub, tenants: tuple[Caller, Caller], kind: str) -> None:
     limited, other = tenants
     assert limited.calls.keys() == set(KINDS)
@@ -96,7 +101,11 @@ def test_one_runs_wait_does_not_hold_up_another_run_of_the_same_key(stub: Stub, 
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind not in ("asample", "stream_sample", "retrieve_futures")]
+    "kind",
+    quick(
+        {"forward_backward", "sessions"},
+        [k for k in KINDS if k not in ("asample", "stream_sample", "retrieve_futures")],
+    ),
 )
 def test_a_limit_that_never_ends_is_an_error_in_the_end(
     stub: Stub, tenants: tuple[Caller, Caller], kind: str

@@ -185,10 +185,13 @@ def test_a_misspelt_wish_is_no_wish() -> None:
     [
         {"retry-after-ms": "400"},
         {"retry-after": "0.4"},
-        {
-            "retry-after": formatdate(1_700_000_001, usegmt=True),
-            "date": formatdate(1_700_000_000, usegmt=True),
-        },
+        pytest.param(
+            {
+                "retry-after": formatdate(1_700_000_001, usegmt=True),
+                "date": formatdate(1_700_000_000, usegmt=True),
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ms", "seconds", "date"],
 )
@@ -276,6 +279,7 @@ def test_a_429_on_training_is_tried_again_and_bounded(stub: Stub, service: Servi
         run.optim_step().result(20)
 
 
+@pytest.mark.slow
 def test_billing_is_waited_for_as_long_as_the_server_says(stub: Stub) -> None:
     stub.config = {"billing_exception_max_pause_duration_sec": 1}
     service = ServiceClient(base_url=stub.url)

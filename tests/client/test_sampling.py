@@ -200,6 +200,7 @@ def test_a_server_that_is_back_before_anyone_looked(stub: Stub, either: Sampling
     assert_asked_anew(stub, either, future)
 
 
+@pytest.mark.slow
 def test_a_server_behind_a_proxy_that_answered_for_it(stub: Stub, either: SamplingClient) -> None:
     stub.poll_seconds = 0.3
     future = waiting_sample(stub, either)
@@ -210,6 +211,7 @@ def test_a_server_behind_a_proxy_that_answered_for_it(stub: Stub, either: Sampli
     assert_asked_anew(stub, either, future)
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_between_two_polls(stub: Stub, either: SamplingClient) -> None:
     """Nothing breaks, and cursors go on: after a poll for nothing one of those who wait asks on its own."""
     stub.poll_seconds = 1.2
@@ -247,6 +249,7 @@ def test_without_retry_logic_a_forgotten_result_is_an_error(stub: Stub, service:
         sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
+@pytest.mark.slow
 def test_samples_fail_in_their_own_time_however_many_there_are(stub: Stub, service: ServiceClient) -> None:
     """What is being retried does not hold the others back: all were sent when the first gives up."""
     fast_retries(service, status_budget=1.0)
@@ -365,6 +368,7 @@ def test_an_unreadable_batch_poll_falls_back(stub: Stub, service: ServiceClient)
     sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
+@pytest.mark.slow
 def test_a_batch_poll_survives_failures_that_pass(stub: Stub, service: ServiceClient) -> None:
     stub.config = {"sample_use_retrieve_futures": True}
     stub.script("retrieve_futures", status(503), drop(), status(408, body={"type": "try_again"}))
@@ -397,6 +401,7 @@ def test_a_batch_poll_that_always_fails_is_given_up(
     assert stub.count("retrieve_futures") == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_never_holds_a_batch_poll_is_paced(stub: Stub, service: ServiceClient) -> None:
     stub.config = {"sample_use_retrieve_futures": True}
     answer = status(200, body={"completions": [], "cursor": 0})

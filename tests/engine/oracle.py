@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -27,6 +26,8 @@ class PeftOracle:
     def __init__(
         self, path: Path, rank: int, *, attn: bool = True, mlp: bool = True, unembed: bool = True
     ) -> None:
+        import peft  # takes a second, and most runs of the tests never get here
+
         targets = [*(ATTN if attn else ()), *(MLP if mlp else ()), *(("lm_head",) if unembed else ())]
         config = peft.LoraConfig(r=rank, lora_alpha=32, lora_dropout=0.0, target_modules=targets, bias="none")
         self.model: Any = peft.get_peft_model(reference_model(path), config)

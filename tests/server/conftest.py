@@ -125,7 +125,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def server_config(home: Path, model: str, **more: Any) -> ServerConfig:
     service = {k: more.pop(k) for k in list(more) if k in ServiceConfig.__dataclass_fields__}
-    settings = {"preload": True, "long_poll": 2.0, "engine": EngineConfig("", kind="fake"), **service}
+    settings = {"preload": True, "long_poll": 0.5, "engine": EngineConfig("", kind="fake"), **service}
     return ServerConfig(
         ServiceConfig(home=home, models={MODEL: model}, **settings),
         port=0, drain_seconds=0.3, **more,

@@ -70,6 +70,7 @@ def test_endless_headers_are_refused_at_once(server: Running):
     assert is_served(server)
 
 
+@pytest.mark.slow
 def test_a_slow_head_gets_408(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.5)
     server = start()
@@ -93,6 +94,7 @@ def test_a_body_that_stops_gets_408(start: Callable[..., Running], monkeypatch, 
     assert is_served(server)
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_kept_for_minutes_and_closed_cleanly(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ):
@@ -110,11 +112,12 @@ def test_an_idle_connection_is_kept_for_minutes_and_closed_cleanly(
     connection.close()
 
 
+@pytest.mark.slow
 def test_a_long_poll_is_not_cut_off(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch):
     for name in ("HEAD_SECONDS", "BODY_SECONDS"):
         monkeypatch.setattr(uvicorn_protocol, name, 0.3)
     monkeypatch.setattr(serve, "KEEP_ALIVE", 1)
-    server = start()
+    server = start(long_poll=2.0)
     run = server.open_run()
     gap = server.ask(
         "POST", "/api/v1/optim_step",

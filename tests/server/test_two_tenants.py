@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.server.conftest import MODEL, OTHER_KEY, PROTO, Running, pass_body
 from tinkex.engine.protocol import EngineConfig
 
+pytestmark = pytest.mark.slow
 ENGINE = EngineConfig("", kind="fake", max_pass_tokens=4)  # one datum a micro-batch
 
 

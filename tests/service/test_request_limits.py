@@ -95,6 +95,7 @@ def _texts(kind: type[Any], seen: set[Any]) -> Iterator[tuple[type[Any], str, An
             yield from _texts(part, seen)
 
 
+@pytest.mark.slow
 def test_every_text_of_every_request_is_bounded_on_both_sides():
     seen: set[Any] = set()
     texts = [text for op in ops.OPS.values() for text in _texts(op.request, seen)]
