@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.rows import (
     MIGRATIONS,
+    TABLES,
     AuditRow,
     CheckpointRow,
     CustomLossRow,
@@ -524,6 +527,96 @@ def test_a_file_cut_short_is_reported(ledger, path):
         file.truncate(path.stat().st_size // 2)
     with pytest.raises(LedgerError, match="is damaged"):
         Ledger(path)
+
+
+def everything(ledger: Ledger) -> list[Any]:
+    run = "s1:train:0"
+    return [
+        ledger.sessions(EVERYBODY, limit=99),
+        ledger.active_sessions(seen_before=1e12),
+        ledger.runs(EVERYBODY, limit=99),
+        ledger.runs_in_state("live"),
+        ledger.samplers_of_session("s1"),
+        ledger.sampler("s1:sample:0"),
+        ledger.custom_loss("loss"),
+        ledger.checkpoints(EVERYBODY, limit=99),
+        ledger.checkpoints_of_run(run),
+        ledger.expired_checkpoints(1e12),
+        ledger.usage(0, 1e12, EVERYBODY),
+        ledger.audit(EVERYBODY),
+        ledger.keys(),
+        ledger.find_key("h" * 64),
+        ledger.find_key("i" * 64),
+    ]
+
+
+@pytest.fixture
+def full(saved: Ledger, path: Path) -> tuple[bytes, list[Any]]:
+    """A file with rows in every table, and what is in it."""
+    saved.add_sampler(SamplerRow("s1:sample:0", "s1", "ann", "tiny", 1.0))
+    saved.join_sampler("s1:sample:0")
+    saved.add_custom_loss(CustomLossRow("loss", "s1", "ann", "mine", [{"a": 1}], [{"b": 2}]))
+    saved.add_usage([UsageRow(7200.0, "ann", "training", 10, "p", "s1"), UsageRow(0.0, "bob", "training", 1)])
+    saved.add_audit(AuditRow(100.0, "ann", "checkpoints.save", details={"bytes": 1}))
+    for key in "hi":
+        saved.add_key(name="ü", note="", hash=key * 64, owner="ann", project_id=None, created_at=1.0)
+    saved.revoke_key(1, 5.0)
+    assert all(everything(saved)[n] for n in range(13))
+    seen = everything(saved)
+    saved.close()
+    return path.read_bytes(), seen
+
+
+def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(full, path):
+    """In every byte of the rows, and in many others."""
+    content, seen = full
+    places = {n for n in range(0, len(content), 7) if content[n]}
+    for word in (b"ann", b"bob", b"tiny", b"hhhh", b"iiii", b"mine", b'{"', b"s1:train:1", "ü".encode()):
+        at = -1
+        while (at := content.find(word, at + 1)) >= 0:
+            places.update(range(at, at + len(word)))
+    draw, refused = random.Random(0), list[str]()
+    for place in sorted(draw.sample(sorted(places), 600)):
+        bit = 1 << draw.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        try:
+            with closing(Ledger(path)) as ledger:
+                assert everything(ledger) == seen, f"bit {bit} of byte {place} is believed"
+        except LedgerError as error:
+            refused.append(str(error))
+    assert len(refused) > 400
+    expected = re.compile("damaged .* server repair|another program|newer")  # of bits of the file's header
+    assert [message for message in refused if not expected.search(message)] == []
+
+
+@pytest.mark.parametrize("table", TABLES.values())
+def test_a_row_that_does_not_match_its_checksum_is_named(full, path, table):
+    with closing(sqlite3.connect(path)) as db:  # not by a Ledger: the checksums stay
+        column = {"checkpoints": "expires_at", "usage": "amount", "audit": "details"}.get(table, "owner")
+        db.execute(f"UPDATE {table} SET {column} = '17' WHERE rowid = 1")
+        db.commit()
+    damaged = rf"is damaged \(row 1 of {table} does not match its checksum\) and was left .* server repair"
+    with pytest.raises(LedgerError, match=damaged):
+        Ledger(path)
+
+
+def test_a_damaged_row_is_refused_when_it_is_read_whatever_is_written_to_it(ledger, path):
+    key = ledger.add_key(name="k", note="", hash="h", owner="ann", project_id=None, created_at=1.0)
+    ledger.add_session(session(1))
+    assert ledger.find_key("h") == key
+    with closing(sqlite3.connect(path)) as db:  # not by a Ledger: the checksums stay
+        db.execute("UPDATE keys SET owner = 'eve'")
+        db.execute("UPDATE sessions SET owner = CAST(x'ff' AS TEXT)")
+        db.commit()
+    ledger.update_session("s1", last_seen_at=17.0)
+    for read in (
+        lambda: ledger.find_key("h"),
+        ledger.keys,
+        lambda: ledger.session("s1"),
+        lambda: ledger.search_sessions(SessionSearchRequest(), EVERYBODY),
+    ):
+        with pytest.raises(LedgerError, match=r"row 1 of (keys|sessions) does not match its checksum"):
+            read()
 
 
 def test_a_newer_database_is_refused(ledger, path):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tests.service.harness import User, killed_copy, serving, until
+from tests.service.harness import MODEL, User, killed_copy, serving, until
 from tinkex.cli.serve import server as command
 from tinkex.server.api_keys import Authenticator, hash_key
 from tinkex.service.ledger import FILES, Ledger, LedgerError
@@ -82,7 +83,15 @@ def home(tmp_path: Path) -> tuple[Path, Facts]:
     return asyncio.run(work())
 
 
-DAMAGES = [missing, emptied, zeroed, first_page_alone, a_page_cut_off, overwritten]
+def a_bit_of_a_row(home: Path) -> None:
+    """The run's base model has another name."""
+    _fold(home)
+    content = (home / LEDGER).read_bytes()
+    row = content.rindex(MODEL.encode() + b'{"rank"')
+    (home / LEDGER).write_bytes(content[:row] + bytes([content[row] ^ 1]) + content[row + 1 :])
+
+
+DAMAGES = [missing, emptied, zeroed, first_page_alone, a_page_cut_off, overwritten, a_bit_of_a_row]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -155,3 +164,23 @@ def test_a_home_with_keys_of_an_older_version_is_marked(tmp_path: Path) -> None:
     (tmp_path / Ledger.KEYED).unlink()
     Ledger(tmp_path / LEDGER).close()
     assert (tmp_path / Ledger.KEYED).exists()
+
+
+def test_repair_leaves_out_a_damaged_row_and_keeps_whose_the_rest_is(home: tuple[Path, Facts]) -> None:
+    place, facts = home
+    _fold(place)
+    with closing(sqlite3.connect(place / LEDGER)) as db:  # not by a Ledger: the checksums stay
+        db.execute("UPDATE keys SET revoked_at = 9.0")
+        db.execute("UPDATE sessions SET owner = 'eve'")
+        db.commit()
+    told = CliRunner().invoke(command, ["repair", "--home", str(place), "--owner", "zoe"]).output
+    assert "left out: row 1 of keys, which does not match its checksum" in told
+    assert "left out: row 1 of sessions" in told
+    with closing(Ledger(place / LEDGER)) as ledger:
+        assert ledger.keys() == []
+        assert ledger.had_keys
+        run = ledger.run(str(facts["run"]))
+        assert run is not None
+        session = ledger.session(run.session_id)
+        assert session is not None
+        assert run.owner == session.owner == "ann"

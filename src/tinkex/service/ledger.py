@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -67,16 +68,18 @@ class Ledger:
                 for file in (path, *path.parent.glob(f"{path.name}-*")):  # its -wal and -shm
                     with suppress(OSError):  # another user's
                         file.chmod(0o600)
-            self._db = sqlite3.connect(
-                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
-        except (sqlite3.Error, OSError) as error:
+            self._db = rows.connect(str(path), timeout=BUSY_SECONDS, check_same_thread=False)
+        except (sqlite3.Error, OSError, UnicodeError) as error:
             raise self._error(error) from error
         try:
             synchronous = f"synchronous = {'FULL' if wrote is None else 'NORMAL'}"
-            for pragma in ("journal_mode = WAL", synchronous, "foreign_keys = ON"):
+            for pragma in ("journal_mode = WAL", synchronous, "foreign_keys = ON", "temp_store = MEMORY"):
                 self._db.execute(f"PRAGMA {pragma}")
             rows.migrate(self._db)
+            rows.keep_checksums(self._db)
+            self._is_whole = {
+                kind: f"checksum IS {rows.checksum(self._db, table)}" for kind, table in rows.TABLES.items()
+            }
             self._note_write()
         except sqlite3.Error as error:
             self._db.close()
@@ -113,7 +116,7 @@ class Ledger:
     def _check(self) -> None:
         # Read-only: even closing a writable connection would fold the write-ahead log into a damaged file.
         uri = f"{self.path.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
+        with closing(rows.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
             ours = db.execute("PRAGMA application_id").fetchone()[0] == rows.APPLICATION_ID
             if not ours and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise LedgerError(f"{self.path} is another program's database: give Tinkex a home of its own")
@@ -124,9 +127,13 @@ class Ledger:
                 )
             if not seen:  # the first page is there, and what followed it is not
                 self._refuse_if_lost()
-            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if not rows.has_our_schema(db):
+                raise sqlite3.DatabaseError("its tables are not those of its version")
+            (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
+            for table, rowid in rows.damaged_rows(db):
+                raise sqlite3.DatabaseError(f"row {rowid} of {table} does not match its checksum")
 
     def close(self) -> None:
         self._db.close()
@@ -171,7 +178,7 @@ class Ledger:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:  # without the extended part
             return LedgerFullError(f"no space left to write {self.path}: free some; nothing of it was lost")
         usable = sqlite3.OperationalError | sqlite3.IntegrityError | sqlite3.ProgrammingError
-        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, usable):
+        if isinstance(error, sqlite3.DatabaseError | UnicodeError) and not isinstance(error, usable):
             why = " ".join(str(error).replace("*** in database main ***", "").split())  # one line
             return LedgerError(
                 f"{self.path} is damaged ({why}) and was left as it is: put a backup in its place, or "
@@ -180,8 +187,19 @@ class Ledger:
         return LedgerError(f"{self.path} cannot be used: {error}")
 
     def _select(self, kind: type[Row], rest: str, values: Sequence[Any] = ()) -> list[Row]:
-        found = self._read(f"SELECT {', '.join(rows.columns(kind))} FROM {rows.TABLES[kind]} {rest}", values)
-        return [rows.decode(kind, row) for row in found]
+        found = self._read(f"SELECT {self._checked(kind)} FROM {rows.TABLES[kind]} {rest}", values)
+        return [self._decode(kind, row) for row in found]
+
+    def _checked(self, kind: type) -> str:
+        """The columns that `_decode` takes."""
+        return ", ".join([self._is_whole[kind], "rowid", *rows.columns(kind)])
+
+    def _decode(self, kind: type[Row], stored: Sequence[Any]) -> Row:
+        is_whole, rowid, *values = stored
+        if not is_whole:
+            why = f"row {rowid} of {rows.TABLES[kind]} does not match its checksum"
+            raise self._error(sqlite3.DatabaseError(why))
+        return rows.decode(kind, values)
 
     def _one(self, kind: type[Row], where: str, *values: Any) -> Row | None:
         return next(iter(self._select(kind, f"WHERE {where}", values)), None)
@@ -273,12 +291,12 @@ class Ledger:
         saved = "FROM checkpoints JOIN runs USING (run_id) WHERE runs.session_id = sessions.session_id"
         found = self._read(
             f"SELECT (SELECT count(*) {saved}), (SELECT ifnull(sum(size_bytes), 0) {saved}), "
-            f"{', '.join(rows.columns(SessionRow))} FROM sessions WHERE {where} "
+            f"{self._checked(SessionRow)} FROM sessions WHERE {where} "
             f"ORDER BY created_at DESC, session_id DESC LIMIT ?",
             [*values, query.limit + 1],
         )
         sessions = [
-            rows.FoundSession(rows.decode(SessionRow, rest), count, size) for count, size, *rest in found
+            rows.FoundSession(self._decode(SessionRow, rest), count, size) for count, size, *rest in found
         ]
         return sessions[: query.limit], len(sessions) > query.limit
 
@@ -450,23 +468,33 @@ class Ledger:
         return self._update(KeyRow, "key_id = ? AND revoked_at IS NULL", [key_id], {"revoked_at": at})
 
 
-def salvage(damaged: Path, ledger: Ledger) -> dict[str, int]:
-    """Copy what can still be read of a damaged file into a new ledger; how many rows of each table."""
-    copied: dict[str, int] = {}
+def salvage(damaged: Path, ledger: Ledger) -> Iterator[str]:
+    """Copy what can still be read of a damaged file into a new ledger; yields what was done, line by line.
+
+    A session whose row is damaged is its runs' and samplers' owner's.
+    """
     if not damaged.exists():
-        return copied
-    with closing(sqlite3.connect(damaged)) as old:
+        return
+    with closing(rows.connect(str(damaged))) as old:
         for kind, table in rows.TABLES.items():
             found = 0
             try:
-                for row in old.execute(f"SELECT {', '.join(rows.columns(kind))} FROM {table}"):
+                columns = {name for _, name, *_ in old.execute(f"PRAGMA table_info({table})")}
+                is_whole = f"checksum IS {rows.checksum(old, table)}" if "checksum" in columns else "1"
+                names = ", ".join([is_whole, "rowid", *rows.columns(kind)])
+                for whole, rowid, *values in old.execute(f"SELECT {names} FROM {table}"):
+                    if not whole:
+                        yield f"left out: row {rowid} of {table}, which does not match its checksum"
+                        continue
                     with suppress(LedgerError, ValueError, TypeError, KeyError):  # a row that makes no sense
-                        found += ledger.take(cast("object", rows.decode(kind, row)))
-            except sqlite3.Error:
+                        row = cast("object", rows.decode(kind, values))
+                        if isinstance(row, RunRow | SamplerRow | rows.CustomLossRow):
+                            ledger.take(SessionRow(row.session_id, row.owner, now := time.time(), now))
+                        found += ledger.take(row)
+            except (sqlite3.Error, UnicodeError):
                 pass  # the rows after it cannot be reached
             if found:
-                copied[table] = found
-    return copied
+                yield f"from the old file: {found} {table}"
 
 
 # -- SQL in pieces ---------------------------------------------------------------------------------------

@@ -50,8 +50,7 @@ def repair(root: Path, owner: str) -> Iterator[str]:
                 (root / name).rename(aside / name)
         yield f"the old files are in {aside}"
         with closing(Ledger(place, new=True)) as ledger:
-            for table, count in salvage(aside / FILES[0], ledger).items():
-                yield f"from the old file: {count} {table}"
+            yield from salvage(aside / FILES[0], ledger)
             yield from _from_directories(home, ledger, owner)
         yield LOST
         if (root / Ledger.KEYED).exists():
@@ -70,9 +69,10 @@ def _from_directories(home: Home, ledger: Ledger, owner: str) -> Iterator[str]:
         row = ledger.run(run_id)
         try:
             if row is None:
-                row = _run(directory, run_id, owner)
+                session = ledger.session(directory.parent.name)
+                row = _run(directory, run_id, owner if session is None else session.owner)
                 now = time.time()
-                if ledger.session(row.session_id) is None:
+                if session is None:
                     ledger.add_session(SessionRow(row.session_id, owner, now, now))
                 ledger.add_run(row)
                 runs += 1
@@ -87,7 +87,7 @@ def _from_directories(home: Home, ledger: Ledger, owner: str) -> Iterator[str]:
                     yield f"{place} cannot be rebuilt, and stays where it is: {error}"
                 else:
                     saved += ledger.add_checkpoint(checkpoint)
-    yield f"from the run directories, as {owner!r}'s: {runs} runs, {saved} checkpoints"
+    yield f"from the run directories, as {owner!r}'s or their session's: {runs} runs, {saved} checkpoints"
 
 
 def _run(directory: Path, run_id: str, owner: str) -> RunRow:

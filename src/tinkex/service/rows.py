@@ -2,6 +2,9 @@
 
 A row's fields are its table's columns. Times are unix seconds, kept to the microsecond so that one survives a
 datetime; a dict or a list is kept as JSON. A database's version is how many migrations it has seen.
+
+Every row has a checksum over all its other columns. Triggers of the connection keep it: what a write changes
+is added to it, so that the row of a damaged column stays damaged whatever else is written to it.
 """
 
 from __future__ import annotations
@@ -9,8 +12,11 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from tinkex.types.params import LoraConfig
@@ -309,6 +315,7 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
     ),
     ("ALTER TABLE runs ADD COLUMN fingerprint TEXT NOT NULL DEFAULT ''",),
     ("ALTER TABLE runs ADD COLUMN problem TEXT NOT NULL DEFAULT ''",),
+    tuple(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER" for table in TABLES.values()),
 )
 
 
@@ -325,9 +332,80 @@ def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRAT
             if version(db) == seen:  # else another process was first
                 for statement in migrations[seen]:
                     db.execute(statement)
+                for table in _checked_tables(db):
+                    db.execute(f"UPDATE {table} SET checksum = {checksum(db, table)}")
                 db.execute(f"PRAGMA user_version = {seen + 1}")
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise
+
+
+# -- checksums -------------------------------------------------------------------------------------------
+
+
+def connect(database: str, **options: Any) -> sqlite3.Connection:
+    """A connection whose SQL knows `row_checksum`, and that reads damaged text too."""
+    db = sqlite3.connect(database, isolation_level=None, **options)
+    db.text_factory = partial(str, encoding="utf-8", errors="replace")
+    db.create_function("row_checksum", -1, _checksum, deterministic=True)
+    return db
+
+
+def _checksum(*stored: Any) -> int:
+    return zlib.crc32(repr(stored).encode())
+
+
+def checksum(db: sqlite3.Connection, table: str, row: str = "") -> str:
+    """SQL for what the checksum of a row is to be; `row` is "NEW." or "OLD." in a trigger."""
+    names = [
+        (row + name, kind)
+        for _, name, kind, *_ in db.execute(f"PRAGMA table_info({table})")
+        if name != "checksum"
+    ]
+    # Text as bytes, since damaged text may be no text any more; and its type, which one bit can change.
+    values = (f"CAST({name} AS BLOB)" if kind == "TEXT" else name for name, kind in names)
+    types = " || ".join(f"typeof({name})" for name, kind in names if kind == "TEXT")
+    return f"row_checksum({types}, {', '.join(values)})"
+
+
+def _checked_tables(db: sqlite3.Connection) -> Iterator[str]:
+    for table in TABLES.values():
+        if any(name == "checksum" for _, name, *_ in db.execute(f"PRAGMA table_info({table})").fetchall()):
+            yield table
+
+
+def keep_checksums(db: sqlite3.Connection) -> None:
+    """From here on, writes of this connection keep the checksums."""
+    for table in _checked_tables(db):
+        new, old = checksum(db, table, "NEW."), checksum(db, table, "OLD.")
+        watched = ", ".join(n for _, n, *_ in db.execute(f"PRAGMA table_info({table})") if n != "checksum")
+        for event, value in (("INSERT", new), (f"UPDATE OF {watched}", f"OLD.checksum + {new} - {old}")):
+            db.execute(
+                f"CREATE TEMP TRIGGER {table}_{event[:6]} AFTER {event} ON main.{table} BEGIN "
+                f"UPDATE {table} SET checksum = {value} WHERE rowid = NEW.rowid; END"
+            )
+
+
+def damaged_rows(db: sqlite3.Connection) -> Iterator[tuple[str, int]]:
+    """The table and the rowid of each row that does not match its checksum."""
+    for table in _checked_tables(db):
+        for (rowid,) in db.execute(f"SELECT rowid FROM {table} WHERE checksum IS NOT {checksum(db, table)}"):
+            yield table, rowid
+
+
+def has_our_schema(db: sqlite3.Connection) -> bool:
+    """Are tables and indexes those that its version has? Others may be there too."""
+    ours = {name for name, _ in _schema(len(MIGRATIONS))}
+    return _schema(version(db)) == frozenset(row for row in db.execute(_SCHEMA) if row[0] in ours)
+
+
+_SCHEMA = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+
+
+@cache
+def _schema(version: int) -> frozenset[tuple[str, str]]:
+    with closing(connect(":memory:")) as db:
+        migrate(db, MIGRATIONS[:version])
+        return frozenset(db.execute(_SCHEMA))
