@@ -30,15 +30,25 @@ NAMES = {
 }
 
 
-def write_gguf(file: Path, arch: str, model: Path | None, **metadata: Any) -> Path:
-    """A GGUF of a tiny Hugging Face model (or of no model at all), laid out as llama.cpp's converter does."""
+def write_gguf(
+    file: Path,
+    arch: str,
+    model: Path | None,
+    blocks: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    **metadata: Any,
+) -> Path:
+    """A GGUF of a tiny Hugging Face model (or of no model at all), laid out as llama.cpp's converter does.
+
+    `blocks` are tensors to write as these bytes of these types.
+    """
     writer = gguf.GGUFWriter(file, arch)
     if model is not None:
         fields = json.loads((model / "config.json").read_text())
         for key, value in shape_metadata(fields, arch).items():
             add(writer, f"{arch}.{key}", value)
         for name, tensor in gguf_tensors(model, arch, fields).items():
-            writer.add_tensor(name, tensor)
+            array, kind = (blocks or {}).get(name, (tensor, None))
+            writer.add_tensor(name, array, raw_dtype=kind)
         count = fields["vocab_size"]
         defaults = {"tokens": [f"t{i}" for i in range(count)], "token_type": [1] * count, "eos_token_id": 2}
         metadata = {f"tokenizer.ggml.{key}": value for key, value in defaults.items()} | metadata

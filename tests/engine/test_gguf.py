@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.forward import hidden, sequences
@@ -104,6 +106,27 @@ def test_logits_equal_the_model_it_was_made_of(tmp_path: Path, arch: str) -> Non
     decoder, data = load_decoder(write_gguf(tmp_path / "tiny.gguf", arch, model)), sequences()
     ours = decoder.logits(hidden(decoder, data))
     torch.testing.assert_close(ours, torch.cat(reference_logits(model, data)), atol=1e-4, rtol=0)
+
+
+BLOCKS = (
+    "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S "
+    "IQ1_S IQ1_M IQ4_NL IQ4_XS BF16 F16"
+)
+
+
+@pytest.mark.parametrize("kind", BLOCKS.split())
+def test_every_type_of_block(tmp_path: Path, kind: str) -> None:
+    model = tiny_model(tmp_path, "qwen2", hidden_size=256, intermediate_size=512)
+    type_ = gguf.GGMLQuantizationType[kind]
+    size, length = gguf.GGML_QUANT_SIZES[type_]
+    generator = np.random.default_rng(0)
+    array = generator.integers(0, 60, (256, 512 // size * length), dtype=np.uint8)  # scales are small numbers
+    values = dequantize(array, type_).astype(np.float32)
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", model, {"blk.1.ffn_down.weight": (array, type_)})
+    weight = load_decoder(file).weights()["model.layers.1.mlp.down_proj.weight"]
+    assert np.isfinite(values).all()
+    assert values.std() > 0
+    assert np.array_equal(weight.numpy(), values)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])

@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.families import model_config, our_name
+from tinkex.engine.torch.quantised_files import QuantisedFiles, check_scheme, quantisation
 from tinkex.errors import InvalidInputError
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LOADABLE = "what loads: safetensors in float32, bfloat16 or float16, and .gguf files, quantised ones too"
 
 
 def load_decoder(
@@ -96,9 +93,7 @@ def read_config(directory: Path) -> ModelConfig:
             f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file"
         )
     fields = _json(directory / "config.json")
-    if scheme := fields.get("quantization_config"):
-        method = scheme.get("quant_method") or scheme.get("quant_type") or "an unnamed scheme"
-        raise InvalidInputError(f"{directory} is quantised ({method}, by its config.json); {_LOADABLE}")
+    check_scheme(directory, fields)
     if (directory / "generation_config.json").is_file():
         given = _json(directory / "generation_config.json").get("eos_token_id")
         fields |= {} if given is None else {"eos_token_id": given}
@@ -106,18 +101,10 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the directory's safetensors files, mapped and not yet copied, file by file."""
-    for file in _weight_files(directory):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                    tensor = tensors.get_tensor(name)
-                    if tensor.dtype not in _DTYPES and name.endswith((".weight", ".bias")):
-                        kind = str(tensor.dtype).removeprefix("torch.")
-                        raise InvalidInputError(f"{file} is quantised ({name} is {kind}); {_LOADABLE}")
-                    yield name, tensor
-        except SafetensorError as error:
-            raise InvalidInputError(f"{file} is corrupted or cut short: {error}") from error
+    """Every tensor of the directory's safetensors files; quantised ones are expanded to fp32."""
+    files = QuantisedFiles(_weight_files(directory), quantisation(_json(directory / "config.json")))
+    for name, tensor in files.tensors():
+        yield name, tensor if isinstance(tensor, Tensor) else tensor.expand()
 
 
 def _weight_files(directory: Path) -> list[Path]:
