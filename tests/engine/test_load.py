@@ -154,9 +154,7 @@ def test_a_text_model_inside_another_is_read_without_what_is_around_it(tmp_path:
 def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "qwen2")
     edit_json(path / "config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    with pytest.raises(
-        InvalidInputError, match=r"gpt2.*GPT2LMHeadModel.*llama, mistral, qwen2, qwen3, qwen3_moe"
-    ):
+    with pytest.raises(InvalidInputError, match=r"gpt2.*GPT2LMHeadModel.*supported: llama, .*qwen3_moe"):
         load_decoder(path)
 
 

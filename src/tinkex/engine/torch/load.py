@@ -18,6 +18,7 @@ from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.families import model_config, our_name
+from tinkex.engine.torch.models.moe import per_expert
 from tinkex.engine.torch.quantised_files import QuantisedFiles, check_scheme, quantisation
 from tinkex.errors import InvalidInputError
 
@@ -52,8 +53,7 @@ def fill(
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
     decoder = empty_decoder(config, device, dtype)
     places, unexpected = decoder.weights(), []
-    for stored, tensor in tensors:
-        name = our_name(stored)
+    for stored, name, tensor in _ours(config, tensors):
         place = places.pop(name, None)
         if place is None:
             # Redundant are rotary tables of old files, and the copy of a tied embedding.
@@ -72,6 +72,15 @@ def fill(
             f"missing: {_some(list(places))}; unexpected: {_some(unexpected)}"
         )
     return decoder
+
+
+def _ours(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
+    """Each tensor with its stored name and our name; stacked experts one by one."""
+    experts = config.experts
+    stored_as = (experts.transposed, experts.interleaved) if experts else (False, False)
+    for stored, tensor in tensors:
+        for name, view in per_expert(our_name(stored), tensor, *stored_as):
+            yield stored, name, view
 
 
 def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:

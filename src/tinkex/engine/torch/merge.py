@@ -25,10 +25,11 @@ from tinkex.engine.torch.adapter_files import (
     verify,
     write_json,
 )
+from tinkex.engine.torch.models.families import FAMILIES, model_config, our_name
+from tinkex.engine.torch.models.moe import per_expert
 from tinkex.store import CHECKSUMS
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
-_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", CHECKSUMS)
 
 Delta = tuple[Tensor, Tensor]  # A [R, I] and scale·B [O, R]
@@ -48,14 +49,16 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
         config["tie_word_embeddings"] = False
         # a file may hold a copy of the tied embedding under the head's name
         shards = {shard: [name for name in names if name != _HEAD] for shard, names in shards.items()}
+    experts = model_config(config).experts if config.get("model_type") in FAMILIES else None
+    stored_as = (experts.transposed, experts.interleaved) if experts else (False, False)
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         index: dict[str, str] = {}
         for shard, names in shards.items():
             with safe_open(base_dir / shard, framework="pt") as file:
-                tensors = {name: _merged(file.get_tensor(name), deltas.pop(name, None)) for name in names}
-                if untied is not None and "model.embed_tokens.weight" in names:
-                    embedding = file.get_tensor("model.embed_tokens.weight")
-                    tensors[_HEAD] = _merged(embedding, untied)
+                tensors = {name: _merged(name, file.get_tensor(name), deltas, stored_as) for name in names}
+                embedding = [name for name in names if our_name(name) == "model.embed_tokens.weight"]
+                if untied is not None and embedding:
+                    tensors[_HEAD] = _added(file.get_tensor(embedding[0]), untied)
             save_file(tensors, temporary / shard, {"format": "pt"})
             index |= dict.fromkeys(tensors, shard)
         if deltas:
@@ -108,14 +111,26 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
                 deltas[f"{name}.weight"] = a, b
                 continue
             stem, part = name.rsplit(".", 1)
+            gated = key.replace(part, "w3") in file.keys()  # noqa: SIM118
+            parts = {"w1": "gate_proj" if gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
             for i in range(max(len(a), len(b))):  # either side may be shared by all experts
                 pair = a[i % len(a)], b[i % len(b)]
-                deltas[f"{stem}.{i}.{_EXPERT_PARTS[part]}.weight"] = pair
+                deltas[f"{stem}.{i}.{parts[part]}.weight"] = pair
     return deltas
 
 
-def _merged(weight: Tensor, delta: Delta | None) -> Tensor:
-    if delta is None:
-        return weight
+def _merged(name: str, tensor: Tensor, deltas: dict[str, Delta], stored_as: tuple[bool, bool]) -> Tensor:
+    """A stored tensor with what the adapter adds to it, or to the experts that are stacked in it."""
+    names = [ours for ours, _ in per_expert(our_name(name), tensor, *stored_as)]
+    if not deltas.keys() & names:
+        return tensor
+    merged = tensor.clone()
+    for ours, view in per_expert(our_name(name), merged, *stored_as):
+        if (delta := deltas.pop(ours, None)) is not None:
+            view.copy_(_added(view, delta))
+    return merged
+
+
+def _added(weight: Tensor, delta: Delta) -> Tensor:
     a, b = delta
     return torch.addmm(weight.float(), b, a).to(weight.dtype).contiguous()

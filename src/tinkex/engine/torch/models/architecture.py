@@ -61,17 +61,43 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """down(silu(gate(x)) · up(x))."""
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate; "relu2" is relu(x)²."""
 
     width: int
     bias: bool = False
+    activation: Literal["silu", "relu2"] = "silu"
+    gated: bool = True
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a token's experts are chosen and weighed: softmax over all, then the best."""
+    """How a token's experts are chosen and weighed.
 
+    "softmax": over all experts, then the best; "softmax_of_best": over the best alone; "sigmoid": of each.
+    """
+
+    score: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
     normalise: bool = True  # the chosen experts' weights sum to one
+    bias: bool = False
+    selection_bias: bool = False  # added to the scores to choose, not to weigh
+    groups: int = 1  # of experts; only those of the `kept_groups` best can be chosen
+    kept_groups: int = 1
+    scale: float = 1.0  # of the weights
+
+
+class SharedExpert(NamedTuple):
+    """The MLP that every token has beside its experts; `gated`: times the sigmoid of a number of its own."""
+
+    width: int
+    name: str = "shared_experts"
+    gated: bool = False
+
+
+class ClampedSwiGlu(NamedTuple):
+    """(up + 1)·gate·sigmoid(alpha·gate), with gate ≤ limit and |up| ≤ limit."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -82,6 +108,20 @@ class ExpertsConfig:
     per_token: int
     width: int
     router: RouterConfig = RouterConfig()
+    activation: Literal["silu", "relu2"] | ClampedSwiGlu = "silu"
+    gated: bool = True
+    bias: bool = False
+    shared: SharedExpert | None = None
+    latent_width: int | None = None  # experts read and write so many numbers, projected from and to the width
+    transposed: bool = False  # stacked tensors are stored [E, in, out]
+    interleaved: bool = False  # gate and up are stored in turn
+
+    @property
+    def plain(self) -> bool:
+        """Whether experts are SwiGLU alone."""
+        return (
+            self.activation == "silu" and self.gated and not (self.bias or self.shared or self.latent_width)
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +185,8 @@ class ModelConfig:
             and len(set(like)) == 1
             and self.norm.kind == "plain"
             and all(layer.norms == PRE_NORMS and layer.mlp is not None for layer in self.stack)
+            and all(layer.mlp.activation == "silu" and layer.mlp.gated for layer in self.stack if layer.mlp)
+            and all(layer.mlp.plain for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
             and len(self.ropes) == 1
         )
 

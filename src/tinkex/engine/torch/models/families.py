@@ -187,9 +187,20 @@ def qwen3_moe(fields: Fields) -> ModelConfig:
     return assembled(fields, [LayerConfig(attention, experts if one else mlp) for one in sparse])
 
 
+def mixtral(fields: Fields) -> ModelConfig:
+    experts = ExpertsConfig(
+        count=integer(fields, "num_local_experts"),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=mlp_of(fields).width,
+    )
+    attention = attention_of(fields, window=fields.get("sliding_window"))
+    return assembled(fields, [LayerConfig(attention, experts)] * layer_count(fields))
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,

@@ -1,25 +1,47 @@
-"""The dense SwiGLU MLP of a decoder layer."""
+"""The dense MLP of a decoder layer."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import MlpConfig, ModelConfig
-from tinkex.engine.torch.models.projection import Block, Projection
+from tinkex.engine.torch.models.projection import Block, Projection, total
 
 
 class Mlp(Block):
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or without the gate; `sites` begins its sites' names."""
 
-    def __init__(self, model: ModelConfig, config: MlpConfig, layer: int) -> None:
+    def __init__(
+        self, model: ModelConfig, config: MlpConfig, layer: int, name: str = "", sites: str = ""
+    ) -> None:
         super().__init__()
-        name, width, bias = f"model.layers.{layer}.mlp", config.width, config.bias
-        parts = tuple(Part(f"{name}.{part}", width, "mlp") for part in ("gate_proj", "up_proj"))
-        self.gate_up = Projection(Site(layer, "gate_up"), model.width, parts, bias)
+        self.config, width, bias = config, config.width, config.bias
+        name = name or f"model.layers.{layer}.mlp"
+        named = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+        parts = tuple(Part(f"{name}.{part}", width, "mlp") for part in named)
+        self.gate_up = Projection(Site(layer, f"{sites}gate_up"), model.width, parts, bias)
         down = Part(f"{name}.down_proj", model.width, "mlp")
-        self.down = Projection(Site(layer, "down"), width, (down,), bias)
+        self.down = Projection(Site(layer, f"{sites}down"), width, (down,), bias)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
-        return self.down(swiglu(self.gate_up(x_TD, context), context.backend.elementwise), context)
+        gate_up = self.gate_up(x_TD, context)
+        return self.down(activated(gate_up, self.config.activation, self.config.gated, context), context)
+
+
+def activated(
+    gate_up: Tensor | PartialProjection,
+    activation: Literal["silu", "relu2"],
+    gated: bool,
+    context: ForwardContext,
+) -> Tensor:
+    """act(gate) * up of a fused [T, 2F], or act(up) of [T, F] without a gate."""
+    if activation == "silu" and gated:
+        return swiglu(gate_up, context.backend.elementwise)
+    gate, *up = total(gate_up).chunk(2, dim=-1) if gated else (total(gate_up),)
+    acted = F.silu(gate) if activation == "silu" else F.relu(gate).square()
+    return acted * up[0] if gated else acted

@@ -8,6 +8,8 @@ Shapes: T tokens, K experts of a token, N = T·K rows, D width, F expert width, 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,68 +17,175 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
-from tinkex.engine.torch.models.architecture import ExpertsConfig, ModelConfig
-from tinkex.engine.torch.models.projection import Block, frozen_parameter
+from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig, MlpConfig, ModelConfig
+from tinkex.engine.torch.models.mlp import Mlp, activated
+from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
 
 
 class ExpertMlp(Block):
-    """Top-K routed SwiGLU experts."""
+    """Top-K routed experts, and the shared expert that a model may have beside them."""
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.width, self.experts = layer, model.width, config
+        self.layer, self.experts = layer, config
         self.name = f"model.layers.{layer}.mlp"
-        count, inner = self.experts.count, self.experts.width
-        self.router = frozen_parameter(count, self.width)
-        self.gate_up = frozen_parameter(count, 2 * inner, self.width)
+        self.width = config.latent_width or model.width  # of the experts' inputs and outputs
+        count, inner, router = config.count, config.width, config.router
+        self.router = frozen_parameter(count, model.width)
+        self.router_bias = frozen_parameter(count) if router.bias else None
+        self.selection_bias = frozen_parameter(count) if router.selection_bias else None
+        rows = (2 if config.gated else 1) * inner
+        self.gate_up = frozen_parameter(count, rows, self.width)
         self.down = frozen_parameter(count, self.width, inner)
+        self.gate_up_bias = frozen_parameter(count, rows) if config.bias else None
+        self.down_bias = frozen_parameter(count, self.width) if config.bias else None
+        self.latent_in, self.latent_out, self.shared, self.shared_gate = None, None, None, None
+        if config.latent_width:
+            self.latent_in = self._latent("fc1_latent_proj", model.width, self.width)
+            self.latent_out = self._latent("fc2_latent_proj", self.width, model.width)
+        if config.shared:
+            width, name, gated = config.shared
+            activation = config.activation if isinstance(config.activation, str) else "silu"
+            mlp = MlpConfig(width, activation=activation, gated=config.gated)
+            self.shared = Mlp(model, mlp, layer, f"{self.name}.{name}", "shared_")
+            self.shared_gate = frozen_parameter(1, model.width) if gated else None
+
+    def _latent(self, name: str, in_features: int, out_features: int) -> Projection:
+        part = Part(f"{self.name}.{name}", out_features, "mlp")
+        return Projection(Site(self.layer, name), in_features, (part,), bias=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertMlp:
+        super()._apply(fn, recurse)
+        if self.selection_bias is not None:  # close scores differ by less than bf16 can tell apart
+            self.selection_bias.data = self.selection_bias.data.float()
+        return self
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        lora = context.lora
         weight_TK, expert_TK = self.route(x_TD)
+        h = x_TD if self.latent_in is None else total(self.latent_in(x_TD, context))
+        y_TD = self._routed(h, weight_TK, expert_TK, context)
+        if self.latent_out is not None:
+            y_TD = total(self.latent_out(y_TD, context))
+        if self.shared is not None:
+            shared_TD = total(self.shared(x_TD, context))
+            if self.shared_gate is not None:
+                shared_TD = shared_TD * F.linear(x_TD, self.shared_gate).sigmoid()
+            y_TD = y_TD + shared_TD
+        return y_TD
+
+    def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext) -> Tensor:
+        lora = context.lora
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         place_TK = torch.empty_like(expert_TK)  # the inverse permutation of `order_N`
         place_TK.view(-1)[order_N] = torch.arange(len(order_N), device=order_N.device)
         rows_N = order_N // self.experts.per_token
         counts_E = torch.bincount(expert_N, minlength=self.experts.count)
 
-        def project(group: str, x: Tensor, weight: Tensor) -> Tensor:
+        def project(group: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = context.backend.expert_linear(x, weight, counts_E)
+            y = y if bias is None else y + bias[expert_N]
             return y if lora is None else lora(Site(self.layer, group), x, y, rows=rows_N, experts=expert_N)
 
-        gate_up = project("experts_gate_up", _Gather.apply(x_TD, rows_N, place_TK), self.gate_up)
-        y_ND = project("experts_down", swiglu(gate_up, context.backend.elementwise), self.down)
+        x_ND = _Gather.apply(x_TD, rows_N, place_TK)
+        gate_up = project("experts_gate_up", x_ND, self.gate_up, self.gate_up_bias)
+        y_ND = project("experts_down", self._activate(gate_up, context), self.down, self.down_bias)
         y_TKD = _Gather.apply(y_ND, place_TK, order_N[:, None])
         return torch.einsum("tkd,tk->td", y_TKD, weight_TK)
 
+    def _activate(self, gate_up: Tensor, context: ForwardContext) -> Tensor:
+        if isinstance(self.experts.activation, ClampedSwiGlu):
+            (gate, up), (alpha, limit) = gate_up.chunk(2, dim=-1), self.experts.activation
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+        return activated(gate_up, self.experts.activation, self.experts.gated, context)
+
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their weights, [T, K] both; probabilities in fp32."""
-        probabilities = F.linear(x_TD, self.router).softmax(dim=-1, dtype=torch.float32)
-        weight_TK, expert_TK = probabilities.topk(self.experts.per_token, dim=-1)
-        if self.experts.router.normalise:
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        return weight_TK.to(x_TD.dtype), expert_TK
+        router, best = self.experts.router, self.experts.per_token
+        if router.score == "softmax_of_best":
+            best_TK, expert_TK = F.linear(x_TD, self.router, self.router_bias).topk(best, dim=-1)
+            return best_TK.softmax(dim=-1), expert_TK
+        if router.score == "softmax":
+            logits_TE = F.linear(x_TD, self.router, self.router_bias)
+            score_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
+        else:
+            score_TE = F.linear(x_TD.float(), self.router.float()).sigmoid()
+        expert_TK = self._preferred(score_TE.detach()).topk(best, dim=-1).indices
+        weight_TK = score_TE.gather(1, expert_TK)
+        if router.normalise:
+            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return (weight_TK * router.scale).to(x_TD.dtype), expert_TK
+
+    def _preferred(self, score_TE: Tensor) -> Tensor:
+        """The scores to choose by: with the selection bias, and none outside the best groups."""
+        groups, kept = self.experts.router.groups, self.experts.router.kept_groups
+        if self.selection_bias is not None:
+            score_TE = score_TE + self.selection_bias
+        if groups == 1:
+            return score_TE
+        score_TGE = score_TE.unflatten(1, (groups, -1))
+        chosen_TG = score_TGE.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+        open_TG = torch.zeros_like(score_TGE[..., 0], dtype=torch.bool).scatter_(1, chosen_TG, value=True)
+        return score_TGE.masked_fill(~open_TG[..., None], -torch.inf).flatten(1)
 
     def weights(self) -> dict[str, Tensor]:
-        named = {f"{self.name}.gate.weight": self.router.detach()}
-        for i, (gate_up, down) in enumerate(zip(self.gate_up.detach(), self.down.detach(), strict=True)):
-            gate, up = gate_up.chunk(2)
-            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
-            named |= {f"{self.name}.experts.{i}.{part}.weight": weight for part, weight in parts.items()}
+        own = {
+            "gate.weight": self.router,
+            "gate.bias": self.router_bias,
+            "gate.e_score_correction_bias": self.selection_bias,
+            "shared_expert_gate.weight": self.shared_gate,
+        }
+        named = {f"{self.name}.{name}": weight.detach() for name, weight in own.items() if weight is not None}
+        parts = ("gate_proj", "up_proj") if self.experts.gated else ("up_proj",)
+        kinds = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
+        for kind, gate_up_E, down_E in kinds:
+            if gate_up_E is None or down_E is None:
+                continue
+            for i, (gate_up, down) in enumerate(zip(gate_up_E.detach(), down_E.detach(), strict=True)):
+                views = dict(zip(parts, gate_up.chunk(len(parts)), strict=True)) | {"down_proj": down}
+                named |= {f"{self.name}.experts.{i}.{part}.{kind}": view for part, view in views.items()}
         return named
 
     def sites(self) -> Sites:
-        name, inner = f"{self.name}.experts", self.experts.width
-        w1, w2, w3 = (
-            Part(f"{name}.{part}", out, "mlp", self.experts.count, shared)
-            for part, out, shared in (("w1", inner, "A"), ("w2", self.width, "B"), ("w3", inner, "A"))
-        )
+        """As hosted Tinker names them: w1 is gate, or up where there is no gate; w2 down; w3 up."""
+        name, count, inner = f"{self.name}.experts", self.experts.count, self.experts.width
+        w1, w3 = (Part(f"{name}.{part}", inner, "mlp", count, "A") for part in ("w1", "w3"))
+        w2 = Part(f"{name}.w2", self.width, "mlp", count, "B")
         return {
-            Site(self.layer, "experts_gate_up"): (self.width, (w1, w3)),
+            Site(self.layer, "experts_gate_up"): (self.width, (w1, w3) if self.experts.gated else (w1,)),
             Site(self.layer, "experts_down"): (inner, (w2,)),
         }
+
+
+def per_expert(
+    name: str, tensor: Tensor, transposed: bool = False, interleaved: bool = False
+) -> list[tuple[str, Tensor]]:
+    """A stored tensor by our names: views of a stacked one's experts, any other by itself."""
+    for old, new in _RENAMED:
+        name = re.sub(old, new, name)
+    found = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|\.bias|\.weight)?", name)
+    if found is None:
+        return [(name, tensor)]
+    stem, part, end = found.groups()
+    kind = "bias" if (end or "").endswith("bias") else "weight"
+    if transposed and kind == "weight":
+        tensor = tensor.transpose(1, 2)
+    views = {"down_proj": tensor}
+    if part == "gate_up_proj":
+        halves = (tensor[:, ::2], tensor[:, 1::2]) if interleaved else tensor.chunk(2, dim=1)
+        views = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+    return [(f"{stem}.{i}.{k}.{kind}", one) for k, view in views.items() for i, one in enumerate(view)]
+
+
+# Mixtral's and gpt-oss' names of what others call mlp, gate, gate_proj, down_proj and up_proj.
+_RENAMED = [
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.mlp\.router\.", ".mlp.gate."),
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+]
 
 
 def expert_linear(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:

@@ -55,3 +55,8 @@ class Projection(Block):
 
 def frozen_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def total(y: Tensor | PartialProjection) -> Tensor:
+    """The result of a projection, added up if it is in parts."""
+    return y if isinstance(y, Tensor) else y.total()
