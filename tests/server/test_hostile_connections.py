@@ -6,10 +6,16 @@ import socket
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from tests.server.conftest import KEY, Running
+import tinkex
+from tests.server.conftest import KEY, MODEL, OTHER_KEY, PROTO, Running, pass_body
 from tinkex.server import serve, uvicorn_protocol
+from tinkex.server.bodies import zstd
+from tinkex.types.data import Datum, ModelInput
+
+ZSTD = {"content-encoding": "zstd"}
 
 
 def connect(server: Running) -> socket.socket:
@@ -153,3 +159,128 @@ def test_connections_are_bounded_and_idle_ones_make_room(start: Callable[..., Ru
     finally:
         for sock in held:
             sock.close()
+
+
+# -- limits of each user ---------------------------------------------------------------------------------
+
+
+def begin_body(server: Running, size: int | None, key: str = "tml-alice", sent: bytes = b"") -> socket.socket:
+    """A sample request whose body is not finished; without a size it is chunked."""
+    head = f"POST /api/v1/asample HTTP/1.1\r\nx-api-key: {key}\r\n"
+    head += "transfer-encoding: chunked\r\n\r\n" if size is None else f"content-length: {size}\r\n\r\n"
+    sock = connect(server)
+    sock.sendall(head.encode() + (b"%x\r\n%s\r\n" % (len(sent), sent) if size is None else sent))
+    return sock
+
+
+def refusal(sock: socket.socket, seconds: float = 0.5) -> bytes:
+    """What the server says about an unfinished body; nothing if it goes on reading."""
+    sock.settimeout(seconds)
+    said = b""
+    try:
+        while not said.endswith(b"}"):
+            said += sock.recv(65536)
+    except TimeoutError:
+        pass
+    return said
+
+
+def is_told_to_wait(said: bytes) -> bool:
+    return said.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in said
+
+
+def test_unfinished_bodies_of_one_user_are_bounded(server: Running):
+    """By default two of the largest, not fourteen; nobody else notices."""
+    held = [begin_body(server, 254_000_000) for _ in range(14)]
+    try:
+        said = [refusal(sock) for sock in held]
+        assert sum(map(is_told_to_wait, said)) == 12
+        assert sum(not each for each in said) == 2
+        assert any(b"bytes of unfinished bodies: at most 536870912 of one user" in each for each in said)
+        with begin_body(server, 254_000_000, "tml-bob") as other:
+            assert refusal(other) == b""
+        run, each = server.open_run(), 2_000  # small bodies are free
+        assert server.ask("POST", "/api/v1/forward_backward", pass_body(run, 1, each), PROTO).status == 200
+    finally:
+        for sock in held:
+            sock.close()
+    time.sleep(0.2)
+    with begin_body(server, 254_000_000) as again:
+        assert refusal(again) == b""
+
+
+def test_bodies_without_a_length_are_counted_as_they_arrive(start: Callable[..., Running]):
+    server = start(body_memory_per_user=1_000_000)
+    with begin_body(server, None, sent=b"x" * 600_000) as one:
+        assert refusal(one) == b""
+        with begin_body(server, None, sent=b"x" * 300_000) as two:
+            assert refusal(two) == b""
+            two.sendall(b"%x\r\n" % 300_000 + b"x" * 300_000)
+            assert is_told_to_wait(refusal(two, 5))
+        with begin_body(server, 600_000) as three:
+            assert is_told_to_wait(refusal(three, 5))
+
+
+def test_unfinished_bodies_of_all_users_are_bounded(start: Callable[..., Running]):
+    server = start(body_memory=1_000_000, body_memory_per_user=400_000)
+    held = [begin_body(server, 400_000, f"tml-{n}") for n in range(2)]
+    assert [refusal(sock) for sock in held] == [b"", b""]
+    with begin_body(server, 400_000, "tml-2") as one_more:
+        said = refusal(one_more, 5)
+    assert is_told_to_wait(said)
+    assert b"at most 1000000 of all users" in said
+    for sock in held:
+        sock.close()
+    with begin_body(server, 500_000) as larger:  # it would wait for ever
+        assert refusal(larger, 5).startswith(b"HTTP/1.1 413 ")
+
+
+def test_however_a_body_ends_its_bytes_are_given_back(start: Callable[..., Running]):
+    server = start(body_memory_per_user=1_000_000)
+    run, body = server.open_run(), b"x" * 600_000
+    for seq_id in range(1, 6):
+        begin_body(server, 600_000, sent=b"x" * 100_000).close()
+        begin_body(server, None, sent=b"x" * 600_000).close()
+        while (answer := server.ask("POST", "/api/v1/asample", body)).status == 429:
+            time.sleep(0.02)  # the server has not noticed yet that those were closed
+        assert answer.status == 422
+        assert server.ask("POST", "/api/v1/create_session", body).status == 413
+        answer = server.ask("POST", "/api/v1/asample", zstd.compress(b"x" * 2_000_000), ZSTD)
+        assert answer.status == 422
+        answer = server.ask("POST", "/v1/completions", body)
+        assert answer.status == 400
+        accepted = server.ask("POST", "/api/v1/forward_backward", pass_body(run, seq_id, 30_000), PROTO)
+        assert accepted.status == 200
+    assert not server.server.gateway.bodies.undecoded.users
+
+
+def test_open_requests_of_one_user_are_bounded(start: Callable[..., Running]):
+    server = start(requests_per_user=3)
+    run = server.open_run()
+    step = {"model_id": run, "seq_id": 9, "adam_params": {"learning_rate": 0.1}}
+    waits = server.ask("POST", "/api/v1/optim_step", step).json["request_id"]
+    polls = [server.connect() for _ in range(3)]
+    for poll in polls:
+        poll.request("POST", "/api/v1/retrieve_future", f'{{"request_id": "{waits}"}}', KEY)
+    time.sleep(0.3)
+    for path in ("/api/v1/get_server_capabilities", "/v1/models", "/sessions"):
+        answer = server.ask("GET", path)
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        assert b"4 open requests: at most 3 of one user" in answer.body
+        assert server.ask("GET", path, key=OTHER_KEY).status == 200
+    assert [poll.getresponse().status for poll in polls] == [408] * 3
+    assert server.ask("GET", "/api/v1/get_server_capabilities").status == 200
+
+
+def test_our_client_waits_for_its_turn(start: Callable[..., Running]):
+    server = start(body_memory_per_user=100_000)
+    counted = server.server.gateway.metrics.requests
+    datum = Datum(ModelInput.from_ints([1] * 1_500), {"target_tokens": np.ones(1_500, np.int64)})
+    with tinkex.ServiceClient(base_url=server.url, api_key="tml-alice") as service:
+        run = service.create_lora_training_client(MODEL, rank=4)
+        with begin_body(server, 90_000) as other:
+            assert refusal(other) == b""
+            waits = run.forward_backward([datum], "cross_entropy")
+            while not counted["forward_backward", 429]:
+                time.sleep(0.02)
+        assert len(waits.result(20).loss_fn_outputs) == 1

@@ -81,6 +81,22 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option(
     "--runs-per-user", default=256, type=Whole(1), help="Live runs of one user; one more waits (429)."
 )
+@click.option(
+    "--max-connections", default=16_384, type=Whole(1),
+    help="Open connections of all clients; one more gets 503. Never more than the process may open files.",
+)  # fmt: skip
+@click.option(
+    "--requests-per-user", default=8_192, type=Whole(1),
+    help="Open requests of one user, long polls included; one more is told to wait (429).",
+)  # fmt: skip
+@click.option(
+    "--body-memory", default="2GiB", metavar="SIZE",
+    help="Request bodies that are being received or decoded; one more is told to wait (429).",
+)  # fmt: skip
+@click.option(
+    "--body-memory-per-user", default="512MiB", metavar="SIZE",
+    help="The same for one user; a single larger body is refused (413).",
+)  # fmt: skip
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
@@ -91,7 +107,8 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
     deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, durability: str,
-    disk_per_user: str, runs_per_user: int, preload: bool, drain: float, log_level: str, engine: str,
+    disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int, body_memory: str,
+    body_memory_per_user: str, preload: bool, drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -132,7 +149,12 @@ def serve(
         runs_per_user=runs_per_user,
     )
     url = normalize_url(public_url) if public_url else ""
-    run(ServerConfig(service, host, port, url, drain), click.echo)
+    config = ServerConfig(
+        service, host, port, url, drain,
+        max_connections=max_connections, requests_per_user=requests_per_user,
+        body_memory=read_size(body_memory), body_memory_per_user=read_size(body_memory_per_user),
+    )  # fmt: skip
+    run(config, click.echo)
 
 
 def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str, str]:

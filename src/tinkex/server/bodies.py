@@ -1,6 +1,7 @@
 """Request and response bodies: bounded reading, decoding, encoding and compression.
 
-A body over the limit is refused as soon as its size is known, and is never decompressed past the limit.
+A body over the limit is refused as soon as its size is known, and is never decompressed past the limit. What
+bodies take until they are decoded is bounded for each user and for the server.
 Large bodies are decoded and encoded on threads of their own, so that neither the event loop nor the engine's
 threads wait. A large result is encoded once for all clients that fetch it in the same form.
 """
@@ -37,9 +38,12 @@ PARSED_HERE = 16 * 1024  # bytes up to which a body is parsed on the event loop,
 MAX_BODY = 256 * 1024 * 1024
 MAX_SMALL_BODY = 512 * 1024  # of a request that is no pass, sample or uploaded loss
 MAX_TELEMETRY = 4 * 1024 * 1024
+MAX_UNDECODED = 2 * 1024**3  # bytes of all bodies that are being received, or wait to be decoded
+MAX_UNDECODED_PER_USER = 512 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
 _THREADS = 2  # most of this work holds the GIL: more threads would only delay the event loop
 
+_LATER = "are accepted at a time; try again in a moment"
 _LARGE_REQUESTS = (ForwardBackwardRequest, SampleRequest, CreateCustomLossRequest)
 
 T = TypeVar("T")
@@ -50,13 +54,39 @@ class ClientDisconnected(Exception):
     """The client closed its connection before the response."""
 
 
+class InUse:
+    """How much of something is in use, by each user and by all; what goes beyond a limit is refused (429)."""
+
+    def __init__(self, what: str, per_user: int, in_all: int) -> None:
+        self._what, self._per_user, self._in_all = what, per_user, in_all
+        self.users: dict[str, int] = {}
+        self._total = 0
+
+    def take(self, user: str, amount: int) -> None:
+        used = self.users.get(user, 0) + amount
+        if used > self._per_user:
+            raise Refusal(429, f"{used} {self._what}: at most {self._per_user} of one user {_LATER}")
+        if self._total + amount > self._in_all:
+            raise Refusal(429, f"too many {self._what}: at most {self._in_all} of all users {_LATER}")
+        self.users[user] = used
+        self._total += amount
+
+    def give_back(self, user: str, amount: int) -> None:
+        left = self.users.pop(user) - amount
+        if left:
+            self.users[user] = left
+        self._total -= amount
+
+
 class IncomingRequest:
     """An HTTP request as handlers read it. Starlette's own class costs more per request."""
 
-    __slots__ = ("headers", "receive", "scope")
+    __slots__ = ("headers", "receive", "scope", "undecoded", "user")
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.scope, self.receive = scope, receive
+        self.user: str | None = None  # once it is admitted
+        self.undecoded = 0  # bytes of its body that are counted as in use
         # uvicorn gives header names in lower case.
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
@@ -120,8 +150,16 @@ def result_size(value: Any) -> int:
 class BodyCodec:
     """The encoding threads, and a cache of encoded results."""
 
-    def __init__(self, *, limit: int = MAX_BODY, compress: bool = True) -> None:
-        self.limit = limit
+    def __init__(
+        self,
+        *,
+        limit: int = MAX_BODY,
+        undecoded: int = MAX_UNDECODED,
+        undecoded_per_user: int = MAX_UNDECODED_PER_USER,
+        compress: bool = True,
+    ) -> None:
+        self.limit = min(limit, undecoded, undecoded_per_user)
+        self.undecoded = InUse("bytes of unfinished bodies", undecoded_per_user, undecoded)
         self.compress = compress
         self._threads = ThreadPoolExecutor(_THREADS, "bodies")
         self._results: OrderedDict[tuple[str, bool], asyncio.Future[Encoded]] = OrderedDict()
@@ -140,12 +178,14 @@ class BodyCodec:
         return min(self.limit, MAX_TELEMETRY if op.request is TelemetrySendRequest else MAX_SMALL_BODY)
 
     async def read(self, http: IncomingRequest, limit: int) -> bytes:
-        """The whole body; 413 if its content-length, or what has arrived of it, is over the limit."""
+        """The whole body; 413 or 429 if its content-length, or what has arrived of it, is over a limit."""
         length, receive = http.headers.get("content-length", "0"), http.receive
         if not (length.isascii() and length.isdigit()):
             raise Refusal(400, f"content-length must be a number, got {length!r}")
         if int(length) > limit:
             raise Refusal(413, f"the body has {length} bytes; at most {limit} are accepted")
+        if int(length) >= PARSED_HERE:
+            self._take(http, int(length))
         message = await receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             return message.get("body", b"")
@@ -158,16 +198,32 @@ class BodyCodec:
                 raise Refusal(
                     413, f"the body has more than {limit} bytes, which is the most that is accepted"
                 )
+            if len(body) > http.undecoded:  # it came without its length
+                self._take(http, len(body))
             if not message.get("more_body"):
                 return body  # type: ignore[return-value]  # decoders take any buffer
             message = await receive()
+
+    def _take(self, http: IncomingRequest, size: int) -> None:
+        assert http.user is not None, "bodies are read for users who were admitted"
+        self.undecoded.take(http.user, size - http.undecoded)
+        http.undecoded = size
+
+    def forget(self, http: IncomingRequest) -> None:
+        """The request's body is decoded, or never will be."""
+        if http.undecoded and http.user is not None:
+            self.undecoded.give_back(http.user, http.undecoded)
+            http.undecoded = 0
 
     async def parse(self, http: IncomingRequest, body: bytes, work: Callable[[], T]) -> T:
         """What `work` makes of a body: on a thread, unless it is small."""
         # A small compressed body may be large.
         if len(body) < PARSED_HERE and "content-encoding" not in http.headers:
             return work()
-        return await self._off_loop(lambda: _free_of_frames(work))
+        try:
+            return await self._off_loop(lambda: _free_of_frames(work))
+        finally:
+            self.forget(http)
 
     async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes) -> Any:
         parts = op, http.path_params, http.query, http.headers, body

@@ -35,7 +35,7 @@ from tinkex.config import is_loopback
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator, Identity, credential
-from tinkex.server.bodies import BIG, BodyCodec, ClientDisconnected, IncomingRequest
+from tinkex.server.bodies import BIG, BodyCodec, ClientDisconnected, IncomingRequest, InUse
 from tinkex.server.metrics import Metrics
 from tinkex.server.uvicorn_protocol import SEND_WHOLE, SendWhole
 from tinkex.service.refusal import Caller, Refusal
@@ -92,6 +92,7 @@ class Gateway:
     authenticator: Authenticator
     bodies: BodyCodec
     metrics: Metrics
+    requests: InUse
     public_url: str = ""
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class Gateway:
         self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
 
     def admit(self, http: IncomingRequest) -> Caller:
-        """The caller; Refusal if the key is not accepted, or the service is not ready."""
+        """The caller; Refusal if its key is not accepted, it has too many requests, or we are not ready."""
         if not self.service.ready:
             raise Refusal(503, NOT_READY)
         headers, peer = http.headers, http.scope.get("client")
@@ -111,7 +112,16 @@ class Gateway:
         # A proxy on this machine connects from loopback too, on behalf of a client elsewhere.
         proxied = self.public_url or "x-forwarded-for" in headers or "forwarded" in headers
         same_machine = not proxied and peer is not None and is_loopback_host(peer[0])
-        return self.authenticator.caller(headers, url, same_machine)
+        caller = self.authenticator.caller(headers, url, same_machine)
+        self.requests.take(caller.user, 1)
+        http.user = caller.user
+        return caller
+
+    def leave(self, http: IncomingRequest) -> None:
+        """The request was answered, or given up."""
+        if http.user is not None:
+            self.bodies.forget(http)
+            self.requests.give_back(http.user, 1)
 
     def without_paths(self, message: str) -> str:
         """A message for clients elsewhere: files by their names below the home or the model's directory."""
@@ -169,18 +179,23 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, http = time.perf_counter(), IncomingRequest(scope, receive)
         request_id = self._gateway.request_id(http)
-        if tracing.is_on():
-            with tracing.span(f"server {self._name}", kind="server", parent=tracing.extract(http.headers)):
+        try:
+            if tracing.is_on():
+                with tracing.span(
+                    f"server {self._name}", kind="server", parent=tracing.extract(http.headers)
+                ):
+                    response = await self._handle(http, request_id)
+            else:
                 response = await self._handle(http, request_id)
-        else:
-            response = await self._handle(http, request_id)
-        response.raw_headers.append((b"x-request-id", request_id.encode()))
-        self._gateway.metrics.requests[self._name, response.status_code] += 1
-        if log.isEnabledFor(logging.DEBUG):
-            took = (time.perf_counter() - began) * 1000
-            log.debug("%s %s %d %.1f ms", request_id, self._name, response.status_code, took)
-        if response.status_code != _CLIENT_GONE:
-            await response(scope, receive, send)
+            response.raw_headers.append((b"x-request-id", request_id.encode()))
+            self._gateway.metrics.requests[self._name, response.status_code] += 1
+            if log.isEnabledFor(logging.DEBUG):
+                took = (time.perf_counter() - began) * 1000
+                log.debug("%s %s %d %.1f ms", request_id, self._name, response.status_code, took)
+            if response.status_code != _CLIENT_GONE:
+                await response(scope, receive, send)
+        finally:
+            self._gateway.leave(http)
 
     async def _handle(self, http: IncomingRequest, request_id: str) -> Response:
         try:

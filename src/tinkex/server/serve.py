@@ -28,7 +28,14 @@ from tinkex._version import __version__
 from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.api_keys import Authenticator
-from tinkex.server.bodies import MAX_BODY, BodyCodec, IncomingRequest
+from tinkex.server.bodies import (
+    MAX_BODY,
+    MAX_UNDECODED,
+    MAX_UNDECODED_PER_USER,
+    BodyCodec,
+    IncomingRequest,
+    InUse,
+)
 from tinkex.server.console import console_routes
 from tinkex.server.downloads import download_routes
 from tinkex.server.gateway import Endpoint, Gateway, build_app, is_loopback_host
@@ -68,6 +75,9 @@ class ServerConfig:
     drain_seconds: float = 5.0  # for open polls and streams, when the server is told to stop
     max_body: int = MAX_BODY
     max_connections: int = 16_384  # or fewer, if the process may not open as many files
+    requests_per_user: int = 8_192  # open at a time, long polls included
+    body_memory: int = MAX_UNDECODED
+    body_memory_per_user: int = MAX_UNDECODED_PER_USER
 
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> None:
@@ -132,8 +142,14 @@ class Server:
         self.url = config.public_url or _url(config.host, self.address[1])
         on_this_machine = is_loopback_host(config.host) and not config.public_url
         # Between processes of one machine, sending bytes is cheaper than compressing them.
-        bodies = BodyCodec(limit=config.max_body, compress=not on_this_machine)
-        self.gateway = Gateway(self.service, authenticator, bodies, self._metrics, config.public_url)
+        bodies = BodyCodec(
+            limit=config.max_body, undecoded=config.body_memory,
+            undecoded_per_user=config.body_memory_per_user, compress=not on_this_machine,
+        )  # fmt: skip
+        requests = InUse("open requests", config.requests_per_user, config.max_connections)
+        self.gateway = Gateway(
+            self.service, authenticator, bodies, self._metrics, requests, config.public_url
+        )
         self._most_connections = _most_connections(config.max_connections)
         self._uvicorn = _UvicornServer(
             self._uvicorn_config(), self.gateway, config.drain_seconds, self._most_connections
