@@ -138,7 +138,8 @@ async def child(home: Path, kept: Path, durability: str, seed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the recorder keeps files open
     os.makedirs(home, exist_ok=True)
     os.fsync = Recorder(kept, home).fsync
-    async with serving(home, durability=durability, snapshot_steps=3) as service:
+    # A long poll does not end while the child is stopped, however long that takes.
+    async with serving(home, durability=durability, snapshot_steps=3, long_poll=3600.0) as service:
         tenants = [tenant(service, f"t{n}", random.Random(f"{seed} {n}")) for n in range(TENANTS)]
         await asyncio.gather(*tenants)
 
@@ -220,7 +221,7 @@ async def _lies(home: Path, facts: list[dict[str, Any]], rng: random.Random) -> 
     found: list[str] = []
     told = {fact["id"]: fact["value"] for fact in facts if fact["fact"] == "told"}
     deleting = {fact["id"] for fact in facts if fact["fact"] == "deleting"}
-    async with serving(home, durability="power") as service:
+    async with serving(home, durability="power", long_poll=60.0) as service:
         for fact in facts:
             try:
                 await _check(service, fact, told, deleting)
@@ -283,6 +284,9 @@ class Cuts:
                 self.facts.clear()
             found += self._life(begin, min(LIFE, count - life * LIFE), rng, life)
             left = begin / "left"
+            sys.stderr.write(
+                f"{min(count, (life + 1) * LIFE)} cuts, {self.promises} promises, {len(found)} lies\n"
+            )
         return found
 
     def _life(self, place: Path, count: int, rng: random.Random, life: int) -> list[str]:
