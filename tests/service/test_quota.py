@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.service.harness import MODEL, Failed, User, datum, found, killed_copy, name_of, serving
+from tinkex.service.home import Home
 from tinkex.service.refusal import Refusal
 from tinkex.service.service import Service
+from tinkex.store import directory_bytes
 from tinkex.types import checkpoints, sampling, sessions, training
 from tinkex.types.data import Datum
 from tinkex.wire import ops
@@ -207,6 +211,64 @@ async def test_one_user_cannot_take_the_whole_disk(home: Path):
             await ann.save(run, 1, "a")
         other = await ben.run()
         await ben.save(other, 1, "a")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places whose files were measured for a quota."""
+    places: list[str] = []
+
+    def watched(place: Path) -> int:
+        places.append(str(place))
+        return directory_bytes(place)
+
+    monkeypatch.setattr("tinkex.service.home.directory_bytes", watched)
+    return places
+
+
+async def test_saves_are_counted_and_not_measured_each_time(home: Path, measured: list[str]):
+    async with serving(home, disk_per_user=10**9, disk_quota=10**9) as service:
+        user = User(service)
+        run = await user.run()
+        began = time.monotonic()
+        for n in range(10):
+            await user.save(run, 2 * n + 1, f"s{n}")
+            await user.unnamed_sampler(run, 2 * n + 2, n)
+        assert len(measured) <= 2 + 2 * (time.monotonic() - began)
+
+
+async def test_files_are_measured_before_a_save_is_refused(home: Path):
+    async with serving(home, disk_per_user=10**9) as service:
+        user = User(service)
+        run = await user.run(rank=1024)
+        await user.save(run, 1, "a")
+        size = sum(file.stat().st_size for file in found(home, "weights/a/*"))
+        service.home.per_user = service.home._measure("ann") + 5 * size // 2
+        await user.save(run, 2, "b")
+        await user.save(run, 3, "c")
+        for number in range(4, 10, 2):
+            with pytest.raises(Failed, match="bytes allowed"):
+                await user.save(run, number, "too much")
+            shutil.rmtree(
+                found(home, f"weights/{'c' if number == 4 else number - 1}")[0]
+            )  # not by the server
+            await user.save(run, number + 1, str(number + 1))
+
+
+async def test_what_is_written_while_files_are_measured_is_not_counted_twice(tmp_path: Path):
+    (tmp_path / "runs" / "s").mkdir(parents=True)
+    writes = iter([b"x" * 60, b"", b""])
+
+    def sessions_of(user: str) -> list[str]:
+        if content := next(writes):  # measuring has begun
+            (tmp_path / "runs" / "s" / "file").write_bytes(content)
+            home.count(user, len(content))
+        return ["s"]
+
+    home = Home(tmp_path, per_user=100, sessions_of=sessions_of)
+    assert await home.over_quota(40, "ann") == ""
+    assert await home.over_quota(40, "ann") == ""
+    assert "take 60 of the 100 bytes allowed, 41 more" in await home.over_quota(41, "ann")
 
 
 async def test_live_runs_of_one_user_are_bounded(home: Path):

@@ -153,6 +153,7 @@ class Checkpoints:
         async with self._home.locked(source.directory):  # it may have been saved again meanwhile
             source = self._access.checkpoint(request.source_path, caller, token=token)
             await asyncio.to_thread(_copy, self._home.root / source.directory, target)
+        self._home.count(caller.user, source.size_bytes)
         row = replace(
             source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=time.time(),
             public=False, directory=self._home.relative(target), expires_at=expires_at,

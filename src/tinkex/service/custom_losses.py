@@ -49,7 +49,9 @@ class CustomLosses:
         )  # fmt: skip
         why = _check_form(request) or await self._refused_by_engines(row)
         if self.ledger.custom_loss(loss_id) is None:
-            why = why or await self.home.over_quota(len(repr(row)), caller.user, lately=True)
+            size = len(repr(row))
+            why = why or await self.home.over_quota(size, caller.user)
+            self.home.count(caller.user, 0 if why else size)
         if why:
             failed = self.futures.create_resolved(caller.user, failure(why, "user"))
             return UntypedAPIFuture(failed.request_id)

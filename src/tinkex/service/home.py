@@ -11,6 +11,7 @@ import shutil
 import stat
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,10 @@ class Home:
         self._lock: int | None = None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free: tuple[float, int] = (0.0, 0)  # when it was read, bytes
-        self._used: dict[str, tuple[float, int]] = {}  # by user; "": by all
+        self._written: defaultdict[str, int] = defaultdict(
+            int
+        )  # bytes counted by `count`; by user, "": by all
+        self._measured: dict[str, tuple[float, int, int]] = {}  # when, bytes found, `_written` by then
         root.mkdir(0o700, parents=True, exist_ok=True)
         mode = root.stat().st_mode
         if (root / "ledger.sqlite").exists() and mode & 0o077 and not mode & stat.S_ISVTX:
@@ -129,33 +133,46 @@ class Home:
     def limited(self) -> bool:
         return self.quota is not None or self.per_user is not None
 
-    async def over_quota(self, more: int, user: str, *, lately: bool = False) -> str:
+    def count(self, user: str, size: int) -> None:
+        """So many bytes were written for `user`. What is deleted is seen when the files are next measured."""
+        for whose in (user, ""):
+            self._written[whose] += size
+
+    async def over_quota(self, more: int, user: str) -> str:
         """Why there is no room for `more` bytes of `user`; "" if there is. Everything in the home counts.
 
-        `lately`: a reading of a moment ago will do, unless it says no.
+        What was measured a moment ago and counted since will do, unless it says no.
         """
         why = ""
         if self.quota is not None:
-            why = await self._over("", self.quota, more, lately)
+            why = await self._over("", self.quota, more)
         if self.per_user is not None and not why:
-            why = await self._over(user, self.per_user, more, lately)
+            why = await self._over(user, self.per_user, more)
         return why
 
-    async def _over(self, user: str, limit: int, more: int, lately: bool) -> str:
-        read_at, used = self._used.get(user, (0.0, 0))
+    async def _over(self, user: str, limit: int, more: int) -> str:
+        measured_at, found, since = self._measured.get(user, (0.0, 0, 0))
+        used = found + self._written[user] - since
         patience = DISK_LOOK if used > limit // 2 else 10 * DISK_LOOK if user else DISK_LOOK
-        if not lately or used + more > limit or time.monotonic() - read_at > patience:
-            places = [self.root / "runs" / s for s in self._sessions_of(user)] if user else [self.root]
-            used = await asyncio.to_thread(lambda: sum(directory_bytes(p) for p in places if p.exists()))
-            read_at = time.monotonic()
+        if used + more > limit or time.monotonic() - measured_at > patience:
+            for _ in range(3):
+                since = self._written[user]
+                found = await asyncio.to_thread(self._measure, user)
+                self._measured[user] = time.monotonic(), found, since
+                used = found + self._written[user] - since
+                if used + more <= limit or used == found:
+                    break  # else what was written meanwhile may be in both numbers
         if used + more <= limit:
-            self._used[user] = read_at, used + more
             return ""
         whose = f"the files of {user}" if user else "the server's files"
         return (
             f"{whose} take {used} of the {limit} bytes allowed, {more} more do not fit; "
             "delete some checkpoints"
         )
+
+    def _measure(self, user: str) -> int:
+        places = [self.root / "runs" / s for s in self._sessions_of(user)] if user else [self.root]
+        return sum(directory_bytes(place) for place in places if place.exists())
 
 
 def _lock_file(descriptor: int) -> None:

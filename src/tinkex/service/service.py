@@ -236,8 +236,10 @@ class Service:
             raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
 
     async def _check_quota(self, request: Any, caller: Caller) -> None:
-        if why := await self.home.over_quota(len(repr(request)), caller.user, lately=True):
+        size = len(repr(request))
+        if why := await self.home.over_quota(size, caller.user):
             raise Refusal(422, why)
+        self.home.count(caller.user, size)
 
     def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""

@@ -206,8 +206,10 @@ class TrainingRequests:
     async def _accept(self, run: Run, seq_id: int, request: Any, digest: bytes) -> UntypedAPIFuture:
         if isinstance(request, ForwardBackwardRequest) and self.home.limited:  # others are small
             size = sum(datum.nbytes for datum in request.forward_backward_input.data)
-            if why := await self.home.over_quota(size, run.row.owner, lately=True):
+            if why := await self.home.over_quota(size, run.row.owner):
                 request = _failing(request, why)
+            else:
+                self.home.count(run.row.owner, size)
         op = "forward_backward" if isinstance(request, ForwardBackwardRequest) else request.type
         entry = JournalEntry(seq_id, f"{run.id}#{seq_id}", op, request, time.time(), digest)
         self.home.check_disk()

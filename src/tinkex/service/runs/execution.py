@@ -203,7 +203,8 @@ class Barriers:
         if kept is not None and kept.adapter_dir != sampler.adapter_dir:
             raise EngineError(f"sampler {sampler_id} exists already: use another number", "user")
         self.home.check_disk()
-        await execute(engine, SaveAdapter(run.run_id, str(directory), overwrite=True))
+        size = await execute(engine, SaveAdapter(run.run_id, str(directory), overwrite=True))
+        self.home.count(run.owner, size)
         await self._must_fit(directory, run.owner)
         exported = await execute(engine, protocol.ExportAdapter(run.run_id))
         await self.adapters.of(engine).add(sampler, exported)
@@ -232,6 +233,7 @@ class Barriers:
                 optimizer, run.project_id, None if request.ttl_seconds is None else now + request.ttl_seconds,
                 user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
             )  # fmt: skip
+            self.home.count(run.owner, size if kept is None else max(0, size - kept.size_bytes))
             if kept is None:
                 await self._must_fit(directory, run.owner)
             with self.ledger.transaction():
