@@ -2,72 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import signal
-import socket
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.tiny import tiny_model
+from tests.server.served import MODEL, Serve
 from tests.service.harness import datum
 from tinkex import AdamParams, RecoveryPolicy, RunLostError, ServiceClient, TrainingClient
 from tinkex.recovery import RecoveryAttempt, RunLost, RunResumed
 
 pytestmark = pytest.mark.slow
 
-MODEL = "m/base"
-ROOT = Path(__file__).parents[2]
 STEPS, KILLED_AT = 8, 5
 ADAM = AdamParams(learning_rate=1e-2)
-
-
-class Serve:
-    """A server process at one address, over one home."""
-
-    def __init__(self, directory: Path) -> None:
-        self.home = directory / "home"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            sys.executable, "-m", "tinkex.cli", "serve",
-            "--model", f"{MODEL}={tiny_model(directory, 'qwen3')}",
-            "--port", str(self.port), "--home", str(self.home), "--device", "cpu", "--drain", "0.5",
-        ]  # fmt: skip
-        self.start()
-
-    def start(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TINK")}
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        said = []
-        for line in self._process.stdout:
-            said.append(line)
-            if re.search(r" serves http://", line):
-                threading.Thread(target=said.extend, args=(self._process.stdout,), daemon=True).start()
-                return
-        pytest.fail(f"the server did not start:\n{''.join(said)}")
-
-    def kill(self) -> None:
-        os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def journal(self, run_id: str) -> Path:
-        session, _, number = run_id.rpartition(":train:")
-        return self.home / "runs" / session / f"train-{number}" / "journal"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, ForwardBackward, Pass
 from tinkex.service.runs.journal import Journal, JournalEntry, restore
 from tinkex.types import futures, training
+from tinkex.types import sessions as sessions_
 from tinkex.types.training import ForwardBackwardInput
 from tinkex.wire import ops
 
@@ -28,7 +30,7 @@ NODES = [
 
 
 class Stuck(FakeEngine):
-    """Computes uploaded losses (as cross entropy) once it is let."""
+    """Computes uploaded losses (as cross entropy) once it is let; those that are replayed, at once."""
 
     let = threading.Event()
     begun: list[Pass]
@@ -41,7 +43,7 @@ class Stuck(FakeEngine):
             if isinstance(command, ForwardBackward):
                 uploaded = [work for work in command.passes if work.custom_loss is not None]
                 self.begun.extend(uploaded)
-                if uploaded:
+                if any(not work.finished for work in uploaded):
                     self.let.wait(60)
                 built_in = {"loss_fn": "cross_entropy", "loss_fn_config": {}, "custom_loss": None}
                 known = (replace(w, **built_in) if w in uploaded else w for w in command.passes)
@@ -105,13 +107,13 @@ async def test_a_pass_that_two_processes_died_of_fails_its_run_and_not_the_serve
             await User(service).result(promise)
 
 
-async def test_stopping_in_good_order_is_not_held_against_a_pass(tmp_path: Path):
+async def test_what_happens_between_its_parts_is_not_held_against_a_pass(tmp_path: Path):
     entry = JournalEntry(1, "r1", "forward_backward", None, 0.0)
     journal = Journal(tmp_path)
     journal.accept(entry)
     for _ in range(3):
         journal.begin("r1")
-        journal.interrupt()
+        journal.interrupt("r1")
         journal.close()
         journal = Journal(tmp_path)
         assert journal.restored().tries == {"r1": 0}
@@ -120,7 +122,7 @@ async def test_stopping_in_good_order_is_not_held_against_a_pass(tmp_path: Path)
     assert restore(tmp_path).tries == {"r1": 1}
     journal = Journal(tmp_path)
     journal.begin("r1")
-    journal.interrupt()
+    journal.interrupt("r1")
     assert restore(tmp_path).tries == {"r1": 1}
     journal.resolve("r1", "done")
     assert restore(tmp_path).tries.get("r1", 0) == 0
@@ -145,3 +147,81 @@ async def test_a_finished_pass_is_replayed_without_limits(home: Path):
         assert await user.loss(run, 3) == expected
         assert [work.finished for work in Stuck.begun] == [True]
         assert first.metrics["loss:sum"]
+
+
+async def test_a_pass_that_shared_a_batch_with_the_guilty_one_is_not_quarantined_with_it(home: Path):
+    """Who was guilty is not known the first time; the second time each is computed alone."""
+    async with serving(home, Stuck) as service:
+        users = [User(service, name) for name in ("ann", "ben")]
+        sessions = [await user.session() for user in users]
+        runs = [await user.run(session) for user, session in zip(users, sessions, strict=True)]
+        losses = [await upload(user, session) for user, session in zip(users, sessions, strict=True)]
+        blocked = await uploaded_pass(users[0], runs[0], 1, losses[0])
+        await until(lambda: Stuck.begun)
+        promises = [await uploaded_pass(users[i], runs[i], 2 - i, losses[i]) for i in (0, 1)]
+        Stuck.begun.clear()
+        Stuck.let.set()
+        Stuck.let = threading.Event()
+        await users[0].result(blocked)
+        await until(lambda: Stuck.begun)
+        assert len(Stuck.begun) == 2  # together
+        once = killed_copy(home, "once")
+        Stuck.let.set()
+
+    Stuck.let = threading.Event()
+    async with serving(once, Stuck) as service:
+        await until(lambda: len([work for work in Stuck.begun if not work.finished]) == 1)
+        Stuck.let.set()
+        Stuck.let = threading.Event()
+        await until(lambda: len([work for work in Stuck.begun if not work.finished]) == 2)
+        guilty = runs.index(Stuck.begun[-1].run)
+        twice = killed_copy(once, "twice")
+        Stuck.let.set()
+
+    async with serving(twice, Stuck) as service:
+        users = [User(service, name) for name in ("ann", "ben")]
+        with pytest.raises(Failed, match="ended 2 times"):
+            await users[guilty].result(promises[guilty])
+        innocent = await users[1 - guilty].result(promises[1 - guilty])
+        assert innocent.metrics["loss:sum"]
+
+
+async def test_a_pass_is_not_blamed_for_what_happens_between_its_parts(home: Path):
+    """Others have their turns there, and one of those may have ended the process."""
+    Stuck.let.set()
+    async with serving(home, Stuck, engine=EngineConfig("", kind="fake", max_pass_tokens=1)) as service:
+        user = User(service)
+        session = await user.session()
+        run = await user.run(session)
+        work = ForwardBackwardInput(
+            [datum(i) for i in range(50)], "custom", {"loss_id": await upload(user, session)}
+        )
+        request = training.ForwardBackwardRequest(work, run, 1, False)
+        promise = await user.call(ops.FORWARD_BACKWARD, request)
+        journal = service.runs.get(run).journal  # type: ignore[union-attr]
+        await until(lambda: journal.restored().tries == {promise.request_id: 0})
+        await user.result(promise)
+
+
+async def test_deleting_a_session_ends_its_pass_between_two_micro_batches(home: Path):
+    engine = EngineConfig("", kind="fake", max_pass_tokens=1)
+    async with serving(home, engine=engine) as service:
+        user, other = User(service), User(service, "ben")
+        run, kept = await user.run(), await other.run()
+        huge = await user.forward_backward(run, 1, *[datum(i) for i in range(1000)])
+        waiting = [await user.step(run, 2), await user.forward_backward(run, 3)]
+        mine = service.runs.get(run)
+        assert mine is not None
+        await until(lambda: mine.queue.running)
+        assert await other.train(kept, 1, 2)
+        delete = sessions_.DeleteSessionRequest(session_id=run.split(":")[0])
+        polls = [asyncio.create_task(user.result(promise)) for promise in (huge, *waiting)]
+        await asyncio.sleep(0)
+        await user.call(ops.DELETE_SESSION, delete)
+        for poll in polls:
+            with pytest.raises(Failed, match=r"session .* was deleted") as failed:
+                await poll
+            assert failed.value.category == "user"
+        assert mine.idle
+        assert not (home / "runs" / run.split(":")[0]).exists()
+        assert await other.train(kept, 5, 2)

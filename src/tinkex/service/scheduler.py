@@ -45,6 +45,7 @@ class QueuedRequest:
     tokens: int = 0  # how much of a batch's budget a pass takes
     digest: bytes = b""  # of the request: a seq id that comes again with another one is a mistake
     shares: bool = False  # a barrier that may be executed together with others like it, of other runs
+    alone: bool = False  # a pass that shares its batch with no other
 
 
 class Verdict(Enum):
@@ -167,6 +168,15 @@ class Scheduler:
         if queue is not None and not any(other.owner == queue.owner for other in self._runs.values()):
             self._served.pop(queue.owner, None)
             self._took.pop(queue.owner, None)
+
+    def withdraw(self, run: str, now: float) -> list[list[QueuedRequest]]:
+        """Forget what a run has waiting, and the batches under way that are its alone; returns those."""
+        queue = self._runs[run]
+        queue.waiting.clear()
+        queue.watch_gap(now)
+        gone = [batch for batch in self._under_way if all(work.run_id == run for work in batch)]
+        self._under_way = [batch for batch in self._under_way if batch not in gone]
+        return gone
 
     def abandon(self) -> None:
         """Forget the batches under way: their engine was lost."""
@@ -316,7 +326,7 @@ class Scheduler:
         while by_owner:
             owner = min(by_owner, key=lambda o: self._served[o] + taken[o])
             work = by_owner[owner].pop(0)
-            if batch and work.tokens > room:
+            if batch and (work.tokens > room or work.alone or batch[0].alone):
                 break
             first = first or owner
             # All results of a batch come at its end: nobody's small pass must wait for another's large one.

@@ -246,7 +246,7 @@ class Service:
         return SampleEvents(self.samplers, request, caller)
 
     async def delete_session(self, request: DeleteSessionRequest, caller: Caller) -> None:
-        """Delete a session with its runs, whose checkpoints must be deleted before."""
+        """Delete a session with its runs, whose checkpoints must be deleted before; what they do ends."""
         row = self.access.session(request.session_id, caller, to_use=True)
         session_id = row.session_id
         runs = self.ledger.runs_of_session(session_id)
@@ -255,6 +255,8 @@ class Service:
                 422, f"session {session_id} has checkpoints ({len(saved)}), delete them first: {saved[0]}"
             )
         self.sessions.cancel(row, "it was deleted")
+        for run in runs:
+            await self.runs.withdraw(run, f"session {session_id} was deleted")
         await self._clean_up(session_id)
         if session_id in self.sessions.ended:
             raise Refusal(429, f"requests of session {session_id} are being executed; ask again in a moment")

@@ -5,12 +5,13 @@ and still fails its step; a save is not written again. A barrier (create, step, 
 requests before it. A checkpoint's files are complete before its row exists, and its row before its future
 resolves. Executed again after a crash before its outcome was recorded, a barrier gives what the first time
 would have given. A pass with an uploaded loss during which two processes died fails instead of being begun
-a third time. Knows nothing of order.
+a third time; the second time it is computed alone, so that no other is blamed for it. Knows nothing of order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import shutil
 import time
@@ -32,7 +33,7 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import CheckpointKind, CheckpointRow, RunRow, SamplerRow
-from tinkex.service.runs.journal import JournalEntry
+from tinkex.service.runs.journal import JournalEntry, JournalError
 from tinkex.service.runs.lifecycle import Run
 from tinkex.service.scheduler import QueuedRequest
 from tinkex.service.served_models import execute
@@ -82,10 +83,26 @@ class Execution(QueuedRequest):
         """It succeeded before: a failure now means that the run cannot be restored."""
         return self.replayed and self.refusal is None
 
+    @property
+    def suspect(self) -> bool:
+        """It may end the process that executes it: a pass with an uploaded loss, never finished before."""
+        work = self.one_pass
+        return work is not None and work.custom_loss is not None and not work.finished
+
     def begin(self) -> None:
-        """Just before its execution: journal that a pass with an uploaded loss begins."""
-        if self.one_pass is not None and self.one_pass.custom_loss is not None and not self.one_pass.finished:
+        """Just before a part of it is computed: journal that, if it is suspect."""
+        if self.suspect:
             self.run.journal.begin(self.request_id)
+
+    def pause(self) -> None:
+        """A part of it was computed, and others have their turn: what happens now is not its fault."""
+        if self.suspect:
+            with contextlib.suppress(JournalError):  # a full disk
+                self.run.journal.interrupt(self.request_id)
+
+    def go_on(self) -> None:
+        with contextlib.suppress(JournalError):
+            self.begin()
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, past: Pa
     """What a journaled request does."""
     request, op, replayed = entry.request, entry.op, future.done
     refusal = future.outcome.error if replayed and future.failed else None
-    backward, one_pass = False, None
+    backward, one_pass, alone = False, None, False
     if isinstance(request, Unreadable):
         op, refusal, backward = request.op, request.message, request.op == "forward_backward"
     skip = replayed and refusal is None and op in SAVES
@@ -110,6 +127,7 @@ def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, past: Pa
         skip = replayed and refusal is None and not backward
         if refusal is None and not skip:
             one_pass = _pass(run, request, ledger, finished=replayed or past.finished)
+            alone = bool(past.tries)
             if one_pass.custom_loss is not None and past.tries >= MOST_TRIES and not one_pass.finished:
                 one_pass = None
                 refusal = (
@@ -118,7 +136,7 @@ def plan(run: Run, entry: JournalEntry, future: Future, ledger: Ledger, past: Pa
                 )
     return Execution(
         run.id, entry.seq_id, entry.request_id, one_pass is not None, tokens_of(request), entry.digest,
-        op == "optim_step", run=run, op=op, request=request, future=future, replayed=replayed,
+        op == "optim_step", alone, run=run, op=op, request=request, future=future, replayed=replayed,
         one_pass=one_pass, backward=backward, refusal=refusal, skip=skip,
         may_be_done_since=entry.accepted_at if past.again else math.inf,
         hop=None if replayed else tracing.begin(f"scheduler {op}"),

@@ -144,7 +144,6 @@ class Journal(_Contents):
         self._wrote = wrote
         self._lock = threading.RLock()
         self._begun: tuple[Path, int] | None = None
-        self._under_way: set[str] = set()
         self._requests.repair()
         self._results.repair()
         self._trim()
@@ -165,17 +164,15 @@ class Journal(_Contents):
             self._note(self._requests.append(["accept", *_described(entry)], request))
 
     def begin(self, request_id: str) -> None:
-        """Note that a request is about to be executed, so that a restart knows of it if that kills us."""
+        """Note that a request, or the next part of it, is about to be executed, in case that kills us."""
         with self._lock:
             self._note(self._requests.append(["begin", request_id]))
-            self._under_way.add(request_id)
 
-    def interrupt(self) -> None:
-        """Note that this process ends in good order: what it has begun and not finished is not to blame."""
+    def interrupt(self, request_id: str) -> None:
+        """Note that a request, begun and not done, rests: if this process ends now, it is not to blame."""
         with self._lock:
-            if ids := [i for i in self._under_way if not self._done(i)]:
-                self._note(self._requests.append(["interrupt", *ids]))
-            self._under_way.clear()
+            if not self._done(request_id):
+                self._note(self._requests.append(["interrupt", request_id]))
 
     def resolve(self, request_id: str, outcome: Any) -> None:
         """Keep a request's outcome. The first one holds; that of a trimmed request is not kept."""

@@ -269,6 +269,19 @@ class RunManager:
             if run.row.session_id in sessions and not gone and run.idle and await self.evict(run):
                 log.info("run %s was evicted: its session has lapsed", run.id)
 
+    async def withdraw(self, row: RunRow, why: str) -> None:
+        """Fail what a run was asked and has not done; a pass under way ends with its present micro-batch."""
+        if (run := self._runs.get(row.run_id)) is None:
+            return
+        loop = self._loop(run.model)
+
+        async def end() -> None:
+            for future in self.futures.pending(run.id):
+                run.resolve(future, failure(why, "user"))
+            await loop.withdraw(run)
+
+        await loop.between_batches(end)
+
     async def close(self, row: RunRow) -> bool:
         """After a run's session has ended: delete its journal, once its requests are done."""
         run = self._runs.get(row.run_id)
@@ -298,5 +311,4 @@ class RunManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for run in list(self._runs.values()):
             await run.snapshot_if_changed()
-            run.journal.interrupt()
             run.journal.close()

@@ -26,7 +26,7 @@ from tinkex.service.futures import failure
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.refusal import Refusal
 from tinkex.service.runs.execution import Barriers, Execution
-from tinkex.service.runs.lifecycle import RunState
+from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.scheduler import Scheduler
 from tinkex.service.served_models import ServedModel, execute
 
@@ -74,6 +74,18 @@ class TrainingLoop:
                 return await function()
 
         return await asyncio.shield(asyncio.get_running_loop().create_task(alone()))
+
+    async def withdraw(self, run: Run) -> None:
+        """Give up what a run has waiting and under way, its futures resolved; called between two batches."""
+        now = time.monotonic()
+        under_way = self.scheduler.withdraw(run.id, now)
+        if self.model.engine is not None:
+            with contextlib.suppress(EngineError):  # the run may not be on the device at all
+                await execute(self.model.engine, protocol.ClearGradients(run.id))
+        run.clear_gradients()
+        for batch in under_way:
+            self._under_way.pop(batch[0].request_id, None)
+            self._finish(cast(list[Execution], batch), now)
 
     def stop(self) -> None:
         """Let `run` return once the present micro-batch or barrier is done."""
@@ -128,6 +140,8 @@ class TrainingLoop:
             raise EngineLost("a sample noticed that the engine was lost")
         self._engine = weakref.ref(engine)
         if ticket is not None:
+            for work in batch:
+                work.go_on()
             return await self._passes(engine, batch, started, protocol.ContinuePasses(ticket))
         ready: list[Execution] = []
         for work in batch:  # one after the other: each may need room on the device
@@ -184,6 +198,8 @@ class TrainingLoop:
                 outcome = await execute(engine, command)
             if isinstance(outcome, protocol.PassProgress):
                 now = time.monotonic()
+                for work in batch:
+                    work.pause()
                 self._under_way[batch[0].request_id] = outcome.ticket, now - started
                 return self.scheduler.progressed([*batch], outcome.done / outcome.total, now)
             for work, result in zip(batch, outcome, strict=True):
