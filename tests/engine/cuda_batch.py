@@ -23,7 +23,7 @@ from tinkex.types.params import LoraConfig, SamplingParams
 def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
     c, weight = decoder.config, decoder.unembed_weight
     clears = decoder.backend.clears_pages
-    return KVCache(c.layers, c.kv_heads, c.head_dim, pages, weight.device, weight.dtype, clears=clears)
+    return KVCache(c.kv_shapes, pages, weight.device, weight.dtype, clears=clears)
 
 
 def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> ContinuousBatch:

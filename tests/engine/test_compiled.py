@@ -30,7 +30,7 @@ needs_compiler = pytest.mark.skipif(library() is None, reason="there is no C com
 
 def cache_for(decoder: Decoder) -> KVCache:
     shape = decoder.config
-    return KVCache(shape.layers, shape.kv_heads, shape.head_dim, 64, CPU, torch.float32)
+    return KVCache(shape.kv_shapes, 64, CPU, torch.float32)
 
 
 def step_of(decoder: Decoder, cache: KVCache) -> CompiledStep:

@@ -70,7 +70,7 @@ def decoder(model: Path) -> Decoder:
 
 def new_batch(decoder: Any, pages: int = 100, compiled: bool = False, **limits: int) -> ContinuousBatch:
     c = decoder.config
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, torch.device("cpu"), torch.float32)
+    cache = KVCache(c.kv_shapes, pages, torch.device("cpu"), torch.float32)
     step = decoder.backend.compiled_step(decoder, room=float("inf")) if compiled else None
     return ContinuousBatch(
         decoder, cache, StepLimits(**{"context": c.max_context, "sequences": 64, **limits}), compiled=step

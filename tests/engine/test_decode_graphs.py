@@ -62,7 +62,7 @@ def rows_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(there: set[int]) -> list[int]:
         c, graphs = decoder.config, Graphs(there)
-        cache = KVCache(c.layers, c.kv_heads, c.head_dim, 200, torch.device("cpu"), torch.float32)
+        cache = KVCache(c.kv_shapes, 200, torch.device("cpu"), torch.float32)
         pipeline: Any = decode.DecodePipeline(graphs)  # type: ignore[arg-type]
         batch = ContinuousBatch(decoder, cache, StepLimits(context=64, sequences=CAPACITY), pipeline)
         for i in range(CAPACITY):

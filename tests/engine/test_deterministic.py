@@ -157,7 +157,7 @@ def paged(decoder: Decoder, parts: Sequence[Part], cuts: Sequence[int]) -> Tenso
     """All sequences in one cache, computed up to each of `cuts` and then to the end."""
     c, weight, longest = decoder.config, decoder.unembed_weight, max(len(ids) for ids, _ in parts)
     each = -(-longest // PAGE)
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, each * len(parts), weight.device, weight.dtype)
+    cache = KVCache(c.kv_shapes, each * len(parts), weight.device, weight.dtype)
     shuffled = np.random.default_rng(0).permutation(each * len(parts)).reshape(len(parts), each).tolist()
     logits = []
     for start, stop in zip([0, *cuts], [*cuts, longest], strict=True):
@@ -213,7 +213,7 @@ def assert_same(got: Tensor, want: Tensor, where: str) -> None:
 def new_engine(decoder: Decoder, pages: int = 4000) -> TorchEngine:
     """With every adapter published under its own name."""
     c = decoder.config
-    room = pages * page_bytes(c.layers, c.kv_heads, c.head_dim, torch.bfloat16)
+    room = pages * page_bytes(c.kv_shapes, torch.bfloat16)
     engine = TorchEngine(EngineConfig("tiny", device="cuda", kv_bytes=room, deterministic=True), decoder)
     for name, lora in LORAS.items():
         do(engine.trainer, CreateAdapter(name, lora))
@@ -412,7 +412,7 @@ def test_a_samplers_logprobs_are_the_trainers(decoder: Decoder, backward: bool):
 def test_a_sampler_and_a_trainer_agree_but_for_rounding(decoder: Decoder):
     """The same without captured steps, so that the interpreter can show it."""
     c, weight = decoder.config, decoder.unembed_weight
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, 60, weight.device, weight.dtype)
+    cache = KVCache(c.kv_shapes, 60, weight.device, weight.dtype)
     batch = ContinuousBatch(decoder, cache, StepLimits(c.max_context, 8))
     name, ids = "b", some_ids(1, 9)
     published = PublishedAdapter(name, adapter(decoder, name), b"root")

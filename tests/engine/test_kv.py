@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.engine.stepping import check_pages
 from tinkex.engine.torch.kv import PAGE, KVCache, PagedAttend, Pages, TokenSpan, chain, group_pieces
+from tinkex.engine.torch.models.architecture import KvShape
 
 CPU = torch.device("cpu")
 
@@ -135,7 +136,7 @@ def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | N
 def test_paged_attention_equals_attention_written_out(window: int | None):
     rng = np.random.default_rng(0)
     heads, kv_heads, dim = 6, 2, 8
-    cache = KVCache(2, kv_heads, dim, 40, CPU, torch.float32)
+    cache = KVCache([KvShape(kv_heads, dim, dim)] * 2, 40, CPU, torch.float32)
     lengths = [1, 16, 33, 50, 17, 90]
     full = [rng.normal(size=(n, heads + 2 * kv_heads, dim)).astype(np.float32) for n in lengths]
     tables = [cache.pages.take(-(-n // PAGE)) or [] for n in lengths]
@@ -166,7 +167,7 @@ def test_paged_attention_equals_attention_written_out(window: int | None):
 
 
 def test_a_copied_page_is_a_page_of_its_own():
-    cache = KVCache(2, 1, 4, 3, CPU, torch.float32)
+    cache = KVCache([KvShape(1, 4, 4)] * 2, 3, CPU, torch.float32)
     source, target = cache.pages.take(2) or []
     first = torch.randn(PAGE, 1, 4)
     slots = torch.arange(PAGE)

@@ -205,7 +205,7 @@ def new_batch(
     decoder: Decoder, captured: bool, pages: int = 60, **given: int
 ) -> tuple[ContinuousBatch, Any, Any]:
     c = decoder.config
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
+    cache = KVCache(c.kv_shapes, pages, CPU, torch.float32)
     limits = StepLimits(**{"context": c.max_context, "sequences": 6, "prefill_alone": 128, **given})
     graphs = Captured(decoder)
     steps = CapturedPrefill(decoder, cache, limits, graphs) if captured else None

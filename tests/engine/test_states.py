@@ -61,7 +61,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def new_batch(decoder: Decoder, pages: int, slots: int, **limits: int) -> ContinuousBatch:
     c = decoder.config
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
+    cache = KVCache(c.kv_shapes, pages, CPU, torch.float32)
     bounds = StepLimits(**{"context": c.max_context, "sequences": 16, **limits})
     return ContinuousBatch(Folding(decoder), cache, bounds, states=StatePool(SHAPES, slots, CPU))  # type: ignore[arg-type]
 

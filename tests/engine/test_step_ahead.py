@@ -84,7 +84,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def new_batch(decoder: Decoder, ahead: bool, pages: int = 100, **limits: int) -> tuple[ContinuousBatch, Any]:
     c = decoder.config
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, pages, CPU, torch.float32)
+    cache = KVCache(c.kv_shapes, pages, CPU, torch.float32)
     pipeline: Any = SlowPipeline(decoder, cache) if ahead else None
     return ContinuousBatch(
         decoder, cache, StepLimits(**{"context": 200, "sequences": 6, **limits}), pipeline

@@ -50,6 +50,86 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Families that `test_families` tries alone; a class may be given with its module where it is not exported.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "tied": True,
+            "vocab_size": 256,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "phi4": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
+    "phi4 mini": (
+        "Phi3",
+        {
+            "tied": True,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 6,
+                "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0],
+            },
+        },
+    ),
+    "granite3": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+            "tied": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+}
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -68,13 +148,13 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
 
     `overrides` are fields of the transformers config; `shards=True` splits the weights over several files.
     """
-    class_name, own = FAMILIES[family]
+    class_name, own = (FAMILIES | MORE)[family]
     fields = _SHAPE | own | overrides
     sharded = fields.pop("shards", False)
     if fields.pop("tied", False):
         fields.setdefault("tie_word_embeddings", True)
     config = getattr(transformers, class_name + "Config")(**fields)
-    model = getattr(transformers, class_name + "ForCausalLM")(config).to(torch.float32)
+    model = getattr(transformers, class_name.removesuffix("Text") + "ForCausalLM")(config).to(torch.float32)
     _randomise(model, seed)
     path = directory / f"{family}-{seed}"
     model.save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")

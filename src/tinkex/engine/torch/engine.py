@@ -56,9 +56,8 @@ class TorchEngine:
         self._memory = plan_memory(config, decoder, context)
         self._memory["weights"] += compiled.nbytes if compiled else 0
         shape = decoder.config
-        sizes = shape.layers, shape.kv_heads, shape.head_dim
-        pages = self._memory["kv"] // page_bytes(*sizes, dtype)
-        cache = KVCache(*sizes, pages, device, dtype, clears=decoder.backend.clears_pages)
+        pages = self._memory["kv"] // page_bytes(shape.kv_shapes, dtype)
+        cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
         limits = StepLimits(context, config.max_batch, **_large_steps(decoder))
         pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits)
         lost = lambda: probe(device)  # noqa: E731
@@ -157,7 +156,7 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
     """
     shape, weight = decoder.config, decoder.unembed_weight
     free = int(memory.free_bytes(weight.device))
-    page = page_bytes(shape.layers, shape.kv_heads, shape.head_dim, weight.dtype)
+    page = page_bytes(shape.kv_shapes, weight.dtype)
     one = -(-context // PAGE)
     wanted = (int(free * _KV_SHARE) if config.kv_bytes is None else config.kv_bytes) // page
     pages = max(1, wanted) if config.kv_bytes is not None else min(max(wanted, one), one * config.max_batch)

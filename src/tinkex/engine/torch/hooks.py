@@ -90,6 +90,14 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor: ...
 
 
+class SinkAttend(Attend, Protocol):
+    """Attention in which each query head may have a sink; what has kernels need not know of it."""
+
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class StateHook(Protocol):
     """The states of recurrent layers, of each sequence in the packed batch."""
 
@@ -111,4 +119,5 @@ class ForwardContext(NamedTuple):
     angles: Sequence[tuple[Tensor, Tensor]]  # per `ModelConfig.ropes`: cos and sin of the tokens' positions
     attend: Attend
     lora: LoraHook | None
+    positions: Tensor | None = None  # of the tokens; None where only angles are known, of a uniform model
     states: StateHook | None = None  # of models with recurrent layers

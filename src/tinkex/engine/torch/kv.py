@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine.torch.models.architecture import KvShape
+from tinkex.engine.torch.models.attention import softmax_attention
+
 PAGE = 16  # tokens
 
 
@@ -96,24 +99,32 @@ class Pages:
 
 
 class KVCache:
-    """The pages' tensors: the keys of every layer and then the values, [pages, PAGE * G * C] each."""
+    """The pages' tensors: the keys and the values of every layer that has any, [pages, PAGE * G * C] each."""
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[KvShape | None],
         pages: int,
         device: torch.device,
         dtype: torch.dtype,
         *,
         clears: bool = True,
     ) -> None:
-        """`clears`: `Backend.clears_pages`."""
+        """`shapes` are those of the layers; `clears`: `Backend.clears_pages`."""
         self.pages, self.device, self._clears = Pages(pages), device, clears
-        self.heads, self.head_dim = kv_heads, head_dim
-        self._pool = zeros((2 * layers, pages, PAGE * kv_heads * head_dim), device, dtype)
-        self._k, self._v = (list(half.unbind()) for half in self._pool.chunk(2))
+        self._shapes = shapes
+        self.heads = next((shape.heads for shape in shapes if shape is not None), 0)  # the same, if uniform
+        # Keys and values of equal width are in one pool, in the order of their layers.
+        kept = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
+        widths = {(0, i): shape.heads * shape.head_dim for i, shape in kept}
+        widths |= {(1, i): shape.heads * shape.value_dim for i, shape in kept}
+        self._pools: list[Tensor] = []
+        self._k, self._v = halves = ({}, {})
+        for width in dict.fromkeys(widths.values()):
+            members = [key for key, other in widths.items() if other == width]
+            self._pools.append(zeros((len(members), pages, PAGE * width), device, dtype))
+            for (half, layer), part in zip(members, self._pools[-1].unbind(), strict=True):
+                halves[half][layer] = part
         self._used: set[int] = set()  # pages written to before: all others are still zero
 
     def take(self, n: int) -> list[int] | None:
@@ -125,13 +136,16 @@ class KVCache:
         taken = self.pages.take(n)
         if self._clears and taken:
             if stale := self._used.intersection(taken):
-                self._pool[:, torch.tensor(sorted(stale), device=self._pool.device)] = 0.0
+                at = torch.tensor(sorted(stale), device=self.device)
+                for pool in self._pools:
+                    pool[:, at] = 0.0
             self._used.update(taken)
         return taken
 
     def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
         for pool, new in ((self._k[layer], k_TGC), (self._v[layer], v_TGC)):
-            pool.view(-1, self.heads * self.head_dim).index_copy_(0, slots_T, new.flatten(1))
+            rows = new.flatten(1)
+            pool.view(-1, rows.shape[1]).index_copy_(0, slots_T, rows)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values, [pages, PAGE * G * C] each."""
@@ -139,17 +153,26 @@ class KVCache:
 
     def read(self, layer: int, table_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of B sequences, [B, G, L, C] each, given their page tables."""
-        shape = (table_BN.shape[0], -1, self.heads, self.head_dim)
-        pages = table_BN.flatten()
-        k, v = (p[layer].index_select(0, pages).view(shape).transpose(1, 2) for p in (self._k, self._v))
+        (heads, *widths), pages = self.shape(layer), table_BN.flatten()
+        k, v = (
+            pool.index_select(0, pages).view(table_BN.shape[0], -1, heads, width).transpose(1, 2)
+            for pool, width in zip(self.layer(layer), widths, strict=True)
+        )
         return k, v
 
+    def shape(self, layer: int) -> KvShape:
+        shape = self._shapes[layer]
+        assert shape is not None, f"layer {layer} keeps no keys"
+        return shape
+
     def copy_page(self, source: int, target: int) -> None:
-        self._pool[:, target] = self._pool[:, source]
+        for pool in self._pools:
+            pool[:, target] = pool[:, source]
 
 
-def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    return 2 * layers * PAGE * kv_heads * head_dim * dtype.itemsize
+def page_bytes(shapes: Sequence[KvShape | None], dtype: torch.dtype) -> int:
+    values = sum(s.heads * (s.head_dim + s.value_dim) for s in shapes if s is not None)
+    return PAGE * values * dtype.itemsize
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -211,34 +234,39 @@ class PagedAttend:
             for members in group_pieces(pieces)
         ]
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self._cache.write(layer, self._slots_T, k_TGC, v_TGC)
-        o_THC = torch.empty_like(q_THC)
+        o_THC = q_THC.new_empty(*q_THC.shape[:2], v_TGC.shape[-1])
         for group in self._groups:
             if group.new == 1:
-                o_THC[group.rows_B] = self._decode(group, layer, q_THC[group.rows_B])
+                o_THC[group.rows_B] = self._decode(group, layer, q_THC[group.rows_B], sinks)
             else:
                 at = slice(group.first, group.first + group.new)
-                o_THC[at] = self._prefill(group, layer, q_THC[at], k_TGC[at], v_TGC[at])
+                o_THC[at] = self._prefill(group, layer, q_THC[at], k_TGC[at], v_TGC[at], sinks)
         return o_THC
 
-    def _decode(self, group: _SpanGroup, layer: int, q_BHC: Tensor) -> Tensor:
+    def _decode(self, group: _SpanGroup, layer: int, q_BHC: Tensor, sinks: Tensor | None) -> Tensor:
         """One query per sequence. Heads that share a kv head are rows of one product: keys are read once."""
         k_BGLC, v_BGLC = self._cache.read(layer, group.table_BN)
         B, H, C = q_BHC.shape
-        q = q_BHC.view(B, self._cache.heads, -1, C)
-        mask = group.mask(self._windows[layer], q.dtype)
-        return F.scaled_dot_product_attention(q, k_BGLC, v_BGLC, attn_mask=mask).reshape(B, H, C)
+        mask = group.mask(self._windows[layer], q_BHC.dtype)
+        if sinks is not None:
+            return softmax_attention(q_BHC[:, :, None], k_BGLC, v_BGLC, mask, sinks)[:, :, 0]
+        q = q_BHC.view(B, k_BGLC.shape[1], -1, C)
+        return F.scaled_dot_product_attention(q, k_BGLC, v_BGLC, attn_mask=mask).reshape(B, H, -1)
 
-    def _prefill(self, group: _SpanGroup, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+    def _prefill(
+        self, group: _SpanGroup, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Many queries of one sequence; earlier keys and values are read from the cache."""
         window, (q, k, v) = self._windows[layer], (x.transpose(0, 1)[None] for x in (q_THC, k_TGC, v_TGC))
         causal, mask = group.no_history and (window is None or group.new <= window), None
         if not causal:
             k, v = self._cache.read(layer, group.table_BN)
             mask = group.mask(window, q.dtype)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
-        return o[0].transpose(0, 1)
+        return softmax_attention(q, k, v, mask, sinks)[0].transpose(0, 1)
 
 
 def slots_of(piece: TokenSpan) -> np.ndarray:

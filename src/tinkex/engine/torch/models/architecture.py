@@ -7,7 +7,7 @@ A layer is a norm placement, a mixer and an MLP. `families` makes a `ModelConfig
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,14 @@ class NormPlacement(NamedTuple):
 PRE_NORMS = NormPlacement()
 
 
+class KvShape(NamedTuple):
+    """What a layer keeps of a token: a key and a value for each kv head."""
+
+    heads: int
+    head_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention, grouped by kv heads."""
@@ -50,13 +58,14 @@ class AttentionConfig:
     head_dim: int
     rope: Rope | None
     window: int | None = None  # how many positions, itself included, a token sees; None: all
-    qk_norm: Literal["head"] | None = None
+    qk_norm: Literal["head", "whole"] | None = None  # over each head, or over all heads together
     qkv_bias: bool = False
     o_bias: bool = False
-
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
+    scale: float | None = None  # of the logits; None: head_dim^-½
+    temperature: tuple[float, int] | None = None  # (β, n): q times 1 + β·ln(1 + ⌊position / n⌋)
+    sinks: bool = False  # a logit per query head that takes its share of the softmax and has no value
+    gate: bool = False  # q_proj also gives, per head, a gate whose sigmoid multiplies the head's output
+    fused: bool = False  # stored as one qkv_proj
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,9 @@ class MlpConfig:
 
     width: int
     bias: bool = False
-    activation: Literal["silu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     gated: bool = True
+    fused: bool = False  # stored as one gate_up_proj
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,9 @@ class ModelConfig:
     stack: tuple[LayerConfig, ...]
     eos_ids: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()  # how names of tensors begin that are not read: vision towers, extra heads
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each block adds
+    logit_scale: float = 1.0
     vision_config: Mapping[str, Any] | None = None  # kept, not used: images are refused
 
     @property
@@ -169,6 +182,16 @@ class ModelConfig:
         return tuple(getattr(layer.mixer, "window", None) for layer in self.stack)
 
     @cached_property
+    def kv_shapes(self) -> tuple[KvShape | None, ...]:
+        """Per layer: what its KV cache holds; None where it has none of its own."""
+        return tuple(
+            KvShape(mixer.kv_heads, mixer.head_dim, mixer.head_dim)
+            if isinstance(mixer := layer.mixer, AttentionConfig)
+            else None
+            for layer in self.stack
+        )
+
+    @cached_property
     def experts(self) -> ExpertsConfig | None:
         """Of the first layer that has any."""
         found = (layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
@@ -179,15 +202,23 @@ class ModelConfig:
     @cached_property
     def uniform(self) -> bool:
         """Whether kernels and compiled steps suit it: pre-norm layers of one rotated attention and SwiGLU."""
-        like = [AttentionConfig(**{**vars(mixer), "window": None}) for mixer in self.attention]
+        first = self.attention[0] if self.attention else None
+        if first is None or first.rope is None or not first.rope.whole(first.head_dim):
+            return False
+        norm = None if first.qk_norm == "whole" else first.qk_norm
+        like = AttentionConfig(first.heads, first.kv_heads, first.head_dim, first.rope, None, norm,
+                               first.qkv_bias, first.o_bias)  # fmt: skip
+        mlps = [layer.mlp for layer in self.stack if isinstance(layer.mlp, MlpConfig)]
+        scales = self.embedding_scale, self.residual_scale, self.logit_scale
         return (
-            len(like) == self.layers
-            and len(set(like)) == 1
-            and self.norm.kind == "plain"
+            len(self.attention) == self.layers
+            and all(replace(mixer, window=None) == like for mixer in self.attention)
             and all(layer.norms == PRE_NORMS and layer.mlp is not None for layer in self.stack)
             and all(layer.mlp.activation == "silu" and layer.mlp.gated for layer in self.stack if layer.mlp)
             and all(layer.mlp.plain for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
-            and len(self.ropes) == 1
+            and all(not mlp.fused for mlp in mlps)
+            and self.norm.kind == "plain"
+            and scales == (1.0, 1.0, 1.0)
         )
 
     @property

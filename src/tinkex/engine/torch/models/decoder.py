@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
@@ -32,7 +33,7 @@ from tinkex.engine.torch.models.architecture import AttentionConfig, ExpertsConf
 from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
-from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter
+from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
@@ -54,7 +55,7 @@ class DecoderLayer(Block):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         config, self.name, self.norm = model.stack[layer], f"model.layers.{layer}", model.norm
-        self.placement = config.norms
+        self.placement, self.scale = config.norms, model.residual_scale
 
         def norm(name: str | None) -> nn.Parameter | None:
             return None if name is None else frozen_parameter(model.width)
@@ -75,8 +76,10 @@ class DecoderLayer(Block):
             stream, h_TD = self.norm_input(stream, delta_TD, before, context)
             delta_TD = block(h_TD, context)
             if after is not None:
-                alone = Stream(delta_TD if isinstance(delta_TD, Tensor) else delta_TD.total())
+                alone = Stream(total(delta_TD))
                 delta_TD = self.norm_input(alone, None, after, context)[1]
+            if self.scale != 1.0:
+                delta_TD = self.scale * total(delta_TD)
         return stream, delta_TD
 
     def norm_input(
@@ -87,7 +90,7 @@ class DecoderLayer(Block):
         impl = context.backend.elementwise
         if weight is None:
             if delta is not None:
-                stream = add(stream, delta if isinstance(delta, Tensor) else delta.total(), impl)
+                stream = add(stream, total(delta), impl)
             return stream, stream.x
         if delta is None:
             return stream, rms_norm(stream, self.norm.factor(weight), self.norm.eps, impl)
@@ -140,16 +143,19 @@ class Decoder(Block):
         states: StateHook | None = None,
         checkpoint: bool = False,
     ) -> Tensor:
-        """The final-normed hidden states [T, D] of tokens at `positions`, or at their cos and sin [T, C / 2].
+        """The hidden states [T, D] that the head takes, of tokens at `positions` (or their cos and sin).
 
         `checkpoint` recomputes each layer in the backward.
         """
         if isinstance(positions, Tensor):
-            angles = [rope.angles(positions, self.embedding.dtype) for rope in self.config.ropes]
+            at, angles = (
+                positions,
+                [rope.angles(positions, self.embedding.dtype) for rope in self.config.ropes],
+            )
         else:
-            angles = [positions]
+            at, angles = None, [positions]
         stream, delta_TD = Stream(self.embed(tokens_T)), None
-        context, norm = ForwardContext(self.backend, angles, attend, lora, states), self.config.norm
+        context, norm = ForwardContext(self.backend, angles, attend, lora, at, states), self.config.norm
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             if checkpoint:
@@ -158,18 +164,23 @@ class Decoder(Block):
                 stream, delta_TD = layer(stream, delta_TD, context)
         weight, impl = norm.factor(self.norm), self.backend.elementwise
         if delta_TD is None:
-            return rms_norm(stream, weight, norm.eps, impl)
-        return add_rms_norm(stream, delta_TD, weight, norm.eps, impl)[1]
+            h_TD = rms_norm(stream, weight, norm.eps, impl)
+        else:
+            h_TD = add_rms_norm(stream, delta_TD, weight, norm.eps, impl)[1]
+        return h_TD if self.config.logit_scale == 1.0 else h_TD * self.config.logit_scale
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """[T, D]."""
-        return F.embedding(tokens_T, self.embedding)
+        x_TD = F.embedding(tokens_T, self.embedding)
+        if self.config.embedding_scale == 1.0:
+            return x_TD
+        return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))  # rounded as stored
 
     def logits(self, h_ND: Tensor, lora: LoraHook | None = None) -> Tensor:
         """[N, V] in the model's dtype."""
         frozen = Frozen(self.unembed_weight, None, self.packed_head, self.backend.linear)
         y_NV = frozen(h_ND) if lora is None else lora.project(UNEMBED, h_ND, frozen)
-        return y_NV if isinstance(y_NV, Tensor) else y_NV.total()
+        return total(y_NV)
 
     def with_backend(self, backend: Backend) -> Decoder:
         other = copy.copy(self)

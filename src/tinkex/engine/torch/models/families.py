@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
@@ -17,6 +17,7 @@ from tinkex.engine.torch.models.architecture import (
     MlpConfig,
     ModelConfig,
     NormConfig,
+    NormPlacement,
     RouterConfig,
 )
 from tinkex.engine.torch.models.rotary import read_rope, rope_fields
@@ -30,6 +31,14 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.
 TOWERS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
           "model.multi_modal_projector.", "vision_model.", "mm_projector.")  # fmt: skip
 MTP = ("mtp.",)
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+SANDWICH = NormPlacement(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
 
 
 def model_config(fields: Fields, *, vocab_size: int | None = None) -> ModelConfig:
@@ -74,6 +83,13 @@ def integer(fields: Fields, key: str) -> int:
     return value
 
 
+def refuse(fields: Fields, **allowed: Any) -> None:
+    """Refuse fields that are given and are not what is allowed."""
+    for key, value in allowed.items():
+        if (given := fields.get(key)) not in (None, value):
+            raise InvalidInputError(f"{key} {given!r} is not supported; allowed: {value!r}")
+
+
 def assembled(fields: Fields, stack: Iterable[LayerConfig], **own: Any) -> ModelConfig:
     """A model of these layers; `own` replaces what is read from the fields."""
     padded_vocab, eos = integer(fields, "vocab_size"), fields.get("eos_token_id")
@@ -91,19 +107,36 @@ def assembled(fields: Fields, stack: Iterable[LayerConfig], **own: Any) -> Model
     return ModelConfig(**(read | own))
 
 
-def attention_of(fields: Fields, *, head_dim: int | None = None, **own: Any) -> AttentionConfig:
-    """Attention that rotates whole heads; `head_dim` where the fields may leave it out."""
+def attention_of(
+    fields: Fields, *, head_dim: int | None = None, partial: float | None = None, **own: Any
+) -> AttentionConfig:
+    """Attention; `head_dim` where the fields may leave it out, `partial` as `read_rope` has it."""
     heads = integer(fields, "num_attention_heads")
     head_dim = fields.get("head_dim") or head_dim or integer(fields, "hidden_size") // heads
     kv_heads = fields.get("num_key_value_heads") or heads
-    rope = own.pop("rope", None) or read_rope(fields, head_dim)
+    rope = own.pop("rope", None) or read_rope(fields, head_dim, partial=partial)
     return AttentionConfig(heads, kv_heads, head_dim, rope, **own)
 
 
-def mlp_of(fields: Fields, *, bias: bool = False) -> MlpConfig:
-    if (activation := fields.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise InvalidInputError(f"hidden_act {activation!r} is not supported; allowed: silu")
-    return MlpConfig(integer(fields, "intermediate_size"), bias)
+def sliding(full: AttentionConfig, fields: Fields, *, theta: float, window: int) -> AttentionConfig:
+    """The sliding layers of a model whose rope scaling is that of the others; the last two are defaults."""
+    if "sliding_attention" not in (fields.get("rope_parameters") or {}):
+        theta = fields.get("rope_local_base_freq", theta)
+        fields = {**fields, "rope_theta": theta, "rope_parameters": None, "rope_scaling": None}
+    rope = read_rope(fields, full.head_dim, "sliding_attention")
+    return replace(full, rope=rope, window=fields.get("sliding_window", window))
+
+
+def mlp_of(fields: Fields, *, bias: bool = False, fused: bool = False) -> MlpConfig:
+    return MlpConfig(integer(fields, "intermediate_size"), bias, activation_of(fields), fused)
+
+
+def activation_of(fields: Fields, default: str = "silu") -> Literal["silu", "gelu_tanh"]:
+    given = fields.get("hidden_activation") or fields.get("hidden_act") or default
+    if given not in _ACTIVATIONS:
+        allowed = ", ".join(_ACTIVATIONS)
+        raise InvalidInputError(f"hidden_act {given!r} is not supported; allowed: {allowed}")
+    return _ACTIVATIONS[given]
 
 
 def layer_count(fields: Fields) -> int:
@@ -197,6 +230,114 @@ def mixtral(fields: Fields) -> ModelConfig:
     return assembled(fields, [LayerConfig(attention, experts)] * layer_count(fields))
 
 
+def gemma3(fields: Fields) -> ModelConfig:
+    refuse(fields, use_bidirectional_attention=False, final_logit_softcapping=None)
+    fields = {"rope_theta": 1e6, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **fields}
+    every, count = fields.get("sliding_window_pattern", 6), layer_count(fields)
+    types = layer_types(
+        fields, ("full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count))
+    )
+    bias, scale = bool(fields.get("attention_bias", False)), fields.get("query_pre_attn_scalar", 256) ** -0.5
+    full = attention_of(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, scale=scale)
+    mixers = {"full_attention": full, "sliding_attention": sliding(full, fields, theta=1e4, window=4096)}
+    return assembled(
+        fields,
+        [LayerConfig(mixers[kind], mlp_of(fields), SANDWICH) for kind in types],
+        norm=NormConfig(float(fields.get("rms_norm_eps", 1e-6)), "offset"),
+        embedding_scale=integer(fields, "hidden_size") ** 0.5,
+        tied=bool(fields.get("tie_word_embeddings", True)),
+    )
+
+
+def olmo3(fields: Fields) -> ModelConfig:
+    fields, count = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, **fields}, layer_count(fields)
+    types = layer_types(
+        fields, ("full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(count))
+    )
+    bias = bool(fields.get("attention_bias", False))
+    full = attention_of(fields, qk_norm="whole", qkv_bias=bias, o_bias=bias)
+    local = sliding(full, fields, theta=fields["rope_theta"], window=4096)
+    mixers = {"full_attention": full, "sliding_attention": local}
+    norms = NormPlacement(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    return assembled(
+        fields,
+        [LayerConfig(mixers[kind], mlp_of(fields), norms) for kind in types],
+        norm=NormConfig(float(fields["rms_norm_eps"]), "wide"),
+    )
+
+
+def phi3(fields: Fields) -> ModelConfig:
+    """Phi-3, Phi-3.5 and Phi-4. "su" and "yarn" are older names of their "longrope"."""
+    rope = rope_fields(fields)
+    if rope["rope_type"] in ("su", "yarn"):
+        rope["rope_type"] = "longrope"
+    fields = {
+        "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
+        **fields,
+        "rope_parameters": rope,
+    }
+    window = fields.get("sliding_window")
+    attention = attention_of(fields, fused=True, window=window, partial=1.0)
+    return assembled(fields, [LayerConfig(attention, mlp_of(fields, fused=True))] * layer_count(fields))
+
+
+def granite(fields: Fields) -> ModelConfig:
+    """Granite 3."""
+    bias = bool(fields.get("attention_bias", False))
+    scale = float(fields.get("attention_multiplier", 1.0))
+    attention = attention_of(fields, qkv_bias=bias, o_bias=bias, scale=scale)
+    layer = LayerConfig(attention, mlp_of(fields, bias=bool(fields.get("mlp_bias", False))))
+    return assembled(
+        fields,
+        [layer] * layer_count(fields),
+        embedding_scale=float(fields.get("embedding_multiplier", 1.0)),
+        residual_scale=float(fields.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / float(fields.get("logits_scaling", 1.0)),
+    )
+
+
+def smollm3(fields: Fields) -> ModelConfig:
+    fields, count = {"rope_theta": 2e6, **fields}, layer_count(fields)
+    every, bias = fields.get("no_rope_layer_interval", 4), bool(fields.get("attention_bias", False))
+    rotated = fields.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    types = layer_types(fields, ("full_attention" if one else "sliding_attention" for one in rotated))
+    attention = attention_of(fields, qkv_bias=bias, o_bias=bias)
+    mlp = mlp_of(fields, bias=bool(fields.get("mlp_bias", False)))
+    mixers = [
+        replace(attention, rope=attention.rope if one else None, window=window if kind[0] == "s" else None)
+        for one, kind in zip(rotated, types, strict=False)
+    ]
+    tied = bool(fields.get("tie_word_embeddings", True))
+    return assembled(fields, [LayerConfig(mixer, mlp) for mixer in mixers], tied=tied)
+
+
+def glm4(fields: Fields) -> ModelConfig:
+    """GLM-4 and GLM-Z1, dense."""
+    fields = {"head_dim": 128, **fields}
+    rope = read_rope(fields, fields["head_dim"], partial=0.5, adjacent=True)
+    attention = attention_of(fields, rope=rope, qkv_bias=bool(fields.get("attention_bias", True)))
+    norms = NormPlacement(
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+    )
+    layer = LayerConfig(attention, mlp_of(fields, fused=True), norms)
+    norm = NormConfig(float(fields.get("rms_norm_eps", 1.5625e-7)))
+    return assembled(fields, [layer] * layer_count(fields), norm=norm)
+
+
+def ministral3(fields: Fields) -> ModelConfig:
+    """Ministral 3 and, by the field that they name, what else wears Mistral 3's wrapper."""
+    if fields["model_type"] == "mistral":
+        return mistral(fields)
+    fields = {"rms_norm_eps": 1e-5, "head_dim": 128, **fields}
+    rope = rope_fields(fields)
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    hotter = None if beta is None or length is None else (float(beta), int(length))
+    attention = attention_of(fields, window=fields.get("sliding_window"), temperature=hotter)
+    return assembled(fields, [LayerConfig(attention, mlp_of(fields))] * layer_count(fields))
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -204,4 +345,13 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
+    "olmo3": olmo3,
+    "phi3": phi3,
+    "granite": granite,
+    "smollm3": smollm3,
+    "glm4": glm4,
+    "ministral3": ministral3,
+    "mistral3": ministral3,
 }

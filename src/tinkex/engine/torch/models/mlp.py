@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch.nn.functional as F
@@ -11,6 +12,12 @@ from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import MlpConfig, ModelConfig
 from tinkex.engine.torch.models.projection import Block, Projection, total
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class Mlp(Block):
@@ -24,6 +31,8 @@ class Mlp(Block):
         name = name or f"model.layers.{layer}.mlp"
         named = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
         parts = tuple(Part(f"{name}.{part}", width, "mlp") for part in named)
+        if config.fused:
+            parts = (Part(f"{name}.gate_up_proj", 2 * width, "mlp"),)
         self.gate_up = Projection(Site(layer, f"{sites}gate_up"), model.width, parts, bias)
         down = Part(f"{name}.down_proj", model.width, "mlp")
         self.down = Projection(Site(layer, f"{sites}down"), width, (down,), bias)
@@ -35,7 +44,7 @@ class Mlp(Block):
 
 def activated(
     gate_up: Tensor | PartialProjection,
-    activation: Literal["silu", "relu2"],
+    activation: Literal["silu", "gelu_tanh", "relu2"],
     gated: bool,
     context: ForwardContext,
 ) -> Tensor:
@@ -43,5 +52,5 @@ def activated(
     if activation == "silu" and gated:
         return swiglu(gate_up, context.backend.elementwise)
     gate, *up = total(gate_up).chunk(2, dim=-1) if gated else (total(gate_up),)
-    acted = F.silu(gate) if activation == "silu" else F.relu(gate).square()
+    acted = _ACTIVATIONS[activation](gate)
     return acted * up[0] if gated else acted

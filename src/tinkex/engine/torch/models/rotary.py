@@ -16,18 +16,23 @@ from torch import Tensor
 
 from tinkex.errors import InvalidInputError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies: `inv_freq` [head_dim / 2], and a factor on cos and sin (yarn's; else 1)."""
+    """Rotary frequencies, one for each pair of a head's first dimensions; the others are not rotated."""
 
     inv_freq: tuple[float, ...]
-    scale: float = 1.0
+    scale: float = 1.0  # of cos and sin
+    adjacent: bool = False  # pairs are (0, 1), (2, 3) …, and not a dimension of either half
+
+    def whole(self, head_dim: int) -> bool:
+        """Whether it rotates whole heads by halves."""
+        return 2 * len(self.inv_freq) == head_dim and not self.adjacent
 
     def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position, [T, head_dim / 2]."""
+        """cos and sin of every position, [T, pairs]."""
         inv_freq = _on_device(self.inv_freq, positions_T.device)
         angle = positions_T.to(torch.float32)[:, None] * inv_freq
         cos, sin = angle.cos(), angle.sin()
@@ -43,21 +48,31 @@ def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One form of the two: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (4)."""
-    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+def rope_fields(fields: Mapping[str, Any], layer_type: str = "full_attention") -> dict[str, Any]:
+    """One form of the two: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (4).
+
+    `rope_parameters` may be one for each type of layer.
+    """
+    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    scaling = dict(scaling.get(layer_type, scaling))
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     scaling.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
     return scaling
 
 
-def read_rope(fields: Mapping[str, Any], head_dim: int) -> Rope:
-    rope = rope_fields(fields)
+def read_rope(
+    fields: Mapping[str, Any], head_dim: int, layer_type: str = "full_attention", *,
+    partial: float | None = None, adjacent: bool = False,
+) -> Rope:  # fmt: skip
+    """`partial`: the part of a head that is rotated where the fields do not say; None: always all of it."""
+    rope = rope_fields(fields, layer_type)
     kind, theta = rope["rope_type"], float(rope["rope_theta"])
     if kind not in ROPE_TYPES:
         raise InvalidInputError(f"rope_type {kind!r} is not supported; allowed: {', '.join(ROPE_TYPES)}")
-    if (part := rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))) != 1.0:
+    part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    if partial is None and part not in (None, 1.0):
         raise InvalidInputError(f"partial_rotary_factor {part} is not supported; allowed: 1.0")
+    head_dim = int(head_dim * (part or partial or 1.0))
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scale = 1.0
     match kind:
@@ -67,8 +82,10 @@ def read_rope(fields: Mapping[str, Any], head_dim: int) -> Rope:
             inv_freq = llama3_frequencies(inv_freq, rope)
         case "yarn":
             inv_freq, scale = _yarn(inv_freq, theta, rope, fields["max_position_embeddings"])
+        case "longrope":
+            inv_freq, scale = _longrope(inv_freq, rope, fields)
         # "dynamic" stretches only beyond max_position_embeddings, which is where our context ends.
-    return Rope(tuple(inv_freq.tolist()), scale)
+    return Rope(tuple(inv_freq.tolist()), scale, adjacent)
 
 
 def llama3_frequencies(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
@@ -96,6 +113,19 @@ def _yarn(
     ramp = (torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)
     stretched = ramp.clamp(0, 1)
     return inv_freq / factor * stretched + inv_freq * (1 - stretched), _yarn_scale(rope, factor)
+
+
+def _longrope(inv_freq: Tensor, rope: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Divisors for each pair. A model made for more than the original context uses the long ones throughout,
+    so that a token's logprob does not depend on what is computed beside it."""
+    most = fields["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    original = original or most
+    divisors = torch.tensor(rope["long_factor" if most > original else "short_factor"], dtype=torch.float32)
+    scale, factor = rope.get("attention_factor"), rope.get("factor") or most / original
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inv_freq / divisors, float(scale)
 
 
 def _yarn_scale(rope: Mapping[str, Any], factor: float) -> float:
