@@ -137,7 +137,9 @@ def stub_server(python: Path) -> Iterator[str]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            if not (url := process.stdout.readline().strip()):  # clients would ask the hosted service
+                raise SystemExit(f"the stub server did not start: {' '.join(command)}")
+            yield url
         finally:
             process.kill()
 

@@ -207,12 +207,15 @@ def tasks(measure: Measure, options: argparse.Namespace, model: str) -> Iterator
 
 
 def run(measure: Measure, options: argparse.Namespace, model: str) -> Seen:
-    """All rounds of all sides: taking turns on a noisy CPU, one after the other where the device is ours."""
+    """All rounds of all sides: taking turns on a noisy CPU, one after the other where the device is ours.
+
+    An engine that chooses its threads leaves cores to those who used them last: its rounds follow each other.
+    """
     rounds = 1 if measure.kind == "memory" else options.rounds
     todo, seen = [(task, HERE.parent) for task in tasks(measure, options, model)], Seen()
     if options.against:
         todo += [(task, options.against) for task, _ in todo if task.side == "ours"]
-    alternate = options.device == "cpu" and measure.kind != "memory"
+    alternate = options.device == "cpu" and measure.kind not in ("memory", "threads")
     for together in [todo] if alternate else [[task] for task in todo]:
         children = []
         for task, tree in together:

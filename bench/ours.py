@@ -109,7 +109,10 @@ def memory(task: Task) -> Round:
 
 
 def sample(task: Task) -> Round:
-    """All prompts at once, split over the adapters; `decode_*` is since the last prompt's first token."""
+    """All prompts at once, split over the adapters, as requests that do not stream.
+
+    `decode_*` is since the last prompt's first token, of a second, untimed turn that streams.
+    """
     engine = _engine(task)
     for i in range(task.adapters):
         engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i))).result()
@@ -123,25 +126,31 @@ def sample(task: Task) -> Round:
             SampleWork(ids, params, adapter=f"published{i % task.adapters}")
             for i, ids in enumerate(task.sequences(turn))
         ]
-        times: list[list[float]] = [[] for _ in works]
 
-        async def one_sample(work: SampleWork, arrived: list[float]) -> None:
-            async for piece in engine.sampler.stream(work):
-                if isinstance(piece, SampledTokens):
-                    arrived.extend([time.perf_counter()] * len(piece.tokens))
-
-        async def everything() -> None:
-            await asyncio.gather(*map(one_sample, works, times))
+        async def everything() -> int:
+            responses = await asyncio.gather(*map(engine.sampler.sample, works))
+            return sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
 
         with Timer(task.device) as timer:
-            asyncio.run(everything())
-        begin, end = max(t[0] for t in times), max(t[-1] for t in times)
-        decoded = sum(1 for t in times for when in t if when > begin)
-        total = sum(map(len, times))
+            total = asyncio.run(everything())
         assert total == task.new_tokens * len(works)
-        return timer.figures(total, decode_tokens=decoded, decode_seconds=end - begin)
+        return timer.figures(total, **asyncio.run(_decoding(engine, works)))
 
     return one
+
+
+async def _decoding(engine: Engine, works: Sequence[SampleWork]) -> Figures:
+    times: list[list[float]] = [[] for _ in works]
+
+    async def listen(work: SampleWork, arrived: list[float]) -> None:
+        async for piece in engine.sampler.stream(work):
+            if isinstance(piece, SampledTokens):
+                arrived.extend([time.perf_counter()] * len(piece.tokens))
+
+    await asyncio.gather(*map(listen, works, times))
+    begin, end = max(t[0] for t in times), max(t[-1] for t in times)
+    decoded = sum(1 for t in times for when in t if when > begin)
+    return {"decode_tokens": decoded, "decode_seconds": end - begin}
 
 
 def publish(task: Task) -> Round:

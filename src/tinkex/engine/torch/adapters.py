@@ -140,8 +140,7 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        held = (self.flat, self._grad_buffer, self.exp_avg, self.exp_avg_sq)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return self.flat.nbytes * (1 + (self._grad_buffer is not None) + 2 * (self.exp_avg is not None))
 
     def named(self, flat: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
         """Views by Hugging Face module name: A [R, I] and B [O, R]; of experts [E, R, I] and [E, O, R].
