@@ -128,7 +128,7 @@ def sliding(full: AttentionConfig, fields: Fields, *, theta: float, window: int)
 
 
 def mlp_of(fields: Fields, *, bias: bool = False, fused: bool = False) -> MlpConfig:
-    return MlpConfig(integer(fields, "intermediate_size"), bias, activation_of(fields), fused)
+    return MlpConfig(integer(fields, "intermediate_size"), bias, activation_of(fields), fused=fused)
 
 
 def activation_of(fields: Fields, default: str = "silu") -> Literal["silu", "gelu_tanh"]:
