@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,32 @@ async def test_what_waited_is_done_once_the_right_model_is_there(home: Path, pre
         user = User(service)
         assert [(await user.result(promise)).metrics for promise in waiting] == expected
         await user.result(await user.step(run, 4))
+
+
+async def test_what_waited_is_done_in_the_same_process_once_the_right_weights_are_there(home: Path):
+    """Its failures were about the weights, and end with them."""
+    engine, go_on = holding(OptimStep)
+    async with serving(home, engine) as service:
+        user = User(service)
+        run = await user.run()
+        await user.result(await user.forward_backward(run, 1, datum(0)))
+        waiting = [await user.step(run, 2), await user.forward_backward(run, 3, datum(0))]
+        copy = killed_copy(home)
+        go_on.set()
+        expected = [(await user.result(promise)).metrics for promise in waiting]
+    weights = ["other"]
+    async with serving(copy, lambda config: FakeEngine(replace(config, model=weights[0]))) as service:
+        user, model = User(service), service.models.find(MODEL)
+        for promise in waiting:
+            with pytest.raises(Failed, match="start the server with those"):
+                await user.result(promise)
+        opened = service.runs.get(run)
+        assert opened is not None
+        assert await service.runs.evict(opened)
+        weights[0] = "fake"
+        model.lose_engine("it was replaced", model.engine)
+        await user.result(await user.step(run, 4))
+        assert [(await user.result(promise)).metrics for promise in waiting] == expected
 
 
 async def test_a_server_that_cannot_load_its_model_fails_nothing_that_waits(home: Path):

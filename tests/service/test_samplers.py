@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.futures import Completions
 from tinkex.service.refusal import Refusal
+from tinkex.service.samplers import _fingerprint
 from tinkex.service.served_models import ServedModels
 from tinkex.service.service import Service
 from tinkex.types import futures, sampling
 from tinkex.types.data import ModelInput
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
+from tinkex.types.tensor import TensorData
 from tinkex.wire import ops
 
 pytestmark = pytest.mark.anyio
@@ -430,6 +433,30 @@ async def test_a_seq_id_with_another_prompt_is_another_sample(user: User):
     others = [await user.sample(sampler, 0, **changed) for changed in changes]  # type: ignore[arg-type]
     assert len({promise.request_id for promise in (first, *others)}) == 4
     assert await user.sample(sampler, 0, prompt=(5, 6, 7)) == first
+
+
+OTHERWISE: dict[str, Any] = {
+    "prompt": ModelInput.from_ints([5, 6, 8]), "num_samples": 2, "prompt_logprobs": True,
+    "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 2,
+    "prompt_logprobs_last_n": 2, "record_stability_info": True,
+    "target_prompt_logprobs": TensorData.from_numpy(np.arange(6).reshape(3, 2)),
+    "max_tokens": 3, "seed": 1, "stop": ["a"], "temperature": 0.5, "top_k": 3, "top_p": 0.5,
+}  # fmt: skip
+
+
+def test_every_field_tells_a_sample_from_another():
+    """A seq id that comes again is the same request only if all of it is."""
+    own = {field.name for field in fields(sampling.SampleRequest)}
+    where = {"sampling_params", "sampling_session_id", "seq_id", "base_model", "model_path"}
+    assert set(OTHERWISE) == (own - where) | {field.name for field in fields(SamplingParams)}
+    prompt, found = ModelInput.from_ints([5, 6, 7]), []
+    for changed in ({}, *({name: value} for name, value in OTHERWISE.items()), {"stop": [5]}, {"stop": "a"}):
+        params = SamplingParams(**{k: v for k, v in changed.items() if k not in own})
+        request = sampling.SampleRequest(prompt, params)
+        request = replace(request, **{k: v for k, v in changed.items() if k in own})
+        found.append(_fingerprint(request))
+        assert found[-1] == _fingerprint(replace(request, seq_id=5))
+    assert len(set(found)) == len(OTHERWISE) + 3
 
 
 async def test_a_number_of_another_sampler_is_a_422(user: User):

@@ -425,9 +425,15 @@ def _check(request: types.SampleRequest, limit: int | None) -> int:
 
 def _fingerprint(request: types.SampleRequest) -> int:
     """Clones of a sampler may use the same seq ids, and none must get another's result."""
-    params = request.sampling_params
-    drawn = params.max_tokens, params.seed, params.temperature, request.num_samples, request.prompt_logprobs
-    return hash((request.prompt.to_numpy().tobytes(), *drawn))
+    params, targets = request.sampling_params, request.target_prompt_logprobs
+    stop = params.stop if isinstance(params.stop, str | None) else (tuple(params.stop),)
+    scored = None if targets is None else (targets.to_numpy().tobytes(), *targets.dense_shape)
+    return hash((
+        request.prompt.to_numpy().tobytes(), request.num_samples, request.prompt_logprobs,
+        request.topk_prompt_logprobs, request.topk_sample_logprobs, scored, request.prompt_alt_tokens_k,
+        request.prompt_logprobs_last_n, request.record_stability_info,
+        params.max_tokens, params.seed, stop, params.temperature, params.top_k, params.top_p,
+    ))  # fmt: skip
 
 
 async def _stream(engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:

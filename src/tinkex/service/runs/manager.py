@@ -150,9 +150,12 @@ class RunManager:
 
     def _future(self, run: Run, entry: JournalEntry, restored: Restored) -> Future:
         """The future of a journaled request, resolved if it has an outcome. This process may have it."""
-        kept = self.futures.get(entry.request_id)
-        future = kept or self.futures.create(run.row.owner, request_id=entry.request_id)
-        if entry.request_id in restored.outcomes:
+        future, known = self.futures.get(entry.request_id), entry.request_id in restored.outcomes
+        # An outcome that the journal does not have: it was given while the run did not fit the base weights.
+        stale = future is not None and future.done and not known and entry.request_id not in restored.done
+        if future is None or stale:
+            future = self.futures.create(run.row.owner, request_id=entry.request_id)
+        if known:
             future.resolve(restored.outcomes[entry.request_id])
         return future
 
