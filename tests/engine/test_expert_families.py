@@ -7,6 +7,8 @@ PEFT makes of an export, and what transformers makes of a merged model.
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.commands import do
@@ -55,10 +58,48 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_LATENT: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 # The class of transformers, and the fields that differ from those above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-}
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _LATENT | {
+            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _LATENT | {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 1,
+                   "head_dim": 8},
+    ),
+}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -207,3 +248,47 @@ def test_files_are_read_by_us_by_peft_and_by_transformers(models: Any, family: s
     torch.testing.assert_close(their_logits(reference_model(tmp_path / "merged")), ours, atol=1e-4, rtol=0)
     reread = make_trainer(tmp_path / "merged")
     torch.testing.assert_close(our_logits(reread, None), ours, atol=1e-4, rtol=0)
+
+
+def test_gpt_oss_is_read_from_mxfp4_files(models: Any, tmp_path: Path) -> None:
+    """Blocks of 32 numbers of four bits with a power of two each, as its hub files hold the experts."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    for directory in (packed, plain):
+        shutil.copytree(models("gpt_oss"), directory)
+    tensors = load_file(plain / "model.safetensors")
+    expanded, generator = dict(tensors), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, width, out = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (count, out, width // 32, 32), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, codes.shape[:3], generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = codes[..., 0::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = scales
+        numbers = values[codes.long()] * 2.0 ** (scales.float() - 127)[..., None]
+        expanded[name] = numbers.flatten(2).transpose(1, 2).contiguous()
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    save_file(expanded, plain / "model.safetensors", {"format": "pt"})
+    fields = json.loads((packed / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (packed / "config.json").write_text(json.dumps(fields))
+    theirs = their_logits(reference_model(plain))
+    torch.testing.assert_close(our_logits(make_trainer(packed), None), theirs, atol=1e-4, rtol=0)
+
+
+def test_hosted_names_of_gpt_oss_are_read(models: Any, tmp_path: Path) -> None:
+    trainer, adapter = make_trainer(models("gpt_oss")), tmp_path / "adapter"
+    do(trainer, SaveAdapter("run", str(adapter)))
+    tensors = {
+        name.replace(".self_attn.", ".attn.").replace("model.lm_head", "model.model.unembed_tokens"): tensor
+        for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
+    }
+    assert any(".attn." in name for name in tensors)
+    (adapter / "SHA256SUMS").unlink()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    do(trainer, LoadAdapter("hosted", str(adapter)))
+    assert torch.equal(trainer.adapter("hosted").flat, trainer.adapter("run").flat)
+
+
+def test_contexts_beyond_sparse_attention_are_refused(models: Any) -> None:
+    """GLM-5 attends to the best `index_topk` positions: as many as there are, up to that context."""
+    assert load_decoder(models("glm_moe_dsa")).config.max_context == 128

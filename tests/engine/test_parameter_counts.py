@@ -33,6 +33,38 @@ def qwen3_moe(width: int, layers: int, heads: int, expert: int) -> dict[str, Any
     return dense("qwen3_moe", width, layers, heads, 4, 6144, **experts)
 
 
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    own = {"num_local_experts": experts, "num_experts_per_tok": 4, "head_dim": 64, "vocab_size": 201088}
+    return dense("gpt_oss", 2880, layers, 64, 8, 2880, **own)
+
+
+def latent(kind: str, width: int, layers: int, heads: int, mlp: int, **own: int) -> dict[str, Any]:
+    """The shapes that DeepSeek-V3 has, unless `own` says otherwise."""
+    fields = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+    }
+    return dense(kind, width, layers, heads, heads, mlp, **(fields | own))
+
+
+DEEPSEEK = latent("deepseek_v3", 7168, 61, 128, 18432, vocab_size=129280)
+KIMI = latent(
+    "kimi_k2", 7168, 61, 64, 18432, n_routed_experts=384, first_k_dense_replace=1, vocab_size=163840
+)
+GLM = latent(
+    "glm_moe_dsa", 6144, 78, 64, 12288, q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256,
+    vocab_size=154880,
+)  # fmt: skip
+
+
 # name: config.json, and parameters per rank of mlp, attn and unembed
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "Llama-3.1-8B": (dense("llama", 4096, 32, 32, 8, 14336), (1_769_472, 851_968, 132_352)),
@@ -44,6 +76,11 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "Qwen3-32B": (dense("qwen3", 5120, 64, 64, 8, 25600), (5_898_240, 2_490_368, 157_056)),
     "Qwen3-30B-A3B": (qwen3_moe(2048, 48, 32, 768), (14_450_688, 835_584, 153_984)),
     "Qwen3-235B-A22B": (qwen3_moe(4096, 94, 64, 1536), (56_598_528, 3_176_448, 156_032)),
+    "gpt-oss-20b": (gpt_oss(24, 32), (6_842_880, 497_664, 203_968)),
+    "gpt-oss-120b": (gpt_oss(36, 128), (40_124_160, 746_496, 203_968)),
+    "DeepSeek-V3.1": (DEEPSEEK, (94_307_328, 2_440_000, 136_448)),
+    "Kimi-K2": (KIMI, (144_583_680, 1_940_288, 171_008)),
+    "GLM-5.3": (GLM, (121_356_288, 2_920_320, 161_024)),
 }
 
 

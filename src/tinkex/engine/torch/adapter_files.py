@@ -141,15 +141,16 @@ def load_adapter(
     `head` is the base model's unembedding, on whose device it will be.
     """
     verify(directory, (WEIGHTS, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
-    weights, facts = directory / WEIGHTS, {}
-    # What hosted Tinker calls lm_head has a name of its own.
-    tensors = {n.replace("model.unembed_tokens", "lm_head"): t for n, t in _read_tensors(weights).items()}
+    weights, facts = directory / WEIGHTS, read_facts(directory)
+    # What hosted Tinker calls lm_head has a name of its own; gpt-oss' attention is "attn" there.
+    tensors = {
+        name.replace("model.unembed_tokens", "lm_head").replace(".attn.", ".self_attn."): tensor
+        for name, tensor in _read_tensors(weights).items()
+    }
     # PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's.
     given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
     if given is not None and not torch.equal(given.to(head), head):
         raise user_error(f"{weights} has a head of its own, which is not this base model's")
-    if (directory / FACTS).exists():
-        facts = _read_json(directory / FACTS)
     lora = _lora_config(directory, facts, " ".join(tensors))
     saved = facts.get("base", {})
     if saved and saved.get("fingerprint") != base.fingerprint:
@@ -197,6 +198,11 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], names: str) -> LoraC
         return LoraConfig(peft.get("r"), **{flag: part in names for flag, part in parts.items()})  # type: ignore[arg-type]
     except ValueError as error:
         raise user_error(f"{directory / CONFIG}: {error}") from None
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """What tinkex.json says; nothing, if it is not there."""
+    return _read_json(directory / FACTS) if (directory / FACTS).exists() else {}
 
 
 def read_peft_config(directory: Path) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class KVCache:
         # Keys and values of equal width are in one pool, in the order of their layers.
         kept = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
         widths = {(0, i): shape.heads * shape.head_dim for i, shape in kept}
-        widths |= {(1, i): shape.heads * shape.value_dim for i, shape in kept}
+        widths |= {(1, i): s.heads * s.value_dim for i, s in kept if not s.values_in_keys}
         self._pools: list[Tensor] = []
         self._k, self._v = halves = ({}, {})
         for width in dict.fromkeys(widths.values()):
@@ -143,7 +143,8 @@ class KVCache:
         return taken
 
     def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
-        for pool, new in ((self._k[layer], k_TGC), (self._v[layer], v_TGC)):
+        given = ((self._k, k_TGC), (self._v, v_TGC))
+        for pool, new in ((half[layer], new) for half, new in given if layer in half):
             rows = new.flatten(1)
             pool.view(-1, rows.shape[1]).index_copy_(0, slots_T, rows)
 
@@ -153,12 +154,13 @@ class KVCache:
 
     def read(self, layer: int, table_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of B sequences, [B, G, L, C] each, given their page tables."""
-        (heads, *widths), pages = self.shape(layer), table_BN.flatten()
-        k, v = (
-            pool.index_select(0, pages).view(table_BN.shape[0], -1, heads, width).transpose(1, 2)
-            for pool, width in zip(self.layer(layer), widths, strict=True)
-        )
-        return k, v
+        shape, pages = self.shape(layer), table_BN.flatten()
+
+        def read(pool: Tensor, width: int) -> Tensor:
+            return pool.index_select(0, pages).view(len(table_BN), -1, shape.heads, width).transpose(1, 2)
+
+        k = read(self._k[layer], shape.head_dim)
+        return k, k[..., : shape.value_dim] if shape.values_in_keys else read(self._v[layer], shape.value_dim)
 
     def shape(self, layer: int) -> KvShape:
         shape = self._shapes[layer]
@@ -171,7 +173,7 @@ class KVCache:
 
 
 def page_bytes(shapes: Sequence[KvShape | None], dtype: torch.dtype) -> int:
-    values = sum(s.heads * (s.head_dim + s.value_dim) for s in shapes if s is not None)
+    values = sum(s.heads * (s.head_dim + s.value_dim * (not s.values_in_keys)) for s in shapes if s)
     return PAGE * values * dtype.itemsize
 
 

@@ -18,6 +18,7 @@ from tinkex.engine.torch.adapter_files import (
     CONFIG,
     WEIGHTS,
     new_directory,
+    read_facts,
     read_peft_config,
     verify,
     write_json,
@@ -34,18 +35,24 @@ def export_peft(adapter_dir: Path, out_dir: Path, *, overwrite: bool = False) ->
     verify(adapter_dir, (WEIGHTS, CONFIG))
     config, tensors = read_peft_config(adapter_dir), load_file(adapter_dir / WEIGHTS)
     stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
+    # gpt-oss has the rows of gate and up in turn; an adapter's file names its base's architecture
+    base = read_facts(adapter_dir).get("base", {}).get("fingerprint", "")
+    in_turn = base.startswith("gpt_oss-")
     for stem in stems:
         pairs = {part: _pair(tensors, f"{stem}.{part}") for part in ("w1", "w2", "w3")}
         (a1, b1), (a3, b3) = pairs["w1"], pairs["w3"]
-        gate_up = torch.cat((a1, a3), 1), _block_diagonal(b1, b3)
+        gate_up = torch.cat((a1, a3), 1), _block_diagonal(b1, b3, in_turn)
         # PEFT wraps a module once for each parameter: the first of them is the innermost.
         for name, (a_ERI, b_EOR) in ((f"{stem}.base_layer", gate_up), (stem, pairs["w2"])):
             tensors[f"{name}.lora_A.weight"] = a_ERI.flatten(0, 1).contiguous()
             tensors[f"{name}.lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1).contiguous()
     if stems:
         parts = sorted({name.rsplit(".", 3)[-3] for name in tensors if ".lora_A." in name})
-        config["target_modules"] = [name for name in parts if name not in ("experts", "base_layer")]
+        # PEFT takes modules of these names for experts of old files: dense ones are named as parameters
+        dense = [name for name in parts if name in ("gate_proj", "up_proj", "down_proj")]
+        config["target_modules"] = [name for name in parts if name not in (*dense, "experts", "base_layer")]
         config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+        config["target_parameters"] += [f"{name}.weight" for name in dense]
         # gate and up side by side: twice the rank at the same scale
         config["rank_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["r"]}
         config["alpha_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["lora_alpha"]}
@@ -61,6 +68,8 @@ def _pair(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     return a.expand(count, -1, -1), b.expand(count, -1, -1)
 
 
-def _block_diagonal(first_EOR: Tensor, second_EOR: Tensor) -> Tensor:
+def _block_diagonal(first_EOR: Tensor, second_EOR: Tensor, in_turn: bool) -> Tensor:
+    """One after the other along O, or their rows in turn."""
     zeros = torch.zeros_like(first_EOR)
-    return torch.cat((torch.cat((first_EOR, zeros), 2), torch.cat((zeros, second_EOR), 2)), 1)
+    both = torch.cat((first_EOR, zeros), 2), torch.cat((zeros, second_EOR), 2)
+    return torch.stack(both, 2).flatten(1, 2) if in_turn else torch.cat(both, 1)

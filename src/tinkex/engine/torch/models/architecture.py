@@ -47,6 +47,7 @@ class KvShape(NamedTuple):
     heads: int
     head_dim: int
     value_dim: int
+    values_in_keys: bool = False  # a value is the first numbers of its key
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,33 @@ class AttentionConfig:
     gate: bool = False  # q_proj also gives, per head, a gate whose sigmoid multiplies the head's output
     fused: bool = False  # stored as one qkv_proj
 
+    @property
+    def kv_shape(self) -> KvShape:
+        return KvShape(self.kv_heads, self.head_dim, self.head_dim)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (MLA)."""
+
+    heads: int
+    rank: int  # the width of the latent vector of which keys and values are made
+    nope_dim: int  # dimensions of a head that are not rotated
+    rope_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float  # of the logits
+    query_rank: int | None = None  # None: one projection makes the queries
+    bias: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return KvShape(1, self.rank + self.rope_dim, self.rank, values_in_keys=True)
+
 
 @dataclass(frozen=True)
 class MlpConfig:
@@ -75,8 +103,8 @@ class MlpConfig:
     width: int
     bias: bool = False
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    gated: bool = True
     fused: bool = False  # stored as one gate_up_proj
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,7 +166,7 @@ class ExpertsConfig:
 class LayerConfig:
     """What one layer is made of."""
 
-    mixer: AttentionConfig | None
+    mixer: AttentionConfig | LatentConfig | None
     mlp: MlpConfig | ExpertsConfig | None
     norms: NormPlacement = PRE_NORMS
 
@@ -169,8 +197,8 @@ class ModelConfig:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct ropes: a pass computes the angles of each once."""
-        found = [mixer.rope for mixer in self.attention if mixer.rope is not None]
-        return tuple(dict.fromkeys(found))
+        found = (getattr(layer.mixer, "rope", None) for layer in self.stack)
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
     @cached_property
     def attention(self) -> tuple[AttentionConfig, ...]:
@@ -185,9 +213,7 @@ class ModelConfig:
     def kv_shapes(self) -> tuple[KvShape | None, ...]:
         """Per layer: what its KV cache holds; None where it has none of its own."""
         return tuple(
-            KvShape(mixer.kv_heads, mixer.head_dim, mixer.head_dim)
-            if isinstance(mixer := layer.mixer, AttentionConfig)
-            else None
+            layer.mixer.kv_shape if isinstance(layer.mixer, AttentionConfig | LatentConfig) else None
             for layer in self.stack
         )
 

@@ -29,8 +29,15 @@ from tinkex.engine.torch.hooks import (
     Sites,
     StateHook,
 )
-from tinkex.engine.torch.models.architecture import AttentionConfig, ExpertsConfig, MlpConfig, ModelConfig
+from tinkex.engine.torch.models.architecture import (
+    AttentionConfig,
+    ExpertsConfig,
+    LatentConfig,
+    MlpConfig,
+    ModelConfig,
+)
 from tinkex.engine.torch.models.attention import Attention
+from tinkex.engine.torch.models.latent import LatentAttention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
 from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
@@ -44,6 +51,7 @@ UNEMBED = Site(-1, "unembed")
 # The block of each kind of configuration, made by (model, configuration, layer).
 _BLOCKS: dict[type, Callable[[ModelConfig, Any, int], Block]] = {
     AttentionConfig: Attention,
+    LatentConfig: LatentAttention,
     MlpConfig: Mlp,
     ExpertsConfig: ExpertMlp,
 }

@@ -6,19 +6,23 @@ refused with a message that names the field.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
+    ClampedSwiGlu,
     ExpertsConfig,
+    LatentConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
     NormPlacement,
     RouterConfig,
+    SharedExpert,
 )
 from tinkex.engine.torch.models.rotary import read_rope, rope_fields
 from tinkex.errors import InvalidInputError
@@ -338,6 +342,92 @@ def ministral3(fields: Fields) -> ModelConfig:
     return assembled(fields, [LayerConfig(attention, mlp_of(fields))] * layer_count(fields))
 
 
+def gpt_oss(fields: Fields) -> ModelConfig:
+    fields = {"rms_norm_eps": 1e-5, "head_dim": 64, "rope_theta": 1.5e5, **fields}
+    kinds = ("sliding_attention", "full_attention")
+    types = layer_types(fields, (kinds[i % 2] for i in range(layer_count(fields))))
+    bias = bool(fields.get("attention_bias", True))
+    full = attention_of(fields, qkv_bias=bias, o_bias=bias, sinks=True)
+    local = replace(full, window=fields.get("sliding_window", 128))
+    count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    experts = ExpertsConfig(
+        count=integer(fields, count),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=integer(fields, "intermediate_size"),
+        router=RouterConfig("softmax_of_best", bias=True),
+        activation=ClampedSwiGlu(fields.get("swiglu_alpha", 1.702), fields.get("swiglu_limit", 7.0)),
+        bias=True,
+        transposed=True,
+        interleaved=True,
+    )
+    mixers = {"full_attention": full, "sliding_attention": local}
+    norm = NormConfig(float(fields["rms_norm_eps"]), "wide")
+    return assembled(fields, [LayerConfig(mixers[kind], experts) for kind in types], norm=norm)
+
+
+def glm4_moe(fields: Fields) -> ModelConfig:
+    """GLM-4.5, 4.6 and 4.7."""
+    fields = {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, **fields}
+    norm: Literal["head"] | None = "head" if fields.get("use_qk_norm", False) else None
+    bias = bool(fields.get("attention_bias", False))
+    attention = attention_of(fields, partial=0.5, qkv_bias=bias, qk_norm=norm)
+    return _with_experts(fields, attention)
+
+
+def deepseek_v3(fields: Fields) -> ModelConfig:
+    """DeepSeek-V3, V3.1 and R1, Kimi-K2, GLM-4.7-Flash."""
+    nope, rotated = integer(fields, "qk_nope_head_dim"), integer(fields, "qk_rope_head_dim")
+    rope, scale = rope_fields(fields), (nope + rotated) ** -0.5
+    if rope["rope_type"] != "default" and (all_dim := rope.get("mscale_all_dim")):
+        scale *= (0.1 * all_dim * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0) ** 2
+    attention = LatentConfig(
+        heads=integer(fields, "num_attention_heads"),
+        rank=integer(fields, "kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rotated,
+        value_dim=integer(fields, "v_head_dim"),
+        rope=read_rope(fields, rotated, adjacent=bool(fields.get("rope_interleave", True))),
+        scale=scale,
+        query_rank=fields.get("q_lora_rank"),
+        bias=bool(fields.get("attention_bias", False)),
+    )
+    return _with_experts(fields, attention)
+
+
+def glm_moe_dsa(fields: Fields) -> ModelConfig:
+    """GLM-5, up to the context where its sparse attention sees every token: there it is plain MLA."""
+    context = min(integer(fields, "max_position_embeddings"), fields.get("index_topk", 2048))
+    indexers = tuple(f"model.layers.{i}.self_attn.indexer." for i in range(layer_count(fields)))
+    config = deepseek_v3({"rms_norm_eps": 1e-5, **fields})
+    return replace(config, max_context=context, skipped=config.skipped + indexers)
+
+
+def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> ModelConfig:
+    """DeepSeek's MLPs: the first layers dense, then routed experts beside shared ones."""
+    width, count = integer(fields, "moe_intermediate_size"), layer_count(fields)
+    dense = fields.get("first_k_dense_replace", 1 if fields["model_type"] == "glm4_moe_lite" else 3)
+    types = fields.get("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(count)]
+    router = RouterConfig(
+        "sigmoid",
+        normalise=bool(fields.get("norm_topk_prob", True)),
+        selection_bias=True,
+        groups=fields.get("n_group") or 1,
+        kept_groups=fields.get("topk_group") or 1,
+        scale=float(fields.get("routed_scaling_factor", 1.0)),
+    )
+    shared = fields.get("n_shared_experts") or 0
+    experts = ExpertsConfig(
+        count=integer(fields, "n_routed_experts"),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=width,
+        router=router,
+        shared=SharedExpert(width * shared) if shared else None,
+    )
+    mlp = mlp_of(fields)
+    stack = [LayerConfig(mixer, mlp if kind == "dense" else experts) for kind in types]
+    return assembled(fields, stack, skipped=(f"model.layers.{count}.",))  # a head for a further token
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -354,4 +444,10 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "glm4": glm4,
     "ministral3": ministral3,
     "mistral3": ministral3,
+    "gpt_oss": gpt_oss,
+    "glm4_moe": glm4_moe,
+    "glm4_moe_lite": deepseek_v3,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
+    "glm_moe_dsa": glm_moe_dsa,
 }
