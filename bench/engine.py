@@ -72,7 +72,7 @@ def spread(shortest: int, longest: int, count: int) -> list[int]:
 
 
 BEST, PADDED, IN_TURN = ("peer", "best"), ("peer", "padded"), ("peer", "in turn")
-ONE, MANY = ("ours", "1"), ("ours", "16")
+PLAIN, ONE, MANY = ("ours", "plain"), ("ours", "1"), ("ours", "16")
 SIZES = {"small": "25 M Llama", "small-10m": "10 M Llama"}
 # Small runs, eight at a time: the measure's name, shape, rank and tokens of each run
 TENANTS = [
@@ -95,6 +95,7 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Measure("train-small", "train", "small", mixed, peer=FORMS),
         Measure("train-even", "train", "small", [256] * 8, peer=FORMS),
         Measure("train-smollm2", "train", smol, spread(32, 256, 8), peer=FORMS),
+        Measure("train-quantised", "train", smol, [256] * 8, ours=("plain", "nf4", "fp8", "int8")),
         *(
             Measure(name, "tenants", shape, [n // 2] * 16, peer=("in turn",), adapters=8, rank=rank)
             for name, shape, rank, n in TENANTS
@@ -117,6 +118,16 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Row("train-even", "train, 25 M Llama, 8 x 256 tokens: peft", BEST, at_least=1.3),
         Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", PADDED, at_least=1.1),
         Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", BEST, at_least=1.1),
+        *(
+            Row(
+                "train-quantised",
+                f"train, SmolLM2, {way} / plain",
+                PLAIN,
+                ("ours", way),
+                at_least=0.7,
+            )
+            for way in ("nf4", "fp8", "int8")
+        ),
         *(
             Row(name, f"8 runs of {n} tokens, {SIZES[shape]}, rank {rank}: peft", IN_TURN, at_least=3)
             for name, shape, rank, n in TENANTS

@@ -38,7 +38,8 @@ def _engine(task: Task, **settings: Any) -> Engine:
 
 def _trainer(task: Task) -> Engine:
     """An engine with `task.adapters` runs and little KV cache."""
-    engine = _engine(task, kv_bytes=KV_BYTES)
+    kept = {"quantize": task.way} if task.way in ("nf4", "fp8", "int8") else {}
+    engine = _engine(task, kv_bytes=KV_BYTES, **kept)
     for i in range(task.adapters):
         engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i))).result()
     return engine

@@ -94,6 +94,7 @@ class Settings:
     tokenizer_dir: Path | None = None
     credentials_file: Path = Path("~/.tinker/credentials.json")
     offline: bool = False
+    quantize: str = "none"  # how models in this process keep their frozen matrices
     no_color: bool = False
     http_proxy: bool = False  # http:// goes through a proxy, which the HTTP library finds
 
@@ -126,6 +127,7 @@ class Settings:
             tokenizer_dir=Path(tokenizer_dir).expanduser() if tokenizer_dir else None,
             credentials_file=Path("~/.tinker/credentials.json").expanduser(),
             http_proxy=any(map(get, ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))),
+            quantize=get("TINKEX_QUANTIZE") or "none",
             no_color=get("NO_COLOR") is not None,
             offline=is_on("HF_HUB_OFFLINE"),
         )

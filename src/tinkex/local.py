@@ -25,7 +25,7 @@ from tinkex.client.retry import RetryPolicy
 from tinkex.client.server_connection import ServerConnection
 from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.config import LOCAL, Settings
-from tinkex.engine.protocol import Engine
+from tinkex.engine.protocol import Engine, EngineConfig
 from tinkex.errors import FailedRequest, FailedResponse, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
@@ -101,9 +101,14 @@ def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
 
 def service_config(settings: Settings) -> ServiceConfig:
     """How a service in one's own process is set up: any model on this machine can be named by its path."""
-    home = settings.home
+    home, engine = settings.home, EngineConfig(model="", quantize=settings.quantize)  # type: ignore[arg-type]
     return ServiceConfig(
-        home, models_directory=home / "models", any_path=True, resume=False, offline=settings.offline
+        home,
+        models_directory=home / "models",
+        engine=engine,
+        any_path=True,
+        resume=False,
+        offline=settings.offline,
     )
 
 

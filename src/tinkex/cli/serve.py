@@ -57,6 +57,11 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="Of the base model's weights; auto: float32 on a CPU, bfloat16 on CUDA.",
 )  # fmt: skip
 @click.option(
+    "--quantize", default="none", type=click.Choice(["none", "nf4", "fp8", "int8", "file"]),
+    help="How the frozen matrices of the layers are kept in memory: in --dtype, in 4 bits, in 8 bits, or as "
+    "the model's files hold them. Adapters train on top as always; less memory, and slower.",
+)  # fmt: skip
+@click.option(
     "--deterministic", is_flag=True,
     help="Batch-invariant numerics: a request gives bitwise the same result alone and in any batch. Slower; "
     "on CUDA for dense models in bfloat16. On a CPU, all requests use the same number of threads.",
@@ -106,9 +111,9 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
     models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
-    deterministic: bool, public_url: str, max_context: int | None, disk_quota: str, durability: str,
-    disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int, body_memory: str,
-    body_memory_per_user: str, preload: bool, drain: float, log_level: str, engine: str,
+    quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
+    durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
+    body_memory: str, body_memory_per_user: str, preload: bool, drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -140,7 +145,7 @@ def serve(
     service = ServiceConfig(
         home=place,
         models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
-        engine=EngineConfig("", engine, device, dtype, max_context, deterministic=deterministic),  # type: ignore[arg-type]
+        engine=EngineConfig("", engine, device, dtype, max_context, quantize, deterministic=deterministic),  # type: ignore[arg-type]
         durability=durability,  # type: ignore[arg-type]
         preload=preload,
         offline=settings.offline,

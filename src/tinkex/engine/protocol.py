@@ -266,6 +266,7 @@ class EngineConfig:
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:0"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     max_context: int | None = None  # None: the model's own
+    quantize: Literal["none", "nf4", "fp8", "int8", "file"] = "none"  # how the frozen matrices are kept
     kv_bytes: int | None = None  # memory for KV pages; None: planned from what is free
     adapter_bytes: int | None = None  # memory for live adapters; None: planned
     max_pass_tokens: int | None = None  # tokens in one micro-batch; None: planned

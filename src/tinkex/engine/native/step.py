@@ -37,7 +37,7 @@ class NativeBackend(Backend):
 
     def compiled_step(self, decoder: Decoder, room: float) -> CompiledStep | None:
         """None for other layers and experts, without a compiler, or if a second copy exceeds `room` bytes."""
-        dense = decoder.config.uniform and decoder.config.experts is None
+        dense = decoder.uniform and decoder.config.experts is None
         if not dense or decoder.multiplied_bytes > room or (compiled := library()) is None:
             return None
         return CompiledStep(compiled, decoder)

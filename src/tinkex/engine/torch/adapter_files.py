@@ -53,6 +53,8 @@ class BaseIdentity:
         for key, weight in sorted(decoder.weights().items()):
             head = weight.reshape(-1, weight.shape[-1])[0, :16].to(torch.bfloat16).view(torch.int16)
             sums.append(f"{key} {list(weight.shape)} {head.tolist()}")
+        for key, (matrix, index) in sorted(decoder.slots().items()):
+            sums.append(f"{key} {list(matrix.part_shape(index))} {matrix.head(index).tolist()}")
         return cls(name, f"{decoder.config.arch}-{zlib.crc32(chr(10).join(sums).encode()):08x}")
 
 

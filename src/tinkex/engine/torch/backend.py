@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Backend:
     logprob_chunk = staticmethod(logprob_chunk)
     expert_linear = staticmethod(expert_linear)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None, packed: Tensor | None) -> Tensor:
         """x @ weight.T + bias for a frozen weight; `packed` is what `functions.pack` made of it."""
         return linear(x, weight, bias, packed)
 
@@ -122,7 +122,7 @@ def choose_backend(
 ) -> Backend:
     """The fastest backend for `device` and `dtype`. On CUDA a deterministic one is batch-invariant.
 
-    `uniform` (of `ModelConfig`): whether the kernels suit the model.
+    `uniform` (of `Decoder`): whether the kernels suit the model.
     """
     device = torch.device(device)
     if device.type == "cpu" and dtype == torch.float32:

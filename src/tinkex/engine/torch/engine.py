@@ -43,8 +43,8 @@ class TorchEngine:
 
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
-        decoder = decoder or load_decoder(config.model, device, dtype)
-        suited = {"uniform": decoder.config.uniform, "deterministic": config.deterministic}
+        decoder = decoder or load_decoder(config.model, device, dtype, config.quantize)
+        suited = {"uniform": decoder.uniform, "deterministic": config.deterministic}
         decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
         if config.deterministic and device.type == "cuda":
             check_deterministic(decoder)
@@ -80,7 +80,7 @@ class TorchEngine:
             vocab_size=shape.vocab_size,
             max_context=context,
             eos_ids=shape.eos_ids,
-            parameters=sum(p.numel() for p in decoder.parameters()),
+            parameters=decoder.parameter_count,
             layers=shape.layers,
             losses=SUPPORTED_LOSSES,
             fingerprint=self._trainer.base.fingerprint,
@@ -137,6 +137,8 @@ def check_deterministic(decoder: Decoder) -> None:
     problem = None
     if weight.dtype != torch.bfloat16:
         problem = f"this one is in {str(weight.dtype).removeprefix('torch.')}"
+    elif decoder.slots():
+        problem = "the weights of this one are kept quantised"
     elif shape.experts is not None:
         problem = f"{shape.arch} has experts"
     elif odd:
@@ -163,7 +165,7 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
     tokens = config.max_pass_tokens or memory.pass_tokens(shape, weight.dtype.itemsize, weight.device)
     return {
         "free": free,
-        "weights": sum(p.nbytes for p in decoder.parameters()) + decoder.packed_bytes,
+        "weights": decoder.weight_bytes + decoder.packed_bytes,
         "kv": pages * page,
         "adapters": int(free * _ADAPTER_SHARE) if config.adapter_bytes is None else config.adapter_bytes,
         "activations": tokens * memory.activation_bytes(shape, weight.dtype.itemsize, recompute=True),
@@ -174,7 +176,7 @@ def _large_steps(decoder: Decoder) -> dict[str, int]:
     """On a GPU, prefill chunks that fill it without delaying decoding sequences for long."""
     if decoder.unembed_weight.device.type != "cuda":
         return {}
-    parameters = sum(p.numel() for p in decoder.parameters())
+    parameters = decoder.parameter_count
     chunk = int(min(8192, max(512, _CHUNK_FLOPS / (2 * parameters)))) // 256 * 256
     return {"prefill_alone": chunk, "prefill_beside": chunk, "logits": 1 << 27}
 

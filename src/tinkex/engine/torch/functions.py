@@ -9,7 +9,7 @@ Shapes: T tokens, D width, H query heads, G kv heads, C head dim, F MLP width.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +19,27 @@ from torch.autograd import Function
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.hooks import Norms, PartialProjection
 
+if TYPE_CHECKING:
+    from tinkex.engine.torch.quantised import QuantisedMatrix
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+
+def linear(
+    x: Tensor, weight: Tensor | QuantisedMatrix, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
     """x @ weight.T + bias for a frozen weight; `packed` is what `pack` made of the weight, if anything."""
+    if not isinstance(weight, Tensor):
+        return weight.linear(x, bias)
     if x.requires_grad and _use_onednn(weight):
         return _Linear.apply(x, weight, bias)
     return frozen_product(x, weight, bias, packed)
 
 
 def frozen_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+    x: Tensor, weight: Tensor | QuantisedMatrix, bias: Tensor | None = None, packed: Tensor | None = None
 ) -> Tensor:
     """The same where autograd need not see it; on CPU by the kernel that is quickest for so many rows."""
+    if not isinstance(weight, Tensor):
+        return weight.product(x, bias)
     if not _use_onednn(weight):
         return F.linear(x, weight, bias)
     rows, by_columns = x.shape[0], weight.t().is_contiguous()

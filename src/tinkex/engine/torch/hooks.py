@@ -8,7 +8,7 @@ Shapes: T tokens, N rows, I in-features, O out-features, H query heads, G kv hea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -58,10 +58,10 @@ class PartialProjection(Protocol):
 class Frozen(NamedTuple):
     """The weights of one frozen Linear and the function that multiplies with them."""
 
-    weight: Tensor
+    weight: Any  # a Tensor; in plain torch it may be a `QuantisedMatrix`
     bias: Tensor | None
     packed: Tensor | None  # the weight in the layout that `functions.pack` makes
-    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # `Backend.linear`
+    product: Callable[[Tensor, Any, Tensor | None, Tensor | None], Tensor]  # `Backend.linear`
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias, self.packed)

@@ -19,62 +19,81 @@ from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.families import model_config, our_name
 from tinkex.engine.torch.models.moe import per_expert
+from tinkex.engine.torch.quantised import SCHEMES, QuantisedWeight
 from tinkex.engine.torch.quantised_files import QuantisedFiles, check_scheme, quantisation
 from tinkex.errors import InvalidInputError
 
 
 def load_decoder(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    quantize: str = "none",
 ) -> Decoder:
     """A Hugging Face directory or a GGUF file as a decoder, with the fastest backend there is for it.
+
+    `quantize` is how the matrices of its layers are kept: "none" (in `dtype`), "nf4", "fp8", "int8", or
+    "file" (as the files hold them).
 
     >>> decoder = load_decoder("models/Qwen3-0.6B", "cuda", torch.bfloat16)
     """
     path = Path(path)
+    if quantize not in (allowed := ("none", *SCHEMES, "file")):
+        raise InvalidInputError(f"quantize is {quantize!r}; allowed: {', '.join(allowed)}")
     if path.is_file() and path.suffix == ".gguf":
         from tinkex.engine.torch.gguf import GgufModel
 
         model = GgufModel(path)
-        return fill(model.config(), model.tensors(), device, dtype, source=path)
+        return fill(model.config(), model.tensors(), device, dtype, source=path, quantize=quantize)
     if not path.is_dir():
         found = "is not a .gguf file" if path.exists() else "does not exist"
         raise InvalidInputError(f"{path} {found}; a model is a Hugging Face directory or a .gguf file")
-    return fill(read_config(path), read_tensors(path), device, dtype, source=path)
+    tensors = read_tensors(path, expand=quantize != "file")
+    return fill(read_config(path), tensors, device, dtype, source=path, quantize=quantize)
 
 
 def fill(
     config: ModelConfig,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | QuantisedWeight]],
     device: str | torch.device,
     dtype: torch.dtype,
     *,
     source: Path,
+    quantize: str = "none",
 ) -> Decoder:
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
-    decoder = empty_decoder(config, device, dtype)
-    places, unexpected = decoder.weights(), []
+    decoder = empty_decoder(config, device, dtype, quantised=quantize != "none")
+    places, slots, unexpected = decoder.weights(), decoder.slots(), []
     for stored, name, tensor in _ours(config, tensors):
-        place = places.pop(name, None)
-        if place is None:
+        place, slot = places.pop(name, None), slots.pop(name, None)
+        if place is None and slot is None:
             # Redundant are rotary tables of old files, and the copy of a tied embedding.
             known = name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
             if not known and not stored.startswith(config.skipped):
                 unexpected.append(name)
             continue
-        if place.shape != tensor.shape:
+        shape = slot[0].part_shape(slot[1]) if slot is not None else place.shape  # type: ignore[union-attr]
+        if shape != tensor.shape:
             raise InvalidInputError(
-                f"{source}: {name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
+                f"{source}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
-        place.copy_(tensor)
-    if places or unexpected:
+        if slot is not None:
+            slot[0].put(slot[1], tensor, quantize, torch.device(device))
+        elif place is not None:
+            place.copy_(tensor if isinstance(tensor, Tensor) else tensor.expand())
+    missing = [*places, *slots]
+    if missing or unexpected:
         raise InvalidInputError(
             f"{source}: the weights do not fit config.json ({config.arch}); "
-            f"missing: {_some(list(places))}; unexpected: {_some(unexpected)}"
+            f"missing: {_some(missing)}; unexpected: {_some(unexpected)}"
         )
+    decoder.settle()
     return decoder
 
 
-def _ours(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
+def _ours(
+    config: ModelConfig, tensors: Iterable[tuple[str, Tensor | QuantisedWeight]]
+) -> Iterator[tuple[str, str, Tensor | QuantisedWeight]]:
     """Each tensor with its stored name and our name; stacked experts one by one."""
     experts = config.experts
     stored_as = (experts.transposed, experts.interleaved) if experts else (False, False)
@@ -83,9 +102,13 @@ def _ours(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
             yield stored, name, view
 
 
-def empty_decoder(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+def empty_decoder(
+    config: ModelConfig, device: str | torch.device, dtype: torch.dtype, *, quantised: bool = False
+) -> Decoder:
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
-        decoder = Decoder(config, choose_backend(device, dtype, uniform=config.uniform))
+        decoder = Decoder(config, choose_backend(device, dtype, uniform=config.uniform and not quantised))
+        if quantised:
+            decoder.quantise(dtype)
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.
     return decoder.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)).eval()
 
@@ -109,11 +132,11 @@ def read_config(directory: Path) -> ModelConfig:
     return model_config(fields, vocab_size=_tokenizer_size(directory))
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the directory's safetensors files; quantised ones are expanded to fp32."""
+def read_tensors(directory: Path, *, expand: bool = True) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    """Every tensor of the directory's safetensors files; with `expand`, quantised ones in fp32."""
     files = QuantisedFiles(_weight_files(directory), quantisation(_json(directory / "config.json")))
     for name, tensor in files.tensors():
-        yield name, tensor if isinstance(tensor, Tensor) else tensor.expand()
+        yield name, tensor if isinstance(tensor, Tensor) or not expand else tensor.expand()
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -27,6 +27,7 @@ from tinkex.engine.torch.adapter_files import (
 )
 from tinkex.engine.torch.models.families import FAMILIES, model_config, our_name
 from tinkex.engine.torch.models.moe import per_expert
+from tinkex.engine.torch.quantised_files import method_name, quantisation
 from tinkex.store import CHECKSUMS
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
@@ -41,8 +42,13 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
     >>> merge_adapter(Path("models/Qwen3-0.6B"), Path("adapters/final"), Path("merged"))    # doctest: +SKIP
     """
     shards = _shards(base_dir)
-    deltas = _deltas(adapter_dir)
     config = json.loads((base_dir / "config.json").read_text())
+    if scheme := quantisation(config):
+        raise user_error(
+            f"{base_dir} is quantised ({method_name(scheme)}), and an adapter can be merged into plain "
+            "weights alone; give the base model's directory in bfloat16"
+        )
+    deltas = _deltas(adapter_dir)
     tied = config.get("tie_word_embeddings") or not any(_HEAD in names for names in shards.values())
     untied = deltas.pop(_HEAD, None) if tied else None
     if untied is not None:

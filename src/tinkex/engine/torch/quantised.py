@@ -8,6 +8,8 @@ Shapes: N rows, I in-features, O out-features.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,10 +72,24 @@ class QuantisedWeight:
     def device(self) -> torch.device:
         return self.codes.device
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def __getitem__(self, i: int) -> QuantisedWeight:
         """One matrix of a stack."""
         zero = None if self.zero is None else self.zero[i]
         return replace(self, codes=self.codes[i], scale=self.scale[i], zero=zero)
+
+    def select(self, rows: slice) -> QuantisedWeight | Tensor:
+        """These rows of every matrix of a stack; expanded if their blocks would be torn."""
+        if self.transposed or self.block[0] > 1:
+            return self.expand()[:, rows]
+        zero = None if self.zero is None else self.zero[:, rows]
+        return replace(self, codes=self.codes[:, rows], scale=self.scale[:, rows], zero=zero)
+
+    def transpose(self) -> QuantisedWeight:
+        """Of every matrix."""
+        return replace(self, transposed=not self.transposed)
 
     def to(self, device: str | torch.device) -> QuantisedWeight:
         move = lambda part: None if part is None else part.to(device, copy=True)  # noqa: E731
@@ -84,7 +100,7 @@ class QuantisedWeight:
     def expand(self) -> Tensor:
         """All values in fp32."""
         if self.codes.dim() == 3:
-            return torch.stack([self[i].expand() for i in range(len(self.codes))])
+            return torch.stack([self[i].expand() for i in range(len(self))])
         values = self.rows(0, self._stored[0])
         return values.t() if self.transposed else values
 
@@ -117,53 +133,88 @@ class QuantisedWeight:
             return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).view(torch.float32).mul_(2.0**120)
         return codes.float()
 
-    def tiles(self) -> list[tuple[int, int]]:
-        """Ranges of rows that are expanded at a time."""
-        count, columns = self._stored
-        step = max(1, _TILE // columns)
-        return [(start, min(start + step, count)) for start in range(0, count, step)]
-
 
 class QuantisedMatrix:
-    """The quantised weights of a Projection's parts, stacked along the output, in place of its weight."""
+    """The weights of a Projection's parts, stacked along the output, each quantised or plain.
 
-    def __init__(self, parts: list[QuantisedWeight], dtype: torch.dtype, *, turned: bool = False) -> None:
-        self.parts, self.dtype, self._turned = parts, dtype, turned
-        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self.shape = torch.Size((columns, rows) if turned else (rows, columns))
+    Takes the place of its weight, and is filled part by part.
+    """
+
+    def __init__(self, outs: Sequence[int], columns: int, dtype: torch.dtype) -> None:
+        self._outs, self._columns, self._dtype = outs, columns, dtype
+        self._parts: dict[int, QuantisedWeight | Tensor] = {}
+        self._turned = False
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = sum(self._outs)
+        return torch.Size((self._columns, rows) if self._turned else (rows, self._columns))
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
+        return sum(part.nbytes for part in self._parts.values())
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def t(self) -> QuantisedMatrix:
         """Its transpose, of the same memory."""
-        return QuantisedMatrix(self.parts, self.dtype, turned=not self._turned)
+        other = copy.copy(self)
+        other._turned = not self._turned
+        return other
+
+    def part_shape(self, index: int) -> torch.Size:
+        return torch.Size((self._outs[index], self._columns))
+
+    def head(self, index: int) -> Tensor:
+        """The first numbers of a part."""
+        _, tile = next(_tiles(self._parts[index], torch.float32))
+        return tile[0, :16]
+
+    def put(self, index: int, weight: QuantisedWeight | Tensor, scheme: str, device: torch.device) -> None:
+        """Keep a part's weight: quantised by one of `SCHEMES`, or with "file" as it is."""
+        if scheme in SCHEMES and self._columns % 2 == 0:
+            plain = weight if isinstance(weight, Tensor) else weight.expand()
+            self._parts[index] = quantise(plain.to(device), scheme)
+        elif isinstance(weight, Tensor) or weight.transposed:
+            plain = weight if isinstance(weight, Tensor) else weight.expand()
+            self._parts[index] = plain.to(device, self._dtype, copy=True)
+        else:
+            self._parts[index] = weight.to(device)
+
+    def plain(self) -> Tensor | None:
+        """The weight, if no part of it is quantised."""
+        parts = [part for _, part in sorted(self._parts.items()) if isinstance(part, Tensor)]
+        return torch.cat(parts) if len(parts) == len(self._outs) else None
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ self.T + bias, without autograd."""
-        y = x.new_zeros(x.shape[0], self.shape[0]) if self._turned else x.new_empty(x.shape[0], self.shape[0])
-        done = 0
-        for part in self.parts:
-            for start, stop in part.tiles():
-                tile, here = part.rows(start, stop, x.dtype), slice(done + start, done + stop)
+        shape = x.shape[0], self.shape[0]
+        y, done = x.new_zeros(shape) if self._turned else x.new_empty(shape), 0
+        for index, count in enumerate(self._outs):
+            for start, tile in _tiles(self._parts[index], x.dtype):
+                here = slice(done + start, done + start + len(tile))
                 if self._turned:
                     y.addmm_(x[:, here], tile)
                 else:
                     torch.mm(x, tile.t(), out=y[:, here])
-            done += part.shape[0]
+            done += count
         return y if bias is None else y.add_(bias)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same as autograd sees it: a gradient to x alone."""
         return _QuantisedLinear.apply(x, self, bias) if x.requires_grad else self.product(x, bias)  # type: ignore[return-value]
+
+
+def _tiles(part: QuantisedWeight | Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Rows of a matrix and where they start, so many at a time that they stay small."""
+    if isinstance(part, Tensor):
+        yield 0, part
+        return
+    rows, columns = part.shape
+    step = max(1, _TILE // columns)
+    for start in range(0, rows, step):
+        yield start, part.rows(start, min(start + step, rows), dtype)
 
 
 class _QuantisedLinear(Function):

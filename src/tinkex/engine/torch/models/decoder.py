@@ -40,7 +40,8 @@ from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.latent import LatentAttention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
-from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
+from tinkex.engine.torch.models.projection import Block, Projection, Slot, frozen_parameter, total
+from tinkex.engine.torch.quantised import QuantisedMatrix
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
@@ -202,11 +203,39 @@ class Decoder(Block):
         """
         if self.multiplied_bytes <= room:
             for projection in self._projections():
-                projection.packed = pack(projection.weight)
+                weight = projection.weight
+                projection.packed = pack(weight) if isinstance(weight, Tensor) else None
             self.packed_head = pack(self.unembed_weight)
 
     def _projections(self) -> list[Projection]:
         return [module for module in self.modules() if isinstance(module, Projection)]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether kernels that read the weights themselves suit it."""
+        return self.config.uniform and not self.slots()
+
+    def quantise(self, dtype: torch.dtype) -> None:
+        for block in self._blocks():
+            block.quantise(dtype)
+
+    def slots(self) -> dict[str, Slot]:
+        return {name: slot for block in self._blocks() for name, slot in block.slots().items()}
+
+    def settle(self) -> None:
+        for block in self._blocks():
+            block.settle()
+
+    def _matrices(self) -> set[QuantisedMatrix]:
+        return {matrix for matrix, _ in self.slots().values()}
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(weight.numel() for weight in (*self.parameters(), *self._matrices()))
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in (*self.parameters(), *self._matrices()))
 
     @property
     def multiplied_bytes(self) -> int:

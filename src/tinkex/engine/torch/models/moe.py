@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
 from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig, MlpConfig, ModelConfig
 from tinkex.engine.torch.models.mlp import Mlp, activated
-from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
+from tinkex.engine.torch.models.projection import Block, Projection, Slot, frozen_parameter, total
+from tinkex.engine.torch.quantised import QuantisedMatrix
 
 
 class ExpertMlp(Block):
@@ -36,8 +37,8 @@ class ExpertMlp(Block):
         self.router_bias = frozen_parameter(count) if router.bias else None
         self.selection_bias = frozen_parameter(count) if router.selection_bias else None
         rows = (2 if config.gated else 1) * inner
-        self.gate_up = frozen_parameter(count, rows, self.width)
-        self.down = frozen_parameter(count, self.width, inner)
+        self.gate_up: Any = frozen_parameter(count, rows, self.width)  # or a list of `QuantisedMatrix`
+        self.down: Any = frozen_parameter(count, self.width, inner)
         self.gate_up_bias = frozen_parameter(count, rows) if config.bias else None
         self.down_bias = frozen_parameter(count, self.width) if config.bias else None
         self.latent_in, self.latent_out, self.shared, self.shared_gate = None, None, None, None
@@ -82,7 +83,7 @@ class ExpertMlp(Block):
         rows_N = order_N // self.experts.per_token
         counts_E = torch.bincount(expert_N, minlength=self.experts.count)
 
-        def project(group: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def project(group: str, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
             y = context.backend.expert_linear(x, weight, counts_E)
             y = y if bias is None else y + bias[expert_N]
             return y if lora is None else lora(Site(self.layer, group), x, y, rows=rows_N, experts=expert_N)
@@ -140,12 +141,40 @@ class ExpertMlp(Block):
         parts = ("gate_proj", "up_proj") if self.experts.gated else ("up_proj",)
         kinds = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
         for kind, gate_up_E, down_E in kinds:
-            if gate_up_E is None or down_E is None:
+            if not isinstance(gate_up_E, Tensor) or not isinstance(down_E, Tensor):
                 continue
             for i, (gate_up, down) in enumerate(zip(gate_up_E.detach(), down_E.detach(), strict=True)):
                 views = dict(zip(parts, gate_up.chunk(len(parts)), strict=True)) | {"down_proj": down}
                 named |= {f"{self.name}.experts.{i}.{part}.{kind}": view for part, view in views.items()}
         return named
+
+    def quantise(self, dtype: torch.dtype) -> None:
+        del self.gate_up, self.down
+        count, inner = self.experts.count, self.experts.width
+        outs = [inner] * (2 if self.experts.gated else 1)
+        self.gate_up = [QuantisedMatrix(outs, self.width, dtype) for _ in range(count)]
+        self.down = [QuantisedMatrix([self.width], inner, dtype) for _ in range(count)]
+
+    def slots(self) -> dict[str, Slot]:
+        if isinstance(self.gate_up, Tensor):
+            return {}
+        parts = ("gate_proj", "up_proj") if self.experts.gated else ("up_proj",)
+        found: dict[str, Slot] = {}
+        for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            places = {part: (gate_up, k) for k, part in enumerate(parts)} | {"down_proj": (down, 0)}
+            found |= {f"{self.name}.experts.{i}.{part}.weight": slot for part, slot in places.items()}
+        return found
+
+    def settle(self) -> None:
+        if isinstance(self.gate_up, Tensor):
+            return
+        stacks = [[matrix.plain() for matrix in matrices] for matrices in (self.gate_up, self.down)]
+        plain = [[weight for weight in weights if weight is not None] for weights in stacks]
+        if all(len(weights) == self.experts.count for weights in plain):
+            del self.gate_up, self.down
+            self.gate_up, self.down = (
+                nn.Parameter(torch.stack(weights), requires_grad=False) for weights in plain
+            )
 
     def sites(self) -> Sites:
         """As hosted Tinker names them: w1 is gate, or up where there is no gate; w2 down; w3 up."""
@@ -159,9 +188,9 @@ class ExpertMlp(Block):
 
 
 def per_expert(
-    name: str, tensor: Tensor, transposed: bool = False, interleaved: bool = False
-) -> list[tuple[str, Tensor]]:
-    """A stored tensor by our names: views of a stacked one's experts, any other by itself."""
+    name: str, tensor: Any, transposed: bool = False, interleaved: bool = False
+) -> list[tuple[str, Any]]:
+    """A stored weight, quantised or not, by our names: a stacked one's experts, any other by itself."""
     for old, new in _RENAMED:
         name = re.sub(old, new, name)
     found = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|\.bias|\.weight)?", name)
@@ -170,12 +199,14 @@ def per_expert(
     stem, part, end = found.groups()
     kind = "bias" if (end or "").endswith("bias") else "weight"
     if transposed and kind == "weight":
-        tensor = tensor.transpose(1, 2)
+        tensor = tensor.transpose(1, 2) if isinstance(tensor, Tensor) else tensor.transpose()
     views = {"down_proj": tensor}
     if part == "gate_up_proj":
-        halves = (tensor[:, ::2], tensor[:, 1::2]) if interleaved else tensor.chunk(2, dim=1)
+        half = tensor.shape[1] // 2
+        slices = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+        halves = [tensor[:, rows] if isinstance(tensor, Tensor) else tensor.select(rows) for rows in slices]
         views = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
-    return [(f"{stem}.{i}.{k}.{kind}", one) for k, view in views.items() for i, one in enumerate(view)]
+    return [(f"{stem}.{i}.{k}.{kind}", view[i]) for k, view in views.items() for i in range(len(view))]
 
 
 # Mixtral's and gpt-oss' names of what others call mlp, gate, gate_proj, down_proj and up_proj.
@@ -188,10 +219,11 @@ _RENAMED = [
 ]
 
 
-def expert_linear(x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def expert_linear(x_NI: Tensor, weight_EOI: Any, counts_E: Tensor) -> Tensor:
     """Rows sorted by expert, each through its expert's matrix, one expert after another."""
     pieces = x_NI.split(counts_E.tolist())
-    return torch.cat([F.linear(x, weight) for x, weight in zip(pieces, weight_EOI, strict=True) if len(x)])
+    pairs = [(x, weight) for x, weight in zip(pieces, weight_EOI, strict=True) if len(x)]
+    return torch.cat([F.linear(x, w) if isinstance(w, Tensor) else w.linear(x) for x, w in pairs])
 
 
 class _Gather(Function):

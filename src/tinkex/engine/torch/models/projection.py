@@ -7,10 +7,15 @@ Shapes: N rows, I in-features, O out-features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, PartialProjection, Site, Sites
+from tinkex.engine.torch.quantised import QuantisedMatrix
+
+Slot = tuple[QuantisedMatrix, int]  # a part of a matrix
 
 
 class Block(nn.Module):
@@ -24,6 +29,16 @@ class Block(nn.Module):
         """Its own sites that an adapter can train."""
         return {}
 
+    def quantise(self, dtype: torch.dtype) -> None:
+        """Have quantised matrices, which a loader fills, in place of weights that are multiplied."""
+
+    def slots(self) -> dict[str, Slot]:
+        """Where those matrices take each weight, by their Hugging Face names."""
+        return {}
+
+    def settle(self) -> None:
+        """Have plain weights again where the matrices were filled with plain ones alone."""
+
 
 class Projection(Block):
     """One `Site`: the frozen product, and the adapters of the pass on it."""
@@ -33,7 +48,8 @@ class Projection(Block):
         self.site, self.in_features, self.parts = site, in_features, parts
         out_features = sum(part.out_features for part in parts)
         # [O, I] laid out with O contiguous: on CPU few rows then multiply up to twice as fast
-        self.weight = nn.Parameter(frozen_parameter(in_features, out_features).t(), requires_grad=False)
+        weight = nn.Parameter(frozen_parameter(in_features, out_features).t(), requires_grad=False)
+        self.weight: Any = weight  # or a `QuantisedMatrix`
         self.bias = frozen_parameter(out_features) if bias else None
         self.packed: Tensor | None = None
 
@@ -44,10 +60,24 @@ class Projection(Block):
     def weights(self) -> dict[str, Tensor]:
         sizes, named = [part.out_features for part in self.parts], {}
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
-            if fused is not None:
+            if isinstance(fused, Tensor):
                 views = zip(self.parts, fused.detach().split(sizes), strict=True)
                 named |= {f"{part.name}.{kind}": view for part, view in views}
         return named
+
+    def quantise(self, dtype: torch.dtype) -> None:
+        del self.weight
+        self.weight = QuantisedMatrix([part.out_features for part in self.parts], self.in_features, dtype)
+
+    def slots(self) -> dict[str, Slot]:
+        if isinstance(self.weight, Tensor):
+            return {}
+        return {f"{part.name}.weight": (self.weight, i) for i, part in enumerate(self.parts)}
+
+    def settle(self) -> None:
+        if not isinstance(self.weight, Tensor) and (plain := self.weight.plain()) is not None:
+            del self.weight
+            self.weight = nn.Parameter(plain.t().contiguous().t(), requires_grad=False)
 
     def sites(self) -> Sites:
         return {self.site: (self.in_features, self.parts)}
