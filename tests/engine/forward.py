@@ -10,6 +10,7 @@ from torch import Tensor
 from tinkex.engine.torch.hooks import LoraHook
 from tinkex.engine.torch.models.attention import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.states import packed_states
 
 LENGTHS = (5, 1, 40, 40, 17, 90)
 
@@ -23,4 +24,6 @@ def hidden(decoder: Decoder, data: list[list[int]], lora: LoraHook | None = None
     lengths = [len(ids) for ids in data]
     positions = torch.cat([torch.arange(n) for n in lengths])
     attend = PackedAttend(lengths, decoder.config.windows)
-    return decoder(torch.tensor([token for ids in data for token in ids]), positions, attend, lora, **options)
+    tokens = torch.tensor([token for ids in data for token in ids])
+    states = packed_states(decoder.config, lengths, tokens.device)
+    return decoder(tokens, positions, attend, lora, states=states, **options)

@@ -51,11 +51,11 @@ class Counting:
         self.tokens = 0
         self.error: Exception | None = None
 
-    def __call__(self, tokens_T: torch.Tensor, *args: Any) -> torch.Tensor:
+    def __call__(self, tokens_T: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         self.tokens += len(tokens_T)
         if self.error:
             raise self.error
-        return self._decoder(tokens_T, *args)
+        return self._decoder(tokens_T, *args, **more)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,18 +35,18 @@ class Folding:
         self.config, self.unembed_weight, self.logits = decoder.config, decoder.unembed_weight, decoder.logits
         self.backend = decoder.backend
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend, lora, groups: list[StateGroup]) -> Tensor:
+    def __call__(self, tokens: Tensor, *rest: Any, states: list[StateGroup]) -> Tensor:
         self.tokens += len(tokens)
-        for group in groups:
-            states = group.read(0)
-            assert states is not None
+        for group in states:
+            held = group.read(0)
+            assert held is not None
             rows = tokens if group.rows_T is None else tokens[group.rows_T]
             after = [
                 fold(ids.tolist(), state)
-                for ids, state in zip(rows.split(group.lengths), states[0][:, 0].tolist(), strict=True)
+                for ids, state in zip(rows.split(group.lengths), held[0][:, 0].tolist(), strict=True)
             ]
-            group.write(0, [torch.tensor(after)[:, None], states[1]])
-        return self._decoder(tokens, positions, attend, lora)
+            group.write(0, [torch.tensor(after)[:, None], held[1]])
+        return self._decoder(tokens, *rest)
 
 
 def fold(ids: Sequence[int], state: float = 0.0) -> float:

@@ -130,6 +130,23 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# With recurrent layers: `test_hybrids` asks them all of that, and what states need.
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-3,  # with less, norms make much of rounding in results that are almost zero
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {"qwen3_5": ("Qwen3_5Text", _HYBRID)}
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -148,7 +165,7 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
 
     `overrides` are fields of the transformers config; `shards=True` splits the weights over several files.
     """
-    class_name, own = (FAMILIES | MORE)[family]
+    class_name, own = (FAMILIES | MORE | HYBRIDS)[family]
     fields = _SHAPE | own | overrides
     sharded = fields.pop("shards", False)
     if fields.pop("tied", False):

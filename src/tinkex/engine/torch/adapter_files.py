@@ -195,7 +195,7 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], names: str) -> LoraC
     peft = read_peft_config(directory)
     if (alpha := peft.get("lora_alpha")) != ALPHA:
         raise user_error(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
-    parts = {"train_attn": ".self_attn.", "train_mlp": ".mlp.", "train_unembed": "lm_head."}
+    parts = {"train_attn": "_attn.", "train_mlp": ".mlp.", "train_unembed": "lm_head."}
     try:
         return LoraConfig(peft.get("r"), **{flag: part in names for flag, part in parts.items()})  # type: ignore[arg-type]
     except ValueError as error:

@@ -304,11 +304,11 @@ class ContinuousBatch:
             windows = decoder.config.windows
             attend = decoder.backend.paged_attend(self.cache, pieces, windows, min_split_keys)
             read = (to_device(ids, self._device) for ids in (tokens.astype(np.int64), positions))
-            groups = []
+            states = ()
             if self.states is not None:
                 slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
-                groups = [self.states.groups(slots, [count for _, count in plan])]
-            h_TD = decoder(*read, attend, lora, *groups)
+                states = self.states.groups(slots, [count for _, count in plan])
+            h_TD = decoder(*read, attend, lora, states=states)
         for sequence, count in plan:
             self._computed(sequence, count)
         return h_TD

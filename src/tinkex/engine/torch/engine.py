@@ -23,12 +23,13 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sampler import TorchSampler
 from tinkex.engine.torch.sequences import PublishedAdapter
+from tinkex.engine.torch.states import StatePool, slot_bytes
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.errors import InvalidInputError
 
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
-_KV_SHARE, _ADAPTER_SHARE = 0.25, 0.25  # of the free memory after that
+_KV_SHARE, _STATE_SHARE, _ADAPTER_SHARE = 0.25, 0.125, 0.25  # of the free memory after that
 
 
 class TorchEngine:
@@ -58,10 +59,14 @@ class TorchEngine:
         shape = decoder.config
         pages = self._memory["kv"] // page_bytes(shape.kv_shapes, dtype)
         cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
+        states = None
+        if shape.state_shapes:
+            slots = self._memory["states"] // slot_bytes(shape.state_shapes)
+            states = StatePool(shape.state_shapes, slots, device)
         limits = StepLimits(context, config.max_batch, **_large_steps(decoder))
         pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits)
         lost = lambda: probe(device)  # noqa: E731
-        self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost)
+        self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost, states)
         # Sums depend on the number of threads, so a deterministic engine keeps it fixed.
         threads = config.threads or (usable_cores() if config.deterministic else None)
         bounds = {"max_context": context, "max_pass_tokens": config.max_pass_tokens}
@@ -162,11 +167,15 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
     one = -(-context // PAGE)
     wanted = (int(free * _KV_SHARE) if config.kv_bytes is None else config.kv_bytes) // page
     pages = max(1, wanted) if config.kv_bytes is not None else min(max(wanted, one), one * config.max_batch)
+    # A slot for each of `max_batch` sequences and as many snapshots, as far as there is room; two at least.
+    slot = slot_bytes(shape.state_shapes)
+    slots = max(2, min(2 * config.max_batch, int(free * _STATE_SHARE) // slot)) if slot else 0
     tokens = config.max_pass_tokens or memory.pass_tokens(shape, weight.dtype.itemsize, weight.device)
     return {
         "free": free,
         "weights": decoder.weight_bytes + decoder.packed_bytes,
         "kv": pages * page,
+        "states": slots * slot,
         "adapters": int(free * _ADAPTER_SHARE) if config.adapter_bytes is None else config.adapter_bytes,
         "activations": tokens * memory.activation_bytes(shape, weight.dtype.itemsize, recompute=True),
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
+    from tinkex.engine.torch.states import StateGroup
 
 Norms = tuple[Tensor, Tensor]  # the weights [C] of q's and of k's head norm
 
@@ -98,20 +99,6 @@ class SinkAttend(Attend, Protocol):
     ) -> Tensor: ...
 
 
-class StateHook(Protocol):
-    """The states of recurrent layers, of each sequence in the packed batch."""
-
-    spans: Sequence[tuple[int, int]]  # where each sequence's tokens start and stop in the batch
-
-    def read(self, layer: int, index: int) -> tuple[Tensor, ...] | None:
-        """The state before the sequence's first token here; None: it starts at zero."""
-        ...
-
-    def write(self, layer: int, index: int, state: tuple[Tensor, ...]) -> None:
-        """The state after its last."""
-        ...
-
-
 class ForwardContext(NamedTuple):
     """What all layers of one forward pass share."""
 
@@ -120,4 +107,4 @@ class ForwardContext(NamedTuple):
     attend: Attend
     lora: LoraHook | None
     positions: Tensor | None = None  # of the tokens; None where only angles are known, of a uniform model
-    states: StateHook | None = None  # of models with recurrent layers
+    states: Sequence[StateGroup] = ()  # of models with recurrent layers

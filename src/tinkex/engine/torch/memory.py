@@ -15,11 +15,13 @@ import torch
 
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
+    DeltaConfig,
     ExpertsConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
 )
+from tinkex.engine.torch.models.delta_net import CHUNK
 
 # Tokens of a micro-batch: enough for efficient products, few enough not to delay sampling for long.
 PASS_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -72,6 +74,13 @@ def _layer_values(config: ModelConfig, layer: LayerConfig) -> int:
             values += 2 * heads + 2 * kv_heads  # q, k, v; attention's output
             if mixer.qk_norm:  # q and k as they were before
                 values += heads + 2 * kv_heads
+        case DeltaConfig() as mixer:
+            # before and after the convolution, q and k as units, v, the result normed and gated; in chunks
+            # the decays and products of pairs, both sides of the solve, and states of the chunks' ends
+            heads, pairs = mixer.value_heads, 4 * CHUNK
+            values += 4 * mixer.channels + 6 * mixer.widths[3]
+            values += heads * (pairs + 3 * (mixer.key_dim + mixer.value_dim))
+            values += 2 * heads * mixer.key_dim * mixer.value_dim // CHUNK
     match layer.mlp:
         case MlpConfig(width=width):
             values += 3 * width  # gate, up and their product

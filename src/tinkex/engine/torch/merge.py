@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinkex.engine.request import user_error
@@ -27,6 +27,7 @@ from tinkex.engine.torch.adapter_files import (
 )
 from tinkex.engine.torch.models.families import FAMILIES, model_config, our_name
 from tinkex.engine.torch.models.moe import per_expert
+from tinkex.engine.torch.peft_export import join_qkv
 from tinkex.engine.torch.quantised_files import method_name, quantisation
 from tinkex.store import CHECKSUMS
 
@@ -102,26 +103,25 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
     peft = read_peft_config(adapter_dir)
     scale = peft["lora_alpha"] / peft["r"]
     deltas: dict[str, Delta] = {}
-    with safe_open(adapter_dir / WEIGHTS, framework="pt") as file:
-        suffix = ".lora_A.weight"
-        for key in file.keys():  # noqa: SIM118
-            if not key.endswith(suffix):
-                # PEFT also writes the base weights of an adapted head; merging would lose anything else.
-                if not key.endswith((".lora_B.weight", ".base_layer.weight")):
-                    raise user_error(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter")
-                continue
-            name = key.removeprefix("base_model.model.").removesuffix(suffix)
-            a = file.get_tensor(key).float()
-            b = scale * file.get_tensor(key.replace("lora_A", "lora_B")).float()
-            if a.dim() == 2:
-                deltas[f"{name}.weight"] = a, b
-                continue
-            stem, part = name.rsplit(".", 1)
-            gated = key.replace(part, "w3") in file.keys()  # noqa: SIM118
-            parts = {"w1": "gate_proj" if gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
-            for i in range(max(len(a), len(b))):  # either side may be shared by all experts
-                pair = a[i % len(a)], b[i % len(b)]
-                deltas[f"{stem}.{i}.{parts[part]}.weight"] = pair
+    tensors, suffix = load_file(adapter_dir / WEIGHTS), ".lora_A.weight"
+    tensors = join_qkv(tensors) or tensors
+    for key, a in tensors.items():
+        if not key.endswith(suffix):
+            # PEFT also writes the base weights of an adapted head; merging would lose anything else.
+            if not key.endswith((".lora_B.weight", ".base_layer.weight")):
+                raise user_error(f"{adapter_dir} holds {key}, which is not part of a low-rank adapter")
+            continue
+        name = key.removeprefix("base_model.model.").removesuffix(suffix)
+        a, b = a.float(), scale * tensors[key.replace("lora_A", "lora_B")].float()
+        if a.dim() == 2:
+            deltas[f"{name}.weight"] = a, b
+            continue
+        stem, part = name.rsplit(".", 1)
+        gated = key.replace(part, "w3") in tensors
+        parts = {"w1": "gate_proj" if gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
+        for i in range(max(len(a), len(b))):  # either side may be shared by all experts
+            pair = a[i % len(a)], b[i % len(b)]
+            deltas[f"{stem}.{i}.{parts[part]}.weight"] = pair
     return deltas
 
 

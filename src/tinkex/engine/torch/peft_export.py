@@ -2,12 +2,14 @@
 
 Our own files (`adapter_files`) name experts as hosted Tinker does, w1, w2 and w3, with the factor that
 experts share stored once. PEFT adapts the stacked parameters `gate_up_proj` and `down_proj`: the shared
-factor is repeated for every expert, and gate and up become one block-diagonal pair of twice the rank.
+factor is repeated for every expert, and gate and up become one block-diagonal pair of twice the rank. So do
+in_proj_q, in_proj_k and in_proj_v, three parts of one matrix, with three times the rank.
 Everything else is copied. Loads no base model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -56,6 +58,11 @@ def export_peft(adapter_dir: Path, out_dir: Path, *, overwrite: bool = False) ->
         # gate and up side by side: twice the rank at the same scale
         config["rank_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["r"]}
         config["alpha_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["lora_alpha"]}
+    if fused := join_qkv(tensors):
+        tensors, parts = fused, {name.rsplit(".", 3)[-3] for name in fused if ".lora_A." in name}
+        config["target_modules"] = sorted(parts - {"experts", "base_layer"})
+        for key, size in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
+            config[key] = {**config.get(key, {}), "in_proj_qkv": 3 * size}
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
         write_json(temporary / CONFIG, config)
@@ -66,6 +73,17 @@ def _pair(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     a, b = (tensors.pop(f"{name}.lora_{side}.weight") for side in "AB")
     count = max(len(a), len(b))
     return a.expand(count, -1, -1), b.expand(count, -1, -1)
+
+
+def join_qkv(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """All tensors, in_proj_q, in_proj_k and in_proj_v as block-diagonal pairs; None: there are none."""
+    stems = [name.split("_q.lora_A")[0] for name in tensors if name.endswith(".in_proj_q.lora_A.weight")]
+    joined = dict(tensors)
+    for stem in stems:
+        a, b = ([joined.pop(f"{stem}_{part}.lora_{side}.weight") for part in "qkv"] for side in "AB")
+        joined[f"{stem}_qkv.lora_A.weight"] = torch.cat(a)
+        joined[f"{stem}_qkv.lora_B.weight"] = torch.block_diag(*b)
+    return joined if stems else None
 
 
 def _block_diagonal(first_EOR: Tensor, second_EOR: Tensor, in_turn: bool) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.kv import PAGE, Pages, zeros
+from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.delta_net import Chunks
 
 GRID = 512  # tokens between snapshots inside a sequence
@@ -52,6 +53,11 @@ class StateGroup:
 
     def write(self, layer: int, states: Sequence[Tensor]) -> None:
         """Keep the states after the tokens."""
+
+
+def packed_states(config: ModelConfig, lengths: Sequence[int], device: torch.device) -> list[StateGroup]:
+    """Of packed sequences that are computed from their starts; none where the model needs none."""
+    return [StateGroup(lengths, device)] if config.state_shapes else []
 
 
 class StatePool:

@@ -44,6 +44,7 @@ from tinkex.engine.torch.loss_graph import (
 from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
+from tinkex.engine.torch.states import packed_states
 from tinkex.engine.torch.upload import from_device, to_device
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
@@ -244,7 +245,9 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         try:
             with torch.set_grad_enabled(batch.backward):
                 read = batch.tokens_T, batch.positions_T
-                return self.decoder(*read, attend, lora, checkpoint=self._recomputes(batch)), lora
+                states = packed_states(self.decoder.config, batch.lengths, self._device)
+                recompute = self._recomputes(batch)
+                return self.decoder(*read, attend, lora, states=states, checkpoint=recompute), lora
         except torch.OutOfMemoryError:
             if len(batch.items) == 1:
                 raise

@@ -97,6 +97,34 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """A gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of q, k, v and the gate z."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return keys, keys, values, values
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v."""
+        return sum(self.widths[:3])
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What a sequence carries on: the convolution's last inputs, and a matrix for each head."""
+        inputs = self.conv_width - 1, self.channels
+        return inputs, (self.value_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
 class MlpConfig:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate; "relu2" is relu(x)²."""
 
@@ -166,7 +194,7 @@ class ExpertsConfig:
 class LayerConfig:
     """What one layer is made of."""
 
-    mixer: AttentionConfig | LatentConfig | None
+    mixer: AttentionConfig | LatentConfig | DeltaConfig | None
     mlp: MlpConfig | ExpertsConfig | None
     norms: NormPlacement = PRE_NORMS
 
@@ -203,6 +231,12 @@ class ModelConfig:
     @cached_property
     def attention(self) -> tuple[AttentionConfig, ...]:
         return tuple(layer.mixer for layer in self.stack if isinstance(layer.mixer, AttentionConfig))
+
+    @cached_property
+    def state_shapes(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """By recurrent layer: the shapes of the tensors that a sequence carries on."""
+        mixers = ((i, layer.mixer) for i, layer in enumerate(self.stack))
+        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, DeltaConfig)}
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ Shapes: T tokens, N rows, D width, C head dim, V padded vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,16 +27,17 @@ from tinkex.engine.torch.hooks import (
     PartialProjection,
     Site,
     Sites,
-    StateHook,
 )
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
+    DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     MlpConfig,
     ModelConfig,
 )
 from tinkex.engine.torch.models.attention import Attention
+from tinkex.engine.torch.models.delta_net import DeltaNet
 from tinkex.engine.torch.models.latent import LatentAttention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
@@ -45,6 +46,7 @@ from tinkex.engine.torch.quantised import QuantisedMatrix
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
+    from tinkex.engine.torch.states import StateGroup
 
 UNEMBED = Site(-1, "unembed")
 
@@ -53,6 +55,7 @@ UNEMBED = Site(-1, "unembed")
 _BLOCKS: dict[type, Callable[[ModelConfig, Any, int], Block]] = {
     AttentionConfig: Attention,
     LatentConfig: LatentAttention,
+    DeltaConfig: DeltaNet,
     MlpConfig: Mlp,
     ExpertsConfig: ExpertMlp,
 }
@@ -149,7 +152,7 @@ class Decoder(Block):
         attend: Attend,
         lora: LoraHook | None = None,
         *,
-        states: StateHook | None = None,
+        states: Sequence[StateGroup] = (),
         checkpoint: bool = False,
     ) -> Tensor:
         """The hidden states [T, D] that the head takes, of tokens at `positions` (or their cos and sin).

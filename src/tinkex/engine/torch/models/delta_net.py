@@ -1,4 +1,4 @@
-"""The gated delta rule over packed sequences: in chunks for training and prefill, one step for decoding.
+"""The gated delta net, a recurrent mixer: in chunks for training and prefill, one step for decoding.
 
 A head's state S maps keys to values. Token by token, with the decay g ≤ 0 and the rate β:
 S ← e^g·S; S ← S + k ⊗ β(v − Sᵀk); o = Sᵀq. A chunk of up to 64 tokens does the same by products and one
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,74 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
+from tinkex.engine.torch.models.architecture import DeltaConfig, ModelConfig
+from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
+
+if TYPE_CHECKING:
+    from tinkex.engine.torch.states import StateGroup
+
 CHUNK = 64  # tokens
+
+
+class DeltaNet(Block):
+    """q, k and v through a short convolution and the delta rule; the result is normed and gated."""
+
+    def __init__(self, model: ModelConfig, config: DeltaConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer, self.eps = config, layer, model.norm.eps
+        self.name = f"model.layers.{layer}.linear_attn"
+        sizes = dict(zip(("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"), config.widths, strict=True))
+        parts = tuple(Part(f"{self.name}.{name}", size, "attn") for name, size in sizes.items())
+        stored = Part(f"{self.name}.in_proj_qkv", config.channels, "attn"), parts[3]
+        self.qkvz = Projection(Site(layer, "qkvz"), model.width, parts, False, stored)
+        out = Part(f"{self.name}.out_proj", model.width, "attn")
+        self.out = Projection(Site(layer, "delta_out"), sizes["in_proj_z"], (out,), False)
+        self.rates = frozen_parameter(2 * config.value_heads, model.width)  # β's rows, then the decay's
+        self.conv = frozen_parameter(config.channels, 1, config.conv_width)
+        self.a_log, self.dt_bias = (frozen_parameter(config.value_heads) for _ in range(2))
+        self.norm = frozen_parameter(config.value_dim)
+
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
+        qkvz = total(self.qkvz(x_TD, context))
+        u_TF, z = qkvz.split([self.config.channels, self.config.widths[3]], 1)
+        b_TH, a_TH = F.linear(x_TD, self.rates).float().chunk(2, 1)
+        g_TH = -self.a_log.float().exp() * F.softplus(a_TH + self.dt_bias.float())
+        o_THV = self._mix_groups(context.states, u_TF, g_TH, b_TH.sigmoid())
+        o_THV = o_THV * (o_THV.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.norm.float()
+        gated = o_THV.flatten(1) * F.silu(z.float())
+        return self.out(gated.to(x_TD.dtype), context)
+
+    def _mix_groups(self, groups: Sequence[StateGroup], *inputs: Tensor) -> Tensor:
+        if groups[0].rows_T is None:
+            return self._mix(groups[0], *inputs)
+        heads = self.config.value_heads, self.config.value_dim
+        o_THV = torch.empty(len(inputs[0]), *heads, device=inputs[0].device)
+        for group in groups:
+            assert group.rows_T is not None
+            o_THV.index_copy_(0, group.rows_T, self._mix(group, *(x[group.rows_T] for x in inputs)))
+        return o_THV
+
+    def _mix(self, group: StateGroup, u_TF: Tensor, g_TH: Tensor, beta_TH: Tensor) -> Tensor:
+        c, held = self.config, group.read(self.layer)
+        before, state = (None, None) if held is None else held
+        weight_WF = self.conv[:, 0].t().float()
+        u_TF, last = conv_silu(u_TF.float(), weight_WF, group.lengths, before)
+        dims, parts = (c.key_dim, c.key_dim, c.value_dim), u_TF.split(c.widths[:3], 1)
+        q, k, v_THV = (x.unflatten(1, (-1, dim)) for x, dim in zip(parts, dims, strict=True))
+        q, k = unit(q) * c.key_dim**-0.5, unit(k)
+        if state is not None and max(group.lengths) == 1:
+            o_THV = delta_step(q, k, v_THV, g_TH, beta_TH, state)
+        else:
+            o_THV, state = delta_chunks(q, k, v_THV, g_TH, beta_TH, group.chunks, state)
+        group.write(self.layer, (last, state))
+        return o_THV
+
+    def weights(self) -> dict[str, Tensor]:
+        b, a = self.rates.detach().chunk(2)
+        own = {"in_proj_b.weight": b, "in_proj_a.weight": a, "conv1d.weight": self.conv, "A_log": self.a_log}
+        own |= {"dt_bias": self.dt_bias, "norm.weight": self.norm}
+        return {f"{self.name}.{name}": weight.detach() for name, weight in own.items()}
 
 
 class Chunks:
@@ -94,22 +161,22 @@ def delta_chunks(
     N, C, R = chunks.count, chunks.size, H // K
     q, k = (chunks.split(x).transpose(1, 2) for x in (q_TKD, k_TKD))  # [N, K, C, D]
     v = chunks.split(v_THV).unflatten(2, (K, R)).permute(0, 2, 3, 1, 4)  # [N, K, R, C, V]
-    total = chunks.split(g_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1).cumsum(-1)  # [N, K, R, C]
+    decayed = chunks.split(g_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1).cumsum(-1)  # [N, K, R, C]
     beta = chunks.split(beta_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1)[..., None]
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    decay = (total[..., None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    decay = (decayed[..., None] - decayed[..., None, :]).masked_fill(later, float("-inf")).exp()
     k_t = k.transpose(2, 3)
     system = (k @ k_t)[:, :, None] * decay * beta
     seen = (q @ k_t)[:, :, None] * decay
-    grown = total.exp()[..., None]
+    grown = decayed.exp()[..., None]
     k, q = k[:, :, None], q[:, :, None]
     right = torch.cat((v, (k * grown).expand(N, K, R, C, D)), -1) * beta
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     heads = (N, H, C, -1)
     u, w = solved.reshape(heads).split([V, D], -1)
     q, seen = (q * grown).reshape(heads), seen.reshape(heads)
-    end = total[..., -1:]
-    k_t = (k * (end - total).exp()[..., None]).reshape(heads).transpose(2, 3)
+    end = decayed[..., -1:]
+    k_t = (k * (end - decayed).exp()[..., None]).reshape(heads).transpose(2, 3)
     end = end.exp().reshape(N, H, 1, 1)
     if state_BHDV is None:
         state = v_THV.new_zeros(chunks.steps[0], H, D, V)

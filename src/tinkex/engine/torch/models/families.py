@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
     ClampedSwiGlu,
+    DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
@@ -66,7 +67,8 @@ def model_config(fields: Fields, *, vocab_size: int | None = None) -> ModelConfi
 
 def text_fields(fields: Fields) -> dict[str, Any]:
     """The fields of the text model: those of `text_config`, where there is one, before those around it."""
-    return {**fields, **(fields.get("text_config") or {})}
+    tied = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}  # said of the whole model
+    return {**fields, **(fields.get("text_config") or {}), **tied}
 
 
 def our_name(stored: str) -> str:
@@ -129,6 +131,11 @@ def sliding(full: AttentionConfig, fields: Fields, *, theta: float, window: int)
         fields = {**fields, "rope_theta": theta, "rope_parameters": None, "rope_scaling": None}
     rope = read_rope(fields, full.head_dim, "sliding_attention")
     return replace(full, rope=rope, window=fields.get("sliding_window", window))
+
+
+def delta_of(fields: Fields) -> DeltaConfig:
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return DeltaConfig(*(integer(fields, f"linear_{size}") for size in sizes))
 
 
 def mlp_of(fields: Fields, *, bias: bool = False, fused: bool = False) -> MlpConfig:
@@ -428,6 +435,20 @@ def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> Mode
     return assembled(fields, stack, skipped=(f"model.layers.{count}.",))  # a head for a further token
 
 
+def qwen3_5(fields: Fields) -> ModelConfig:
+    """Qwen3.5, 3.6 and 3.8: three gated delta nets, then gated attention."""
+    every, bias = fields.get("full_attention_interval", 4), bool(fields.get("attention_bias", False))
+    kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
+    default = (kinds * layer_count(fields))[: layer_count(fields)]
+    heads = {"head_dim": 256, "partial": 0.25}
+    attention = attention_of(fields, **heads, qk_norm="head", gate=True, qkv_bias=bias, o_bias=bias)
+    mixers = {"full_attention": attention, "linear_attention": delta_of(fields)}
+    mixers["sliding_attention"] = replace(attention, window=fields.get("sliding_window"))
+    types, mlp = layer_types(fields, default, ("linear_attention",)), mlp_of(fields)
+    norm = NormConfig(float(fields.get("rms_norm_eps", 1e-6)), "offset")
+    return assembled(fields, [LayerConfig(mixers[kind], mlp) for kind in types], norm=norm, skipped=MTP)
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -435,6 +456,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_text": qwen3_5,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "olmo3": olmo3,

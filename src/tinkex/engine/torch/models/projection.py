@@ -43,9 +43,17 @@ class Block(nn.Module):
 class Projection(Block):
     """One `Site`: the frozen product, and the adapters of the pass on it."""
 
-    def __init__(self, site: Site, in_features: int, parts: tuple[Part, ...], bias: bool) -> None:
+    def __init__(
+        self,
+        site: Site,
+        in_features: int,
+        parts: tuple[Part, ...],
+        bias: bool,
+        stored: tuple[Part, ...] | None = None,
+    ) -> None:
+        """`stored`: what the files have, where that is not a matrix for each part."""
         super().__init__()
-        self.site, self.in_features, self.parts = site, in_features, parts
+        self.site, self.in_features, self.parts, self.stored = site, in_features, parts, stored or parts
         out_features = sum(part.out_features for part in parts)
         # [O, I] laid out with O contiguous: on CPU few rows then multiply up to twice as fast
         weight = nn.Parameter(frozen_parameter(in_features, out_features).t(), requires_grad=False)
@@ -58,21 +66,21 @@ class Projection(Block):
         return frozen(x_NI) if lora is None else lora.project(self.site, x_NI, frozen)
 
     def weights(self) -> dict[str, Tensor]:
-        sizes, named = [part.out_features for part in self.parts], {}
+        sizes, named = [part.out_features for part in self.stored], {}
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if isinstance(fused, Tensor):
-                views = zip(self.parts, fused.detach().split(sizes), strict=True)
+                views = zip(self.stored, fused.detach().split(sizes), strict=True)
                 named |= {f"{part.name}.{kind}": view for part, view in views}
         return named
 
     def quantise(self, dtype: torch.dtype) -> None:
         del self.weight
-        self.weight = QuantisedMatrix([part.out_features for part in self.parts], self.in_features, dtype)
+        self.weight = QuantisedMatrix([part.out_features for part in self.stored], self.in_features, dtype)
 
     def slots(self) -> dict[str, Slot]:
         if isinstance(self.weight, Tensor):
             return {}
-        return {f"{part.name}.weight": (self.weight, i) for i, part in enumerate(self.parts)}
+        return {f"{part.name}.weight": (self.weight, i) for i, part in enumerate(self.stored)}
 
     def settle(self) -> None:
         if not isinstance(self.weight, Tensor) and (plain := self.weight.plain()) is not None:

@@ -1,0 +1,236 @@
+"""Families with recurrent layers against transformers: gradients, sampling, prefixes, files, merging."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.engine.commands import do
+from tests.engine.forward import hidden, sequences
+from tests.engine.oracle import randomise
+from tests.engine.stepping import finish
+from tests.engine.tiny import HYBRIDS, reference_logits, reference_model, tiny_model
+from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass, SampleWork
+from tinkex.engine.torch.adapter_files import BaseIdentity, load_adapter, save_adapter
+from tinkex.engine.torch.adapters import ALPHA, Adapter
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
+from tinkex.engine.torch.kv import KVCache
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.merge import merge_adapter
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.peft_export import export_peft
+from tinkex.engine.torch.sequences import PublishedAdapter
+from tinkex.engine.torch.states import StatePool
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import SampleResponse
+from tinkex.types.params import LoraConfig, SamplingParams
+
+LENGTHS = (5, 70, 1, 150)
+RANK = 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("family"), request.param)
+
+
+@pytest.fixture(scope="module")
+def decoder(model: Path) -> Decoder:
+    return load_decoder(model)
+
+
+@pytest.fixture
+def adapter(decoder: Decoder) -> Adapter:
+    adapter = Adapter.fresh(LoraConfig(rank=RANK, seed=1), decoder.sites())
+    randomise(adapter.flat, 2)
+    return adapter
+
+
+def effective(base: torch.nn.Module, named: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """transformers' weights with an adapter's A and B in them, differentiable by both."""
+    weights = dict(base.named_parameters())
+    changed: dict[str, Tensor] = {}
+    for name, (a, b) in named.items():
+        delta, (stem, _, part) = ALPHA / RANK * (b @ a), name.rpartition(".")
+        if part in ("in_proj_q", "in_proj_k", "in_proj_v"):
+            at = weights[target := f"{stem}.in_proj_qkv.weight"]
+            keys = named[f"{stem}.in_proj_q"][1].shape[0]
+            first = ("in_proj_q", "in_proj_k", "in_proj_v").index(part) * keys
+            delta = torch.nn.functional.pad(delta, (0, 0, first, at.shape[0] - first - delta.shape[0]))
+        else:
+            target = f"{name}.weight"
+        changed[target] = changed.get(target, weights.get(target)) + delta
+    return changed
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def test_logits_and_gradients_of_every_site_equal_transformers(model: Path, adapter: Adapter) -> None:
+    decoder, reference = load_decoder(model), reference_model(model)
+    named = adapter.named()
+    leaves = {name: (leaf(a), leaf(b)) for name, (a, b) in named.items()}
+    changed = effective(reference, leaves)
+    data = sequences(LENGTHS)
+    with torch.enable_grad():
+        lora = LoraBatch([adapter] * len(data), LENGTHS, train=True)
+        h_TD = hidden(decoder, data, lora)
+        logits = decoder.logits(h_TD, lora)
+        call, options = torch.func.functional_call, {"use_cache": False}
+        ones = [call(reference, changed, (torch.tensor([ids]),), options).logits[0] for ids in data]
+    want = torch.cat(ones)
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+    to = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
+    logits.backward(to)
+    want.backward(to)
+    assert adapter.grad is not None
+    got = adapter.named(adapter.grad)
+    assert got.keys() == leaves.keys()
+    for name, pair in got.items():
+        for mine, other in zip(pair, leaves[name], strict=True):
+            assert other.grad is not None, name
+            assert (scale := other.grad.norm()) > 0, name
+            assert (mine - other.grad).norm() <= 1e-3 * scale, name
+
+
+def test_recomputed_layers_give_the_same_gradients(decoder: Decoder, adapter: Adapter) -> None:
+    data, grads = sequences(LENGTHS), []
+    for checkpoint in (False, True):
+        lora = LoraBatch([adapter] * len(data), LENGTHS, train=True)
+        hidden(decoder, data, lora, checkpoint=checkpoint).sum().backward()
+        grad = adapter.take_grad()
+        assert grad is not None
+        grads.append(grad.clone())
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-3)
+
+
+# -- sampling ------------------------------------------------------------------------------------------
+
+
+def new_batch(decoder: Decoder, **limits: int) -> ContinuousBatch:
+    c = decoder.config
+    cache = KVCache(c.kv_shapes, 100, CPU, torch.float32)
+    states = StatePool(c.state_shapes, 12, CPU) if c.state_shapes else None
+    bounds = StepLimits(**{"context": c.max_context, "sequences": 8, **limits})
+    return ContinuousBatch(decoder, cache, bounds, states=states)
+
+
+def sample(
+    batch: ContinuousBatch, ids: np.ndarray, adapter: Adapter | None, samples: int = 1, **params: Any
+) -> SampleResponse:
+    asked = SamplingParams(**{"max_tokens": 20, "stop": [], "seed": 7, **params})
+    work, future = SampleWork(ids, asked, num_samples=samples), Future()
+    published = PublishedAdapter("one", adapter, b"one") if adapter is not None else None
+    batch.submit(work, batch.check_work(work), published, future)
+    finish(batch)
+    return future.result(timeout=0)
+
+
+def trained_logprobs(decoder: Decoder, adapter: Adapter, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
+    trainer = TorchTrainer(decoder, "tiny")
+    do(trainer, CreateAdapter("run", adapter.lora))
+    trainer.adapters["run"].flat.copy_(adapter.flat)
+    text = np.concatenate([prompt, np.array(tokens, np.int32)])
+    datum = Datum(ModelInput.from_ints(text[:-1]), {"target_tokens": text[1:].astype(np.int64)})
+    (out,) = do(trainer, ForwardBackward((Pass("run", [datum], "cross_entropy", backward=False),)))
+    return out.loss_fn_outputs[0]["logprobs"].to_numpy()[len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("length", [1, 16, 83, 150])
+def test_sampled_logprobs_equal_trained_ones(decoder: Decoder, adapter: Adapter, length: int) -> None:
+    prompt = np.random.default_rng(length).integers(4, 320, length).astype(np.int32)
+    batch = new_batch(decoder, prefill_alone=64)
+    response = sample(batch, prompt, adapter, 3)
+    assert len({tuple(sequence.tokens) for sequence in response.sequences}) == 3
+    for sequence in response.sequences:
+        wanted = trained_logprobs(decoder, adapter, prompt, sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs_np, wanted, atol=1e-4)
+    again = sample(batch, prompt, adapter, 3)  # from the prefix cache
+    assert again.prompt_cache_hit_tokens == (length - 1) // 16 * 16
+    for one, other in zip(response.sequences, again.sequences, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs_np, other.logprobs_np, atol=1e-5)
+
+
+def test_greedy_equals_transformers(model: Path, decoder: Decoder) -> None:
+    prompt = np.random.default_rng(0).integers(4, 320, 37).astype(np.int32)
+    (sequence,) = sample(new_batch(decoder), prompt, None, temperature=0.0).sequences
+    given = torch.tensor(prompt[None].astype(np.int64))
+    out = reference_model(model).generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=20, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    assert sequence.tokens == out[0, 37:].tolist()
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(decoder: Decoder, adapter: Adapter, tmp_path: Path) -> Path:
+    save_adapter(adapter, tmp_path / "adapter", BaseIdentity.of(decoder, "tiny"), optimizer=True)
+    return tmp_path / "adapter"
+
+
+def adapted_logits(decoder: Decoder, adapter: Adapter) -> list[Tensor]:
+    data = sequences(LENGTHS)
+    with torch.no_grad():
+        lora = LoraBatch([adapter] * len(data), LENGTHS)
+        return list(decoder.logits(hidden(decoder, data, lora), lora).split(LENGTHS))
+
+
+def test_adapters_are_saved_and_loaded_exactly(decoder: Decoder, adapter: Adapter, saved: Path) -> None:
+    base = BaseIdentity.of(decoder, "tiny")
+    loaded = load_adapter(saved, decoder.sites(), base, decoder.unembed_weight, optimizer=True)
+    assert torch.equal(loaded.flat, adapter.flat)
+    (saved / "tinkex.json").unlink()
+    (saved / "SHA256SUMS").unlink()
+    assert torch.equal(load_adapter(saved, decoder.sites(), base, decoder.unembed_weight).flat, adapter.flat)
+
+
+def test_peft_loads_the_export(model: Path, decoder: Decoder, adapter: Adapter, saved: Path) -> None:
+    export_peft(saved, saved.parent / "peft")
+    with_peft = peft.PeftModel.from_pretrained(reference_model(model), saved.parent / "peft")
+    for ids, mine in zip(sequences(LENGTHS), adapted_logits(decoder, adapter), strict=True):
+        with torch.no_grad():
+            want = with_peft(torch.tensor([ids]), use_cache=False).logits[0]
+        torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
+
+
+def test_merged_equals_adapted(model: Path, decoder: Decoder, adapter: Adapter, saved: Path) -> None:
+    merge_adapter(model, saved, saved.parent / "merged")
+    merged = reference_logits(saved.parent / "merged", sequences(LENGTHS))
+    for mine, want in zip(adapted_logits(decoder, adapter), merged, strict=True):
+        torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
+
+
+def test_qwen3_5_loads_from_a_model_that_also_sees(tmp_path: Path) -> None:
+    """Nested fields, names under `model.language_model.`, a tower and extra heads beside them."""
+    path = tiny_model(tmp_path, "qwen3_5")
+    data, want = sequences(LENGTHS), reference_logits(path, sequences(LENGTHS))
+    weights = load_file(path / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): t for name, t in weights.items()}
+    nested |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    save_file(nested, path / "model.safetensors", {"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "vision_config": {"depth": 1}, "tie_word_embeddings": False}
+    outer |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "eos_token_id": 2}
+    (path / "config.json").write_text(json.dumps({**outer, "text_config": fields}))
+    decoder = load_decoder(path)
+    with torch.no_grad():
+        got = decoder.logits(hidden(decoder, data)).split(LENGTHS)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
