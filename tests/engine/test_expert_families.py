@@ -66,6 +66,7 @@ _LATENT: dict[str, Any] = {
 # The class of transformers, and the fields that differ from those above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}),
     "gpt_oss": (
         "GptOss",
         {

@@ -349,6 +349,20 @@ def ministral3(fields: Fields) -> ModelConfig:
     return assembled(fields, [LayerConfig(attention, mlp_of(fields))] * layer_count(fields))
 
 
+def olmoe(fields: Fields) -> ModelConfig:
+    refuse(fields, clip_qkv=None)
+    bias = bool(fields.get("attention_bias", False))
+    attention = attention_of(fields, qk_norm="whole", qkv_bias=bias, o_bias=bias)
+    experts = ExpertsConfig(
+        count=integer(fields, "num_experts"),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=integer(fields, "intermediate_size"),
+        router=RouterConfig(normalise=bool(fields.get("norm_topk_prob", False))),
+    )
+    norm = NormConfig(float(fields.get("rms_norm_eps", 1e-5)))
+    return assembled(fields, [LayerConfig(attention, experts)] * layer_count(fields), norm=norm)
+
+
 def gpt_oss(fields: Fields) -> ModelConfig:
     fields = {"rms_norm_eps": 1e-5, "head_dim": 64, "rope_theta": 1.5e5, **fields}
     kinds = ("sliding_attention", "full_attention")
@@ -467,6 +481,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "glm4": glm4,
     "ministral3": ministral3,
     "mistral3": ministral3,
+    "olmoe": olmoe,
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": deepseek_v3,
