@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from tests.engine.forward import hidden, sequences
 from tests.engine.tiny import FAMILIES, reference_logits, reference_model, tiny_model
 from tinkex.engine.torch.hooks import LoraHook, Part, Site
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.rotary import read_rope
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +101,15 @@ VARIANTS = {
 def test_variants_equal_transformers(tmp_path: Path, name: str) -> None:
     family, overrides = VARIANTS[name]
     assert_same_logits(tiny_model(tmp_path, family, **overrides))
+
+
+def test_three_axes_of_positions_turn_as_transformers_has_them() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3], "mrope_interleaved": True}
+    config = Qwen3VLTextConfig(head_dim=24, hidden_size=48, num_attention_heads=2, rope_parameters=rope)
+    positions = torch.randint(0, 900, (3, 20), generator=torch.Generator().manual_seed(1))
+    cos, sin = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
+    ours = read_rope({"rope_parameters": rope}, 24).angles(positions, torch.float32)
+    torch.testing.assert_close(ours, (cos[0, :, :12], sin[0, :, :12]))
 
 
 @pytest.mark.parametrize("name", ["rope linear", "rope yarn", "rope llama3", "rope theta"])

@@ -25,6 +25,8 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.families import our_name
+from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
@@ -89,7 +91,7 @@ def test_gradients_of_every_site_equal_transformers(tmp_path: Path, family: str,
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     theirs = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in data])
     (theirs * cotangent).sum().backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {our_name(name): weight.grad for name, weight in model.named_parameters()}
     for site, (_, parts) in decoder.sites().items():
         want, ours = weight_gradient(gradients, parts), hook.deltas[site].grad
         assert ours is not None
@@ -161,7 +163,8 @@ def test_saved_adapters_load_here_in_peft_and_merged(tmp_path: Path, family: str
     do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     do(trainer, LoadAdapter("again", tmp_path / "adapter", False))
     assert torch.equal(with_adapter(trainer, "again", ids), ours)
-    model: Any = peft.PeftModel.from_pretrained(reference_model(path), str(tmp_path / "adapter"))
+    export_peft(tmp_path / "adapter", tmp_path / "peft", nested="vision_config" in MORE[family][1])
+    model: Any = peft.PeftModel.from_pretrained(reference_model(path), str(tmp_path / "peft"))
     with torch.no_grad():
         theirs = model(torch.tensor([ids]), use_cache=False).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

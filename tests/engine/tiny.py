@@ -8,6 +8,7 @@ or rotation shows in the logits. Knows nothing of our own code: what is written 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,72 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3 that sees": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "tied": True,
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 56,
+                "patch_size": 14,
+            },
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 3, 3],
+                "mrope_interleaved": True,
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 64,
+                "patch_size": 4,
+                "num_position_embeddings": 16,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 3, 3],
+                "mrope_interleaved": True,
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 64,
+                "patch_size": 4,
+                "num_position_embeddings": 16,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
             },
         },
     ),
@@ -170,8 +237,12 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
     sharded = fields.pop("shards", False)
     if fields.pop("tied", False):
         fields.setdefault("tie_word_embeddings", True)
+    head = "ForCausalLM"
+    if vision := fields.pop("vision_config", None):
+        head, tied = "ForConditionalGeneration", fields.get("tie_word_embeddings", False)
+        fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     config = getattr(transformers, class_name + "Config")(**fields)
-    model = getattr(transformers, class_name.removesuffix("Text") + "ForCausalLM")(config).to(torch.float32)
+    model = getattr(transformers, class_name.removesuffix("Text") + head)(config).to(torch.float32)
     _randomise(model, seed)
     path = directory / f"{family}-{seed}"
     model.save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")
@@ -194,9 +265,9 @@ def reference_model(path: Path) -> Any:
 
     Logits of ids that its tokenizer does not have are -inf; without a tokenizer it has all.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    nested = "vision_config" in json.loads((path / "config.json").read_text())
+    auto = transformers.AutoModelForImageTextToText if nested else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     if (path / "tokenizer.json").is_file():
         vocab = len(transformers.AutoTokenizer.from_pretrained(path))
 

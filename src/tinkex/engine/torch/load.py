@@ -95,10 +95,8 @@ def _ours(
     config: ModelConfig, tensors: Iterable[tuple[str, Tensor | QuantisedWeight]]
 ) -> Iterator[tuple[str, str, Tensor | QuantisedWeight]]:
     """Each tensor with its stored name and our name; stacked experts one by one."""
-    experts = config.experts
-    stored_as = (experts.transposed, experts.interleaved) if experts else (False, False)
     for stored, tensor in tensors:
-        for name, view in per_expert(our_name(stored), tensor, *stored_as):
+        for name, view in per_expert(our_name(stored), tensor, config.experts, config.width):
             yield stored, name, view
 
 

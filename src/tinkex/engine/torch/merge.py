@@ -25,6 +25,7 @@ from tinkex.engine.torch.adapter_files import (
     verify,
     write_json,
 )
+from tinkex.engine.torch.models.architecture import ExpertsConfig
 from tinkex.engine.torch.models.families import FAMILIES, model_config, our_name
 from tinkex.engine.torch.models.moe import per_expert
 from tinkex.engine.torch.peft_export import join_qkv
@@ -56,8 +57,8 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
         config["tie_word_embeddings"] = False
         # a file may hold a copy of the tied embedding under the head's name
         shards = {shard: [name for name in names if name != _HEAD] for shard, names in shards.items()}
-    experts = model_config(config).experts if config.get("model_type") in FAMILIES else None
-    stored_as = (experts.transposed, experts.interleaved) if experts else (False, False)
+    known = model_config(config) if config.get("model_type") in FAMILIES else None
+    stored_as = (known.experts, known.width) if known else (None, 0)
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         index: dict[str, str] = {}
         for shard, names in shards.items():
@@ -125,7 +126,9 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
     return deltas
 
 
-def _merged(name: str, tensor: Tensor, deltas: dict[str, Delta], stored_as: tuple[bool, bool]) -> Tensor:
+def _merged(
+    name: str, tensor: Tensor, deltas: dict[str, Delta], stored_as: tuple[ExpertsConfig | None, int]
+) -> Tensor:
     """A stored tensor with what the adapter adds to it, or to the experts that are stacked in it."""
     names = [ours for ours, _ in per_expert(our_name(name), tensor, *stored_as)]
     if not deltas.keys() & names:

@@ -29,13 +29,18 @@ from tinkex.engine.torch.adapter_files import (
 _EXPERTS = ".mlp.experts."
 
 
-def export_peft(adapter_dir: Path, out_dir: Path, *, overwrite: bool = False) -> None:
+def export_peft(adapter_dir: Path, out_dir: Path, *, nested: bool = False, overwrite: bool = False) -> None:
     """Write the adapter of `adapter_dir` to `out_dir` as PEFT reads it.
+
+    `nested`: for the whole model that has the text model inside, such as one that sees.
 
     >>> export_peft(Path("adapters/final"), Path("adapters/final-peft"))    # doctest: +SKIP
     """
     verify(adapter_dir, (WEIGHTS, CONFIG))
     config, tensors = read_peft_config(adapter_dir), load_file(adapter_dir / WEIGHTS)
+    if nested:
+        inner = "base_model.model.model.language_model."
+        tensors = {name.replace("base_model.model.model.", inner, 1): tensors[name] for name in tensors}
     stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
     # gpt-oss has the rows of gate and up in turn; an adapter's file names its base's architecture
     base = read_facts(adapter_dir).get("base", {}).get("fingerprint", "")

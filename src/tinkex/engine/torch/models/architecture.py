@@ -179,7 +179,7 @@ class ExpertsConfig:
     bias: bool = False
     shared: SharedExpert | None = None
     latent_width: int | None = None  # experts read and write so many numbers, projected from and to the width
-    transposed: bool = False  # stacked tensors are stored [E, in, out]
+    transposed: bool | Literal["either"] = False  # stacked tensors are stored [E, in, out]
     interleaved: bool = False  # gate and up are stored in turn
 
     @property

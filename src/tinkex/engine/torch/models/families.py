@@ -231,6 +231,21 @@ def qwen3_moe(fields: Fields) -> ModelConfig:
     return assembled(fields, [LayerConfig(attention, experts if one else mlp) for one in sparse])
 
 
+def qwen3_vl(fields: Fields) -> ModelConfig:
+    """The text of Qwen3-VL: Qwen3's, with positions of three axes, which are equal without images."""
+    return qwen3({"rope_theta": 5e5, **fields})
+
+
+def qwen3_vl_moe(fields: Fields) -> ModelConfig:
+    config = qwen3_moe({"rope_theta": 5e5, **fields, "norm_topk_prob": True})
+    stack = [
+        replace(layer, mlp=replace(layer.mlp, transposed="either"))
+        if isinstance(layer.mlp, ExpertsConfig) else layer
+        for layer in config.stack
+    ]  # fmt: skip
+    return replace(config, stack=tuple(stack))
+
+
 def mixtral(fields: Fields) -> ModelConfig:
     experts = ExpertsConfig(
         count=integer(fields, "num_local_experts"),
@@ -472,6 +487,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3_moe": qwen3_moe,
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "olmo3": olmo3,

@@ -188,9 +188,12 @@ class ExpertMlp(Block):
 
 
 def per_expert(
-    name: str, tensor: Any, transposed: bool = False, interleaved: bool = False
+    name: str, tensor: Any, experts: ExpertsConfig | None = None, width: int = 0
 ) -> list[tuple[str, Any]]:
-    """A stored weight, quantised or not, by our names: a stacked one's experts, any other by itself."""
+    """A stored weight, quantised or not, by our names: views of a stacked one's experts, any other by itself.
+
+    `width` is the model's: by it a tensor that may be stored either way is recognised.
+    """
     for old, new in _RENAMED:
         name = re.sub(old, new, name)
     found = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|\.bias|\.weight)?", name)
@@ -198,12 +201,14 @@ def per_expert(
         return [(name, tensor)]
     stem, part, end = found.groups()
     kind = "bias" if (end or "").endswith("bias") else "weight"
-    if transposed and kind == "weight":
-        tensor = tensor.transpose(1, 2) if isinstance(tensor, Tensor) else tensor.transpose()
+    if experts and kind == "weight" and experts.transposed:
+        side = 1 if part == "gate_up_proj" else 2  # where the width is if it is transposed
+        if experts.transposed != "either" or tensor.shape[side] == width != tensor.shape[3 - side]:
+            tensor = tensor.transpose(1, 2) if isinstance(tensor, Tensor) else tensor.transpose()
     views = {"down_proj": tensor}
     if part == "gate_up_proj":
-        half = tensor.shape[1] // 2
-        slices = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+        half, in_turn = tensor.shape[1] // 2, experts is not None and experts.interleaved
+        slices = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(half), slice(half, None))
         halves = [tensor[:, rows] if isinstance(tensor, Tensor) else tensor.select(rows) for rows in slices]
         views = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
     return [(f"{stem}.{i}.{k}.{kind}", view[i]) for k, view in views.items() for i in range(len(view))]

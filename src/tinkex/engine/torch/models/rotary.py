@@ -26,15 +26,20 @@ class Rope:
     inv_freq: tuple[float, ...]
     scale: float = 1.0  # of cos and sin
     adjacent: bool = False  # pairs are (0, 1), (2, 3) …, and not a dimension of either half
+    sections: tuple[int, ...] = ()  # of three axes of positions: how many pairs the second and third turn
 
     def whole(self, head_dim: int) -> bool:
         """Whether it rotates whole heads by halves."""
         return 2 * len(self.inv_freq) == head_dim and not self.adjacent
 
     def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position, [T, pairs]."""
+        """cos and sin of every position, [T, pairs]; positions may be [3, T]: time, row and column."""
         inv_freq = _on_device(self.inv_freq, positions_T.device)
-        angle = positions_T.to(torch.float32)[:, None] * inv_freq
+        angle = positions_T.to(torch.float32)[..., None] * inv_freq
+        if positions_T.dim() == 2:
+            axes = [j % 3 if j < 3 * self.sections[j % 3] else 0 for j in range(len(self.inv_freq))]
+            at = torch.tensor(axes, device=angle.device)
+            angle = angle.gather(0, at.expand(1, *angle.shape[1:]))[0]
         cos, sin = angle.cos(), angle.sin()
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
@@ -85,7 +90,8 @@ def read_rope(
         case "longrope":
             inv_freq, scale = _longrope(inv_freq, rope, fields)
         # "dynamic" stretches only beyond max_position_embeddings, which is where our context ends.
-    return Rope(tuple(inv_freq.tolist()), scale, adjacent)
+    sections = tuple(rope.get("mrope_section") or ())
+    return Rope(tuple(inv_freq.tolist()), scale, adjacent, sections)
 
 
 def llama3_frequencies(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
