@@ -30,6 +30,7 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
+from tinkex.engine.torch.models.architecture import ExpertsConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.moe import per_expert
 from tinkex.engine.torch.quantised import SCHEMES, QuantisedMatrix, QuantisedWeight, quantise
@@ -106,8 +107,9 @@ def test_stacked_experts_are_split_without_expanding(interleaved: bool) -> None:
     scale = torch.rand(3, 12, 2)
     stack = QuantisedWeight(codes, scale, (1, 32), torch.arange(16.0), transposed=True)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    ours = dict(per_expert(name, stack, True, interleaved))
-    wanted = dict(per_expert(name, stack.expand(), True, interleaved))
+    experts = ExpertsConfig(3, 1, 6, transposed=True, interleaved=interleaved)
+    ours = dict(per_expert(name, stack, experts))
+    wanted = dict(per_expert(name, stack.expand(), experts))
     assert ours.keys() == wanted.keys()
     assert all(isinstance(part, QuantisedWeight) for part in ours.values())
     assert all(torch.equal(ours[key].expand(), wanted[key]) for key in wanted)
