@@ -140,7 +140,8 @@ def attend(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    return softmax_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, sinks).transpose(1, 2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return softmax_attention(q, k, v, mask, sinks).transpose(1, 2)
 
 
 def softmax_attention(
@@ -187,7 +188,9 @@ class PackedAttend:
     ) -> Tensor:
         sizes = [count * length for count, length in self.groups]
         pieces = [
-            attend(*(x.unflatten(0, group) for x in qkv), self.windows[layer], sinks).flatten(0, 1)
+            attend(*(x.unflatten(0, group) for x in qkv), window=self.windows[layer], sinks=sinks).flatten(
+                0, 1
+            )
             for group, *qkv in zip(
                 self.groups, q_THC.split(sizes), k_TGC.split(sizes), v_TGC.split(sizes), strict=True
             )

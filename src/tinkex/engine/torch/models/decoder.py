@@ -86,12 +86,12 @@ class DecoderLayer(Block):
             if block is None:
                 continue
             stream, h_TD = self.norm_input(stream, delta_TD, before, context)
-            delta_TD = block(h_TD, context)
+            y_TD: Tensor | PartialProjection = block(h_TD, context)
             if after is not None:
-                alone = Stream(total(delta_TD))
-                delta_TD = self.norm_input(alone, None, after, context)[1]
+                y_TD = self.norm_input(Stream(total(y_TD)), None, after, context)[1]
             if self.scale != 1.0:
-                delta_TD = self.scale * total(delta_TD)
+                y_TD = self.scale * total(y_TD)
+            delta_TD = y_TD
         return stream, delta_TD
 
     def norm_input(

@@ -118,10 +118,10 @@ def attention_of(
 ) -> AttentionConfig:
     """Attention; `head_dim` where the fields may leave it out, `partial` as `read_rope` has it."""
     heads = integer(fields, "num_attention_heads")
-    head_dim = fields.get("head_dim") or head_dim or integer(fields, "hidden_size") // heads
+    size: int = fields.get("head_dim") or head_dim or integer(fields, "hidden_size") // heads
     kv_heads = fields.get("num_key_value_heads") or heads
-    rope = own.pop("rope", None) or read_rope(fields, head_dim, partial=partial)
-    return AttentionConfig(heads, kv_heads, head_dim, rope, **own)
+    rope = own.pop("rope", None) or read_rope(fields, size, partial=partial)
+    return AttentionConfig(heads, kv_heads, size, rope, **own)
 
 
 def sliding(full: AttentionConfig, fields: Fields, *, theta: float, window: int) -> AttentionConfig:
