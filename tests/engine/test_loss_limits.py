@@ -13,14 +13,18 @@ import torch
 
 from tests.engine.commands import do
 from tests.engine.tiny import tiny_model
+from tinkex.engine import commands
 from tinkex.engine.protocol import (
+    ClearGradients,
     ContinuePasses,
     CreateAdapter,
     CustomLoss,
     EngineConfig,
+    EngineError,
     EngineLost,
     Failure,
     ForwardBackward,
+    OptimStep,
     Pass,
     PassProgress,
     build_engine,
@@ -32,7 +36,7 @@ from tinkex.engine.torch.loss_graph import LossClock, read_loss_graph
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
-from tinkex.types.params import LoraConfig
+from tinkex.types.params import AdamParams, LoraConfig
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +171,48 @@ def test_others_are_served_between_the_checks_of_a_pass(model: Path) -> None:
     work = Pass("heavy", data(3, 4, 5, 5, 5), "custom", custom_loss=heavy_loss(1))
     trainer.execute(ForwardBackward((work,)))
     assert len(rests) == 3  # one for each shape
+
+
+def different(count: int) -> Pass:
+    return Pass("heavy", data(*range(3, 3 + count)), "custom", custom_loss=heavy_loss(1))
+
+
+def test_the_checks_of_a_pass_are_cut_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length is checked by itself: thousands of nodes and lengths take as long as a computation."""
+    whole, trainer = make_trainer(model), make_trainer(model)
+    (expected,) = do(whole, ForwardBackward((different(4),)))
+    monkeypatch.setattr(commands, "CHECK_SECONDS", 0.0)
+    progress = trainer.execute(ForwardBackward((different(4),)))
+    parts: list[float] = []
+    while isinstance(progress, PassProgress):
+        parts.append(progress.done / progress.total)
+        (between,) = do(trainer, ForwardBackward((Pass("plain", data(4), "cross_entropy"),)))
+        assert isinstance(between, ForwardBackwardOutput)
+        with pytest.raises(EngineError, match="has a pass under way"):
+            trainer.execute(OptimStep("heavy", AdamParams()))
+        progress = trainer.execute(ContinuePasses(progress.ticket))
+    assert parts[:4] == [1 / 8, 2 / 8, 3 / 8, 4 / 8]
+    assert parts == sorted(parts)
+    assert progress[0].metrics == expected.metrics
+    assert torch.equal(trainer.adapter("heavy").grad, whole.adapter("heavy").grad)
+
+
+def test_a_pass_is_abandoned_while_it_is_checked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "CHECK_SECONDS", 0.0)
+    trainer = make_trainer(model)
+    alone = trainer.execute(ForwardBackward((different(4),)))
+    plain = Pass("plain", data(4), "cross_entropy")
+    beside = trainer.execute(ForwardBackward((different(4), plain)))
+    assert isinstance(alone, PassProgress)
+    assert isinstance(beside, PassProgress)
+    trainer.execute(ClearGradients("heavy"))
+    with pytest.raises(EngineError, match="no passes with the ticket"):
+        trainer.execute(ContinuePasses(alone.ticket))
+    gone, done = do(trainer, ContinuePasses(beside.ticket))
+    assert isinstance(gone, Failure)
+    assert "abandoned" in gone.message
+    assert isinstance(done, ForwardBackwardOutput)
+    assert trainer.adapter("heavy").grad is None
 
 
 def test_time_between_two_datums_does_not_count() -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
@@ -28,6 +29,7 @@ from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.tensor import TensorData
 
 _MOST_CELLS = 1 << 26  # of all inputs of a pass: a few bytes of a sparse tensor may stand for gigabytes
+CHECK_SECONDS = 0.25  # of one command, for checking uploaded losses, unless a datum takes longer
 Inputs = Mapping[str, np.ndarray]
 Progress = p.PassProgress | list[p.PassOutcome]
 
@@ -94,10 +96,11 @@ def read_pass(
     vocab: int,
     context: int,
     uploaded: Callable[[Mapping[str, TensorData], tuple[int, ...]], Inputs] | None = None,
-) -> tuple[Mapping[str, float], list[TrainingExample]]:
+) -> Generator[None, None, tuple[Mapping[str, float], list[TrainingExample]]]:
     """A pass's settings and examples; raises EngineError (category "user") at the first thing wrong.
 
-    `uploaded` reads the inputs of an uploaded loss, given the targets' shape.
+    `uploaded` reads the inputs of an uploaded loss, given the targets' shape; that takes long, so this yields
+    after each datum of one.
     """
     check_size(work)
     if work.loss_fn not in losses:
@@ -116,6 +119,8 @@ def read_pass(
             else:
                 inputs = uploaded(given, targets.shape)
         examples.append(TrainingExample(tokens, targets, inputs))
+        if uploaded is not None:
+            yield
     return settings, examples
 
 
@@ -181,13 +186,33 @@ def cut(passes: Sequence[P], budget: int) -> Iterator[list[PackedExample[P]]]:
 
 @dataclass
 class _Ticket(Generic[P]):
-    passes: list[P | p.Failure]  # a Failure: refused before anything was computed
-    batches: list[list[PackedExample[P]]]
+    works: Sequence[p.Pass]
+    checking: Generator[None, None, list[P | p.Failure]] | None  # None: all passes are checked
+    checks: int = 0  # datums checked by earlier commands
+    abandoned: set[str] = field(default_factory=set[str])  # runs, while the passes are being checked
+    passes: list[P | p.Failure] = field(default_factory=list)  # a Failure: refused, nothing was computed
+    batches: list[list[PackedExample[P]]] = field(default_factory=list)
     done: int = 0
 
-    @property
-    def going(self) -> list[P]:
-        return [one for one in self.passes if not isinstance(one, p.Failure) and one.failure is None]
+    def under_way(self, run: str) -> bool:
+        if self.checking is not None:
+            return any(work.run == run for work in self.works) and run not in self.abandoned
+        going = (one for one in self.passes if not isinstance(one, p.Failure) and one.failure is None)
+        return any(one.run == run for one in going)
+
+    def progress(self, name: str) -> p.PassProgress:
+        """Checks that took several commands are half of the way."""
+        if self.checking is not None:
+            return p.PassProgress(
+                name, self.checks, 2 * max(self.checks, sum(len(w.data) for w in self.works))
+            )
+        before = len(self.batches) if self.checks else 0
+        return p.PassProgress(name, before + self.done, before + len(self.batches))
+
+
+def _give_up(training: RunningPass) -> None:
+    training.fail("server", f"the pass of run {training.run!r} was abandoned")
+    training.abandoned = True
 
 
 class CommandTrainer(ABC, Generic[A, P]):
@@ -216,7 +241,7 @@ class CommandTrainer(ABC, Generic[A, P]):
                 return self._advance(ticket)
             case p.OptimStep(run, params):
                 adapter = self.adapter(run)
-                if any(one.run == run for ticket in self._tickets.values() for one in ticket.going):
+                if any(ticket.under_way(run) for ticket in self._tickets.values()):
                     raise p.EngineError(f"run {run!r} has a pass under way: its gradients are incomplete")
                 return self._step(adapter, params)
             case p.ClearGradients(run):
@@ -257,37 +282,59 @@ class CommandTrainer(ABC, Generic[A, P]):
         return saved
 
     def _begin(self, works: Sequence[p.Pass]) -> Progress:
+        name = f"pass-{next(self._serial)}"
+        self._tickets[name] = _Ticket(works, self._checked(works))
+        return self._advance(name)
+
+    def _checked(self, works: Sequence[p.Pass]) -> Generator[None, None, list[P | p.Failure]]:
         passes: list[P | p.Failure] = []
         for work in works:
             try:
                 self.adapter(work.run)
-                passes.append(self._read(work))
+                passes.append((yield from self._read(work)))
             except p.EngineLost:
                 raise
             except p.EngineError as error:
                 passes.append(p.Failure(error.category, error.message))
-        checked = [one for one in passes if not isinstance(one, p.Failure)]
-        name = f"pass-{next(self._serial)}"
-        self._tickets[name] = _Ticket(passes, list(cut(checked, self._pass_tokens())))
-        return self._advance(name)
+        return passes
 
     def _advance(self, name: str) -> Progress:
         ticket = self._tickets.get(name)
         if ticket is None:
             raise p.EngineError(f"no passes with the ticket {name!r} are under way")
-        if ticket.batches:
-            try:
+        try:
+            if self._check(ticket) and ticket.batches:
                 batch = [item for item in ticket.batches[ticket.done] if not item.training.failure]
                 if batch:
                     self._compute(batch)
-            except BaseException:
-                del self._tickets[name]  # nobody can continue it
-                raise
-            ticket.done += 1
-        if ticket.done < len(ticket.batches):
-            return p.PassProgress(name, ticket.done, len(ticket.batches))
+                ticket.done += 1
+        except BaseException:
+            del self._tickets[name]  # nobody can continue it
+            raise
+        if ticket.checking is not None or ticket.done < len(ticket.batches):
+            return ticket.progress(name)
         del self._tickets[name]
         return [one if isinstance(one, p.Failure) else self._outcome(one) for one in ticket.passes]
+
+    def _check(self, ticket: _Ticket[P]) -> bool:
+        """Go on with checking for a while; True once all passes are checked and cut."""
+        if ticket.checking is None:
+            return True
+        checks, end = 0, time.monotonic() + CHECK_SECONDS
+        try:
+            while not checks or time.monotonic() < end:
+                next(ticket.checking)
+                checks += 1
+        except StopIteration as checked:
+            ticket.passes, ticket.checking = checked.value, None
+            going = [one for one in ticket.passes if not isinstance(one, p.Failure)]
+            for one in going:
+                if one.run in ticket.abandoned:
+                    _give_up(one)
+            ticket.batches = list(cut(going, self._pass_tokens()))
+        else:
+            ticket.checks += checks
+        return ticket.checking is None
 
     def _outcome(self, training: P) -> p.PassOutcome:
         if training.failure is None:
@@ -299,11 +346,15 @@ class CommandTrainer(ABC, Generic[A, P]):
     def _abandon(self, run: str) -> None:
         """Fail the passes of `run` that are under way; a ticket whose passes are all abandoned is dropped."""
         for name, ticket in list(self._tickets.items()):
+            if ticket.checking is not None:
+                ticket.abandoned.add(run)
+                if ticket.abandoned.issuperset(work.run for work in ticket.works):
+                    del self._tickets[name]
+                continue
             running = [one for one in ticket.passes if not isinstance(one, p.Failure)]
             for one in running:
                 if one.run == run:
-                    one.fail("server", f"the pass of run {run!r} was abandoned")
-                    one.abandoned = True
+                    _give_up(one)
             if sum(one.abandoned for one in running) == len(ticket.passes):
                 del self._tickets[name]
 
@@ -329,7 +380,8 @@ class CommandTrainer(ABC, Generic[A, P]):
     def _check_loss(self, loss: p.CustomLoss) -> None: ...
 
     @abstractmethod
-    def _read(self, work: p.Pass) -> P: ...
+    def _read(self, work: p.Pass) -> Generator[None, None, P]:
+        """Check a pass; yields where others may have their turn."""
 
     @abstractmethod
     def _pass_tokens(self) -> int:

@@ -80,7 +80,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassProgress:
-    """A batch of passes is under way: `done` of its `total` micro-batches are computed."""
+    """A batch of passes is under way: `done` of its `total` parts are, micro-batches or checks."""
 
     ticket: str
     done: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -71,8 +72,8 @@ class FakeTrainer(CommandTrainer[FakeAdapter, _FakePass]):
     def _check_loss(self, loss: p.CustomLoss) -> None:
         """Nothing: uploaded losses are refused when a pass names one."""
 
-    def _read(self, work: p.Pass) -> _FakePass:
-        return _FakePass(work, *read_pass(work, tuple(FORMULAS), VOCAB, self.context))
+    def _read(self, work: p.Pass) -> Generator[None, None, _FakePass]:
+        return _FakePass(work, *(yield from read_pass(work, tuple(FORMULAS), VOCAB, self.context)))
 
     def _pass_tokens(self) -> int:
         return self._most_tokens

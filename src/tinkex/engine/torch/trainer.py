@@ -8,7 +8,7 @@ Shapes: T tokens and M target cells of a micro-batch, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -80,16 +80,16 @@ class TrainingPass(RunningPass):
 
 def read_training_pass(
     work: p.Pass, vocab: int, context: int, new_clock: Callable[[], LossClock], rest: Callable[[], None]
-) -> TrainingPass:
+) -> Generator[None, None, TrainingPass]:
     if work.loss_fn != "custom":
-        return TrainingPass(work, *read_pass(work, SUPPORTED_LOSSES, vocab, context))
+        return TrainingPass(work, *(yield from read_pass(work, SUPPORTED_LOSSES, vocab, context)))
     check_size(work)
     if work.custom_loss is None:
         raise user_error("loss_fn 'custom' needs an uploaded loss graph, and this pass has none")
     if extra := [key for key in work.loss_fn_config if key != "loss_id"]:
         raise user_error(f"loss_fn_config has {extra[0]!r}; 'custom' takes: loss_id")
     inputs = LossInputs(graph := read_loss_graph(work.custom_loss), clock := new_clock(), rest, work.finished)
-    checked = read_pass(work, SUPPORTED_LOSSES, vocab, context, inputs.read)
+    checked = yield from read_pass(work, SUPPORTED_LOSSES, vocab, context, inputs.read)
     return TrainingPass(work, *checked, graph, inputs.costs, clock)
 
 
@@ -208,7 +208,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
     def _check_loss(self, loss: p.CustomLoss) -> None:
         read_loss_graph(loss)
 
-    def _read(self, work: p.Pass) -> TrainingPass:
+    def _read(self, work: p.Pass) -> Generator[None, None, TrainingPass]:
         vocab, seconds = self.decoder.config.vocab_size, math.inf if work.finished else self._loss_seconds
         clock = partial(LossClock, seconds, self._stopping)
         return read_training_pass(work, vocab, self._context, clock, self._rest)
