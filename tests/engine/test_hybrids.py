@@ -55,6 +55,7 @@ def decoder(model: Path) -> Decoder:
 def adapter(decoder: Decoder) -> Adapter:
     adapter = Adapter.fresh(LoraConfig(rank=RANK, seed=1), decoder.sites())
     randomise(adapter.flat, 2)
+    adapter.flat.mul_(0.5)
     return adapter
 
 
@@ -69,6 +70,11 @@ def effective(base: torch.nn.Module, named: dict[str, tuple[Tensor, Tensor]]) ->
             keys = named[f"{stem}.in_proj_q"][1].shape[0]
             first = ("in_proj_q", "in_proj_k", "in_proj_v").index(part) * keys
             delta = torch.nn.functional.pad(delta, (0, 0, first, at.shape[0] - first - delta.shape[0]))
+        elif stem.endswith(".experts"):
+            gate_up = part in ("w1", "w3")
+            at = weights[target := f"{stem}.{'gate_up_proj' if gate_up else 'down_proj'}"]
+            pad = (0, at.shape[1] - delta.shape[1]) if part == "w1" else (at.shape[1] - delta.shape[1], 0)
+            delta = torch.nn.functional.pad(delta, (0, 0, *pad))
         else:
             target = f"{name}.weight"
         changed[target] = changed.get(target, weights.get(target)) + delta

@@ -65,6 +65,24 @@ GLM = latent(
 )  # fmt: skip
 
 
+def qwen3_5(width: int, layers: int, heads: tuple[int, int], mlp: int, **own: int) -> dict[str, Any]:
+    """`heads` are query and kv heads; 4B and 9B have 32 value heads."""
+    linear = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    fields = {f"linear_{key}": value for key, value in linear.items()} | {"linear_conv_kernel_dim": 4}
+    fields |= {"head_dim": 256, "vocab_size": 248320}
+    return dense("qwen3_5_moe" if own.get("num_experts") else "qwen3_5", width, layers, *heads, mlp,
+                 **(fields | own))  # fmt: skip
+
+
+def qwen3_5_moe(count: int, per_token: int, width: int) -> dict[str, int]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+    }
+
+
 # name: config.json, and parameters per rank of mlp, attn and unembed
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "Llama-3.1-8B": (dense("llama", 4096, 32, 32, 8, 14336), (1_769_472, 851_968, 132_352)),
@@ -76,6 +94,20 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "Qwen3-32B": (dense("qwen3", 5120, 64, 64, 8, 25600), (5_898_240, 2_490_368, 157_056)),
     "Qwen3-30B-A3B": (qwen3_moe(2048, 48, 32, 768), (14_450_688, 835_584, 153_984)),
     "Qwen3-235B-A22B": (qwen3_moe(4096, 94, 64, 1536), (56_598_528, 3_176_448, 156_032)),
+    "Qwen3.5-4B": (qwen3_5(2560, 32, (16, 4), 9216), (1_130_496, 897_024, 250_880)),
+    "Qwen3.5-9B": (qwen3_5(4096, 32, (16, 4), 12288), (1_572_864, 1_130_496, 252_416)),
+    "Qwen3.5-27B": (
+        qwen3_5(5120, 64, (24, 4), 17408, linear_num_value_heads=48),
+        (4_325_376, 2_965_504, 253_440),
+    ),
+    "Qwen3.5-35B-A3B": (
+        qwen3_5(2048, 40, (16, 2), 512, **qwen3_5_moe(256, 8, 512)),
+        (16_281_600, 1_013_760, 250_368),
+    ),
+    "Qwen3.5-397B-A17B": (
+        qwen3_5(4096, 60, (32, 2), 1024, linear_num_value_heads=64, **qwen3_5_moe(512, 10, 1024)),
+        (96_030_720, 2_841_600, 252_416),
+    ),
     "gpt-oss-20b": (gpt_oss(24, 32), (6_842_880, 497_664, 203_968)),
     "gpt-oss-120b": (gpt_oss(36, 128), (40_124_160, 746_496, 203_968)),
     "DeepSeek-V3.1": (DEEPSEEK, (94_307_328, 2_440_000, 136_448)),

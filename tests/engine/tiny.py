@@ -201,7 +201,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
-    "rms_norm_eps": 1e-3,  # with less, norms make much of rounding in results that are almost zero
+    "rms_norm_eps": 1e-2,  # with less, norms make much of rounding in results that are almost zero
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -213,7 +213,16 @@ _HYBRID: dict[str, Any] = {
         "mrope_section": [2, 1, 1],
     },
 }
-HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {"qwen3_5": ("Qwen3_5Text", _HYBRID)}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5Text", _HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _EXPERTS),
+}
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -243,19 +252,20 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
         fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     config = getattr(transformers, class_name + "Config")(**fields)
     model = getattr(transformers, class_name.removesuffix("Text") + head)(config).to(torch.float32)
-    _randomise(model, seed)
+    _randomise(model, seed, 0.0 if family in HYBRIDS else 1.0)
     path = directory / f"{family}-{seed}"
     model.save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")
     return path
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def _randomise(model: torch.nn.Module, seed: int, norm: float) -> None:
+    """`norm` is the mean of norms' weights: 0 where the model adds 1 to them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
-                weight.copy_(1 + 0.2 * noise)
+                weight.copy_((1.0 if "linear_attn" in name else norm) + 0.2 * noise)
             else:
                 weight.copy_(noise * (0.3 if weight.dim() == 1 else 1.2 / weight.shape[-1] ** 0.5))
 

@@ -64,8 +64,8 @@ def export_peft(adapter_dir: Path, out_dir: Path, *, nested: bool = False, overw
         config["rank_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["r"]}
         config["alpha_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["lora_alpha"]}
     if fused := join_qkv(tensors):
-        tensors, parts = fused, {name.rsplit(".", 3)[-3] for name in fused if ".lora_A." in name}
-        config["target_modules"] = sorted(parts - {"experts", "base_layer"})
+        tensors, others = fused, set(config["target_modules"]) - {"in_proj_q", "in_proj_k", "in_proj_v"}
+        config["target_modules"] = sorted(others | {"in_proj_qkv"})
         for key, size in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
             config[key] = {**config.get(key, {}), "in_proj_qkv": 3 * size}
     with new_directory(out_dir, overwrite=overwrite) as temporary:

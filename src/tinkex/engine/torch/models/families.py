@@ -465,7 +465,7 @@ def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> Mode
 
 
 def qwen3_5(fields: Fields) -> ModelConfig:
-    """Qwen3.5, 3.6 and 3.8: three gated delta nets, then gated attention."""
+    """Qwen3.5, 3.6 and 3.8, dense and with experts: three gated delta nets, then gated attention."""
     every, bias = fields.get("full_attention_interval", 4), bool(fields.get("attention_bias", False))
     kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
     default = (kinds * layer_count(fields))[: layer_count(fields)]
@@ -473,7 +473,13 @@ def qwen3_5(fields: Fields) -> ModelConfig:
     attention = attention_of(fields, **heads, qk_norm="head", gate=True, qkv_bias=bias, o_bias=bias)
     mixers = {"full_attention": attention, "linear_attention": delta_of(fields)}
     mixers["sliding_attention"] = replace(attention, window=fields.get("sliding_window"))
-    types, mlp = layer_types(fields, default, ("linear_attention",)), mlp_of(fields)
+    types = layer_types(fields, default, ("linear_attention",))
+    mlp = mlp_of(fields) if "num_experts" not in fields else ExpertsConfig(
+        count=integer(fields, "num_experts"),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=integer(fields, "moe_intermediate_size"),
+        shared=SharedExpert(integer(fields, "shared_expert_intermediate_size"), "shared_expert", gated=True),
+    )  # fmt: skip
     norm = NormConfig(float(fields.get("rms_norm_eps", 1e-6)), "offset")
     return assembled(fields, [LayerConfig(mixers[kind], mlp) for kind in types], norm=norm, skipped=MTP)
 
@@ -489,6 +495,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3_5_text": qwen3_5,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "olmo3": olmo3,
