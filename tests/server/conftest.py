@@ -162,7 +162,7 @@ PROTO = {"content-type": "application/x-protobuf"}
 
 
 def pass_body(run: str, seq_id: int, tokens: int = 4, datums: int = 1) -> bytes:
-    ids = list(range(1, tokens + 1))
+    ids = [1 + i % 500 for i in range(tokens)]
     datum = Datum(
         ModelInput.from_ints(ids), {"target_tokens": np.array(ids), "weights": np.ones(tokens, np.float32)}
     )

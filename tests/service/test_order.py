@@ -340,7 +340,7 @@ async def test_a_gap_is_not_given_up_while_what_it_waits_for_is_written_down(
     async with serving(home, gap_patience=0.05) as service:
         user = User(service)
         run = await user.run()
-        monkeypatch.setattr(accept, "BIG", 0)
+        monkeypatch.setattr(accept, "LARGE_PASS", 0)
         monkeypatch.setattr(Journal, "accept", slowly)
         second = await user.forward_backward(run, 2)
         first = asyncio.create_task(user.forward_backward(run, 1))

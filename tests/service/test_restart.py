@@ -32,8 +32,8 @@ from tinkex import store
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
 from tinkex.service.refusal import Refusal
+from tinkex.service.runs import execution, lifecycle, segments
 from tinkex.service.runs import journal as journal_module
-from tinkex.service.runs import lifecycle, segments
 from tinkex.service.runs.journal import Journal, JournalFullError, restore
 from tinkex.types import checkpoints, futures, sessions, training
 from tinkex.wire import ops
@@ -47,7 +47,11 @@ async def undisturbed(tmp_path: Path, steps: int) -> list[float]:
         return await user.train(await user.run(), 1, steps)
 
 
-async def test_pipelined_work_goes_on_where_it_was_and_keeps_its_ids(home: Path, tmp_path: Path):
+@pytest.mark.parametrize("many", [256, 1])  # 1: every pass is written and freed as large ones are
+async def test_pipelined_work_goes_on_where_it_was_and_keeps_its_ids(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int
+):
+    monkeypatch.setattr(execution, "MANY_DATUMS", many)
     expected = await undisturbed(tmp_path, 12)
     async with serving(home, Slow, snapshot_steps=3) as service:
         user = User(service)

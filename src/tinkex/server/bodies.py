@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope
 
@@ -189,19 +190,22 @@ class BodyCodec:
         message = await receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             return message.get("body", b"")
-        body = bytearray()  # joining 50 MB at the end would block the event loop for 30 ms
+        # Memory that is not touched costs nothing, and a buffer that grows would be copied: 20 ms for 50 MB.
+        body, size = np.empty(int(length) or limit, np.uint8).data, 0
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
-            body += message.get("body", b"")
-            if len(body) > limit:
+            part = message.get("body", b"")
+            begun, size = size, size + len(part)
+            if size > len(body):
                 raise Refusal(
                     413, f"the body has more than {limit} bytes, which is the most that is accepted"
                 )
-            if len(body) > http.undecoded:  # it came without its length
-                self._take(http, len(body))
+            if size > http.undecoded:  # it came without its length
+                self._take(http, size)
+            body[begun:size] = part
             if not message.get("more_body"):
-                return body  # type: ignore[return-value]  # decoders take any buffer
+                return body[:size]  # type: ignore[return-value]  # decoders take any buffer
             message = await receive()
 
     def _take(self, http: IncomingRequest, size: int) -> None:

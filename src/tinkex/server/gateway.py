@@ -50,6 +50,7 @@ log = logging.getLogger("tinkex.server")
 
 JSON = {"content-type": codec.JSON}
 NOT_READY = "the server is starting, or stopping: ask again in a moment"
+PIECE = 1024 * 1024  # bytes of a response that are handed to the transport at a time
 LONG_POLLS = (ops.RETRIEVE_FUTURE, ops.RETRIEVE_FUTURES)
 _CLIENT_GONE = 499  # for the log and the metrics; no response is sent
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -75,7 +76,11 @@ class BufferedResponse(Response):
         if send_whole is None or not send_whole(scope, self.status_code, self.raw_headers, self.body):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await send({"type": "http.response.body", "body": self.body})
+            body = memoryview(self.body)
+            while len(body) > PIECE:  # the transport may copy what it cannot send at once
+                await send({"type": "http.response.body", "body": body[:PIECE], "more_body": True})
+                body = body[PIECE:]
+            await send({"type": "http.response.body", "body": body})
 
 
 def tinker_error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

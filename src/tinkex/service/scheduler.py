@@ -269,6 +269,7 @@ class Scheduler:
         owner, seconds = self._owner(work), now - self._began
         if self._weight is None:
             self._weight = self._weigh(sum(self._due(w, part) for w in self._executing), seconds)
+            self._executing = []  # they may be large
         self._served[owner] += self._weight * self._due(work, part)
         self._charged[work.request_id] = part
         self._took[owner] = seconds

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
@@ -28,7 +28,7 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, texts
-from tinkex.service.runs.execution import REFUSED, Unreadable, tokens_of
+from tinkex.service.runs.execution import LARGE_PASS, MANY_DATUMS, REFUSED, Unreadable, tokens_of
 from tinkex.service.runs.journal import JournalEntry, JournalFullError
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.manager import RunManager
@@ -42,8 +42,8 @@ from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.training import ForwardBackwardRequest
 
-# Tokens, datums or chunks from which a pass is digested and journaled off the event loop.
-BIG, MANY_DATUMS, MANY_CHUNKS = 64 * 1024, 256, 1024
+MANY_CHUNKS = 1024  # from which a pass is digested and journaled on a thread
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ class TrainingRequests:
 
     async def _accept(self, run: Run, seq_id: int, request: Any, digest: bytes) -> UntypedAPIFuture:
         if isinstance(request, ForwardBackwardRequest) and self.home.limited:  # others are small
-            size = sum(datum.nbytes for datum in request.forward_backward_input.data)
+            size = await _maybe_off_loop(request, _size)
             if why := await self.home.over_quota(size, run.row.owner):
                 request = _failing(request, why)
             else:
@@ -315,15 +315,22 @@ def _is_small(request: Any) -> bool:
         return True
     data = request.forward_backward_input.data
     few = len(data) < MANY_DATUMS and sum(len(d.model_input.chunks) for d in data) < MANY_CHUNKS
-    return few and tokens_of(request) < BIG
+    return few and tokens_of(request) < LARGE_PASS
+
+
+async def _maybe_off_loop(request: ForwardBackwardRequest, function: Callable[[Any], T]) -> T:
+    """Call what looks at every datum of a pass: on a thread, unless they are few."""
+    return function(request) if _is_small(request) else await asyncio.to_thread(function, request)
+
+
+def _size(request: ForwardBackwardRequest) -> int:
+    return sum(datum.nbytes for datum in request.forward_backward_input.data)
 
 
 async def _digest(request: Any) -> bytes:
     """A fingerprint of a request's content, except for what a client may change when it repeats one."""
     if isinstance(request, ForwardBackwardRequest):
-        if _is_small(request):
-            return _digest_pass(request)
-        return await asyncio.to_thread(_digest_pass, request)
+        return await _maybe_off_loop(request, _digest_pass)
     content = request
     if not isinstance(request, Unreadable):
         content = sorted(request.model_dump(exclude={"sampling_session_seq_id"}).items())

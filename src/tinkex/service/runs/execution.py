@@ -49,6 +49,7 @@ SAVES: dict[str, tuple[CheckpointKind, Callable[..., Any]]] = {
     "save_weights_external": ("external_weights", saves.SaveWeightsExternalResponseInternal),
 }
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
+LARGE_PASS, MANY_DATUMS = 64 * 1024, 256  # tokens or datums from which threads write, digest and free a pass
 MOST_TRIES = 2  # of a pass with an uploaded loss, in processes that died meanwhile
 EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 
@@ -88,6 +89,13 @@ class Execution(QueuedRequest):
         """It may end the process that executes it: a pass with an uploaded loss, never finished before."""
         work = self.one_pass
         return work is not None and work.custom_loss is not None and not work.finished
+
+    @property
+    def is_large(self) -> bool:
+        """Its request, or its result, takes milliseconds to write or to free."""
+        return self.one_pass is not None and (
+            self.tokens >= LARGE_PASS or len(self.one_pass.data) >= MANY_DATUMS
+        )
 
     def begin(self) -> None:
         """Just before a part of it is computed: journal that, if it is suspect."""

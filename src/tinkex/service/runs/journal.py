@@ -176,6 +176,8 @@ class Journal(_Contents):
 
     def resolve(self, request_id: str, outcome: Any) -> None:
         """Keep a request's outcome. The first one holds; that of a trimmed request is not kept."""
+        if request_id in self._resolved:
+            return  # a large outcome is kept early, on a thread
         content = pack(outcome)
         with self._lock:
             entry = self._known.get(request_id)

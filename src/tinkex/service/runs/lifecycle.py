@@ -122,6 +122,12 @@ class Run:
         if future.failed and seq_of(future.request_id) == 0:
             self.was_not_made(outcome.error)
 
+    async def record(self, future: Future, outcome: Any) -> None:
+        """Journal a large outcome on a thread: `resolve` would take the event loop's time for it."""
+        if not future.done and self.state is not RunState.MISMATCHED:
+            with contextlib.suppress(JournalError):  # `resolve` tries again, and says so
+                await asyncio.to_thread(self.journal.resolve, future.request_id, outcome)
+
     def write_outcomes(self) -> None:
         """Journal the outcomes. If that fails clients get them all the same; a replay computes them again."""
         try:

@@ -114,8 +114,13 @@ class TrainingLoop:
             until = delay if until is None else min(until, delay)
         else:
             async with self.executing:
-                if batch := self.scheduler.next_batch(time.monotonic()):
-                    return await self._execute(cast(list[Execution], batch))
+                if batch := cast(list[Execution], self.scheduler.next_batch(time.monotonic())):
+                    large = [work for work in batch if work.is_large]
+                    await self._execute(batch)
+                    if large:  # the event loop would have to free megabytes
+                        del batch
+                        asyncio.get_running_loop().run_in_executor(None, large.clear)
+                    return None
         timeout = None if until is None else max(0.0, until - time.monotonic())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), timeout)
@@ -208,6 +213,8 @@ class TrainingLoop:
                 else:
                     # An uploaded loss runs against the clock: it might not end in time again.
                     timed = work.one_pass is not None and work.one_pass.custom_loss is not None
+                    if work.is_large:
+                        await work.run.record(work.future, result)
                     work.run.resolve(work.future, result, repeatable=not timed)
             for work in {work.run: work for work in batch}.values():  # the last one of each run
                 if not work.run.has_gradients:
