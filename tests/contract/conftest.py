@@ -40,14 +40,17 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", params=["fake", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="session", params=["fake", "torch", "hybrid", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
     if request.param == "fake":
         return EngineConfig("fake-model", kind="fake", max_context=256, name="m/fake", tokenizer=tokenizer)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    path = tiny_model(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=256)
+    family = "qwen3_5" if request.param == "hybrid" else "llama3"
+    path = tiny_model(tmp_path_factory.mktemp("model"), family, max_position_embeddings=256)
     device = "cuda" if request.param == "cuda" else "cpu"
     return EngineConfig(
         str(path),
