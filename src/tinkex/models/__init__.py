@@ -8,9 +8,11 @@ engine and no server.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -180,7 +182,7 @@ def _is_reachable(hub_id: str) -> bool:
 
 
 def _download(hub_id: str, *, offline: bool) -> Path:
-    """The model from the hub, with the library's own progress bars; without a request if `offline`."""
+    """The model from the hub, with the library's progress bars, resumed if need be; offline: no request."""
     try:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # a bare type
     except ImportError:
@@ -189,11 +191,56 @@ def _download(hub_id: str, *, offline: bool) -> Path:
             "pip install 'tinkex[engine]'"
         ) from None
     try:
+        if not offline:
+            _check_space(hub_id)
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=offline))
+    except ModelError:
+        raise
     except Exception as error:
+        if (told := _explained(hub_id, error)) and not offline:
+            raise ModelError(told) from error
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         cached_only = "is not in the hub's cache, and HF_HUB_OFFLINE is set"
         raise ModelError(
             f"the model {hub_id!r} {cached_only if offline else f'cannot be fetched ({why})'}, and there is "
             "no such directory here; see `tinkex model list-local`"
         ) from error
+
+
+def _check_space(hub_id: str) -> None:
+    """Refuse a model that is larger than what the disk of the hub's cache has free."""
+    from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+
+    try:
+        files: Any = snapshot_download(hub_id, allow_patterns=_HUB_FILES, dry_run=True)
+    except TypeError:  # an older library cannot tell
+        return
+    place = Path(constants.HF_HUB_CACHE)
+    existing = next(folder for folder in (place, *place.parents) if folder.exists())
+    needed = sum(file.file_size for file in files if file.will_download)
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ModelError(
+            f"the model {hub_id!r} needs {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free for "
+            f"the hub's cache in {place}; free some, or set HF_HOME to a directory on another disk"
+        )
+
+
+def _explained(hub_id: str, error: BaseException) -> str:
+    """What to do about a refusal of the hub; "" if there is nothing to say but the error itself."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    page, cache = f"{constants.ENDPOINT}/{hub_id}", constants.HF_HUB_CACHE
+    login = "give a token by HF_TOKEN or `hf auth login`"
+    if isinstance(error, GatedRepoError):
+        return f"the model {hub_id!r} is gated: accept its terms at {page}, and {login}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub has no model {hub_id!r} for you ({page}); if it is private, {login}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return (
+            f"the disk of the hub's cache, {cache}, is full; free some, or set HF_HOME to a directory on "
+            f"another disk. What was fetched of {hub_id!r} is kept, and the next try goes on from there"
+        )
+    cause = error.__cause__ or error.__context__  # the library wraps some
+    return "" if cause is None else _explained(hub_id, cause)
