@@ -129,6 +129,28 @@ def test_the_worst_bodies_do_not_hold_the_loop(server: Running, watch: Watch, fo
     assert slow == {}, "\n".join(f"{what}: {took * 1000:.0f} ms" for what, took in slow.items())
 
 
+LARGE_OPS = (
+    "forward_backward",
+    "forward",
+    "asample",
+    "stream_sample",
+    "create_custom_loss",
+    "create_session",
+)
+
+
+@pytest.mark.parametrize("path", [*(f"/api/v1/{op}" for op in LARGE_OPS), "/v1/completions"])
+def test_json_of_120_megabytes_is_refused_unread(server: Running, watch: Watch, path: str):
+    """Its parser would hold the GIL, and with it the loop, for a second."""
+    content, json_type = b'{"a": [' + b"12345," * 20_000_000 + b"1]}", {"content-type": "application/json"}
+    answer = server.ask("POST", path, content, json_type)
+    assert answer.status == 413, answer.body
+    packed = server.ask("POST", path, zstd.compress(content, 1), {**json_type, "content-encoding": "zstd"})
+    assert packed.status in (400, 422), packed.body
+    assert b"more than" in packed.body or path.startswith("/v1")  # which unpacks nothing
+    assert watch.longest < MOST, watch.what
+
+
 @pytest.fixture
 def instant_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine computes nothing: its results are as large as ever."""

@@ -37,6 +37,7 @@ else:
 BIG = 64 * 1024  # bytes from which a response is encoded on a thread, and is worth compressing
 PARSED_HERE = 16 * 1024  # bytes up to which a body is parsed on the event loop, in 10 ms at worst
 MAX_BODY = 256 * 1024 * 1024
+MAX_JSON = 32 * 1024 * 1024  # of any request: its parser holds the GIL, for 0.3 s per 32 MiB of numbers
 MAX_SMALL_BODY = 512 * 1024  # of a request that is no pass, sample or uploaded loss
 MAX_TELEMETRY = 4 * 1024 * 1024
 MAX_UNDECODED = 2 * 1024**3  # bytes of all bodies that are being received, or wait to be decoded
@@ -172,10 +173,13 @@ class BodyCodec:
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def limit_of(self, op: Op[Any, Any]) -> int:
+    def limit_of(self, op: Op[Any, Any], http: IncomingRequest) -> int:
         """The most bytes that a request to `op` may have, packed and unpacked."""
         if op.request in _LARGE_REQUESTS:
-            return self.limit
+            is_proto = op.request is ForwardBackwardRequest and codec.PROTO in http.headers.get(
+                "content-type", ""
+            )
+            return self.limit if is_proto else min(self.limit, MAX_JSON)
         return min(self.limit, MAX_TELEMETRY if op.request is TelemetrySendRequest else MAX_SMALL_BODY)
 
     async def read(self, http: IncomingRequest, limit: int) -> bytes:
@@ -231,7 +235,7 @@ class BodyCodec:
 
     async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes) -> Any:
         parts = op, http.path_params, http.query, http.headers, body
-        return await self.parse(http, body, lambda: codec.decode_request(*parts, self.limit_of(op)))
+        return await self.parse(http, body, lambda: codec.decode_request(*parts, self.limit_of(op, http)))
 
     async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:
         if result_size(value) < BIG:

@@ -272,10 +272,10 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
         return _key_handler(gateway, _KEY_OPERATIONS[op.name])
     call = gateway.long_poll if op in LONG_POLLS else gateway.service.call
     bodies, has_body = gateway.bodies, op.method not in ("GET", "DELETE")
-    max_body = bodies.limit_of(op)
 
     async def handle(http: IncomingRequest) -> Response:
         caller, headers = gateway.admit(http), http.headers
+        max_body = bodies.limit_of(op, http)
         body = await bodies.read(http, max_body) if has_body else b""
         try:
             request = await bodies.decode(op, http, body)

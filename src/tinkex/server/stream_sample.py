@@ -72,7 +72,9 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
     async def handle(http: IncomingRequest) -> Response:
         caller = gateway.admit(http)
         bodies = gateway.bodies
-        request = await bodies.decode(ops.SAMPLE, http, await bodies.read(http, bodies.limit))
+        request = await bodies.decode(
+            ops.SAMPLE, http, await bodies.read(http, bodies.limit_of(ops.SAMPLE, http))
+        )
         events = gateway.service.stream(request, caller)
         return EventStream(_encoded(events), aclosing(events))
 
