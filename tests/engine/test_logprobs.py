@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from tests.engine.oracle import randomise
 from tests.engine.plain_lora import PlainLora
 from tinkex.engine.torch.hooks import Part
-from tinkex.engine.torch.logprobs import Targets, target_logprobs
+from tinkex.engine.torch.logprobs import Targets, logprob_chunk, target_logprobs
 from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.engine.torch.models.decoder import UNEMBED
 from tinkex.types.params import LoraConfig
@@ -37,14 +39,16 @@ def adapters() -> list[Adapter | None]:
     return made
 
 
-def plain(h: Tensor, weight: Tensor, targets: Targets, lora: PlainLora) -> Tensor:
+def plain(h: Tensor, weight: Tensor, targets: Targets, lora: PlainLora, cap: float | None = None) -> Tensor:
     logits = lora(UNEMBED, h, h @ weight.t())
+    logits = logits if cap is None else cap * (logits / cap).tanh()
     return logits.log_softmax(-1)[targets.rows_M, targets.ids_M]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 23, 100])
 @pytest.mark.parametrize("per_row", [[1] * T, [3] * T, [1 + t % 4 for t in range(T)]])
-def test_equals_plain_log_softmax(chunk: int, per_row: list[int]) -> None:
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_equals_plain_log_softmax(chunk: int, per_row: list[int], cap: float | None) -> None:
     torch.manual_seed(0)
     h, weight = torch.randn(T, D), torch.randn(V, D)
     targets, segments = targets_of(per_row), [9, 6, 8]
@@ -56,11 +60,12 @@ def test_equals_plain_log_softmax(chunk: int, per_row: list[int]) -> None:
     mine, theirs = adapters(), adapters()
     fast = LoraBatch(mine, segments, train=True)
     lp, grad = target_logprobs(
-        h, weight, targets, fast, V, lambda lp, first, last: pull[first:last], chunk=chunk
-    )
+        h, weight, targets, fast, V, lambda lp, first, last: pull[first:last], chunk=chunk,
+        compute=partial(logprob_chunk, softcap=cap),
+    )  # fmt: skip
 
     leaf, slow = h.clone().requires_grad_(), PlainLora(theirs, segments, train=True)
-    expected = plain(leaf, weight, targets, slow)
+    expected = plain(leaf, weight, targets, slow, cap)
     expected.backward(pull)
     slow.collect()
     torch.testing.assert_close(lp, expected.detach(), atol=1e-5, rtol=1e-5)

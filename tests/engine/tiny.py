@@ -134,6 +134,45 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4 E": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+            "final_logit_softcapping": 5.0,
+            "tied": True,
+        },
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+            "tied": True,
+        },
+    ),
     "olmo3": (
         "Olmo3",
         {
@@ -268,6 +307,9 @@ def _randomise(model: torch.nn.Module, seed: int, norm: float) -> None:
                 weight.copy_((1.0 if "linear_attn" in name else norm) + 0.2 * noise)
             else:
                 weight.copy_(noise * (0.3 if weight.dim() == 1 else 1.2 / weight.shape[-1] ** 0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def reference_model(path: Path) -> Any:

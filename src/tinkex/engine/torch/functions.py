@@ -110,6 +110,10 @@ def swiglu(gate_up: Tensor | PartialProjection, impl: ModuleType = plain) -> Ten
     return _SwiGlu.apply(gate_up, impl) if gate_up.requires_grad else impl.swiglu(gate_up)
 
 
+def capped(logits: Tensor, cap: float) -> Tensor:
+    return (logits / cap).tanh() * cap
+
+
 _PACK_ROWS = 64  # what the blocked layout is chosen for; any number of rows can use it
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

@@ -106,5 +106,7 @@ class ForwardContext(NamedTuple):
     angles: Sequence[tuple[Tensor, Tensor]]  # per `ModelConfig.ropes`: cos and sin of the tokens' positions
     attend: Attend
     lora: LoraHook | None
+    lent: dict[int, tuple[Tensor, Tensor]]  # keys and values, by layer, that later layers share
     positions: Tensor | None = None  # of the tokens; None where only angles are known, of a uniform model
     states: Sequence[StateGroup] = ()  # of models with recurrent layers
+    layer_inputs: Tensor | None = None  # [T, L, P] of `per_layer.LayerInputs`

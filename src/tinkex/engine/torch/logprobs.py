@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.functions import linear
+from tinkex.engine.torch.functions import capped, linear
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.models.decoder import UNEMBED
 
@@ -85,13 +85,18 @@ def logprob_chunk(
     cells: tuple[Tensor, Tensor],
     grads: Callable[[Tensor], Tensor] | None,
     out_ND: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The logprobs of one chunk's cells (row, id); with `grads`, their gradient to h_ND goes to `out_ND`.
 
-    The adapters' gradients are added to theirs; `out_ND` comes with zeros.
+    The adapters' gradients are added to theirs; `out_ND` comes with zeros. `softcap`: `ModelConfig`'s.
     """
     logits_NV = linear(h_ND, weight_VD)
     add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
+    slope_NV = None
+    if softcap is not None:
+        logits_NV = capped(logits_NV, softcap)
+        slope_NV = 1 - (logits_NV / softcap).square()
     logits_NV[:, vocab:] = -math.inf
     if logits_NV.dtype == torch.float32:  # in place: a row is read before it is written
         logp_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
@@ -111,7 +116,10 @@ def logprob_chunk(
         logp_NV, h_ND = logp_NV[live], h_ND[live]
     total_N = torch.zeros(len(live), device=h_ND.device).index_add_(0, rows, grad_M)
     grad_NV = logp_NV.exp_().mul_(-total_N[:, None])  # Σ g·(onehot − softmax), g being a cell's gradient
-    grad_NV = grad_NV.index_put_((rows, ids), grad_M, accumulate=True).to(h_ND.dtype)
+    grad_NV = grad_NV.index_put_((rows, ids), grad_M, accumulate=True)
+    if slope_NV is not None:
+        grad_NV *= slope_NV[live] if some else slope_NV
+    grad_NV = grad_NV.to(h_ND.dtype)
     grad_ND = linear(grad_NV, weight_VD.t())
     jobs = lora.jobs(UNEMBED, rows=live + start) if some else lora.jobs(UNEMBED, start, start + len(live))
     add_backward(UNEMBED, jobs, grad_NV, h_ND, shrink(UNEMBED, jobs, h_ND), grad_ND)

@@ -31,7 +31,7 @@ from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
-from tinkex.engine.torch.logprobs import GradOf, Targets, target_logprobs
+from tinkex.engine.torch.logprobs import GradOf, Targets, logprob_chunk, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.loss_graph import (
     LOSS_SECONDS,
@@ -263,7 +263,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         parts = self._pass_cells(batch)
         vocab = self.decoder.config.vocab_size
         of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora, vocab)
-        compute = self.decoder.backend.logprob_chunk
+        compute, cap = self.decoder.backend.logprob_chunk, self.decoder.config.logit_softcap
+        compute = compute if cap is None else partial(logprob_chunk, softcap=cap)
         if batch.backward and all(part.loss is not None and part.loss.local for part, *_ in parts):
             lp_M, grad_TD = target_logprobs(*of, _local_gradient(parts), compute=compute)
         else:

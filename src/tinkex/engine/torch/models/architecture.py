@@ -67,10 +67,13 @@ class AttentionConfig:
     sinks: bool = False  # a logit per query head that takes its share of the softmax and has no value
     gate: bool = False  # q_proj also gives, per head, a gate whose sigmoid multiplies the head's output
     fused: bool = False  # stored as one qkv_proj
+    v_norm: bool = False  # values are normalised too, without a weight
+    k_as_v: bool = False  # there is no v_proj: the projected key is the value as well
+    share: int | None = None  # the earlier layer whose keys and values it attends to: it has none of its own
 
     @property
-    def kv_shape(self) -> KvShape:
-        return KvShape(self.kv_heads, self.head_dim, self.head_dim)
+    def kv_shape(self) -> KvShape | None:
+        return KvShape(self.kv_heads, self.head_dim, self.head_dim) if self.share is None else None
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each block adds
     logit_scale: float = 1.0
+    logit_softcap: float | None = None  # logits become cap·tanh(logits / cap)
+    layer_inputs: tuple[int, int] | None = None  # ids and width of a table of inputs of single layers
+    layer_scalars: bool = False  # a stored number multiplies what leaves a layer
     vision_config: Mapping[str, Any] | None = None  # kept, not used: images are refused
 
     @property
@@ -279,6 +285,8 @@ class ModelConfig:
             and all(not mlp.fused for mlp in mlps)
             and self.norm.kind == "plain"
             and scales == (1.0, 1.0, 1.0)
+            and self.logit_softcap is None
+            and not self.layer_scalars
         )
 
     @property

@@ -32,11 +32,15 @@ class Attention(Block):
         self.rope = None if c.rope is None else model.ropes.index(c.rope)
         # what `split_rotate` does in one step
         self.direct = c.rope is not None and c.rope.whole(c.head_dim) and c.qk_norm != "whole"
-        self.direct = self.direct and not c.gate
-        self.sizes = c.heads * c.head_dim * (1 + c.gate), *[c.head_dim * c.kv_heads] * 2
+        self.direct = self.direct and not (c.gate or c.v_norm or c.k_as_v) and c.share is None
+        kv = c.head_dim * c.kv_heads if c.share is None else 0
+        self.sizes = c.heads * c.head_dim * (1 + c.gate), kv, 0 if c.k_as_v else kv
+        self.lends = any(getattr(other.mixer, "share", None) == layer for other in model.stack)
         names = ("q_proj", "k_proj", "v_proj")
         parts = tuple(
-            Part(f"{self.name}.{name}", size, "attn") for name, size in zip(names, self.sizes, strict=True)
+            Part(f"{self.name}.{name}", size, "attn")
+            for name, size in zip(names, self.sizes, strict=True)
+            if size
         )
         if c.fused:
             parts = (Part(f"{self.name}.qkv_proj", sum(self.sizes), "attn"),)
@@ -45,7 +49,7 @@ class Attention(Block):
         self.o = Projection(Site(layer, "o"), c.heads * c.head_dim, (out,), c.o_bias)
         q_width, k_width = (c.heads, c.kv_heads) if c.qk_norm == "whole" else (1, 1)
         self.q_norm = frozen_parameter(q_width * c.head_dim) if c.qk_norm else None
-        self.k_norm = frozen_parameter(k_width * c.head_dim) if c.qk_norm else None
+        self.k_norm = frozen_parameter(k_width * c.head_dim) if c.qk_norm and kv else None
         self.sinks = frozen_parameter(c.heads) if c.sinks else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
@@ -58,8 +62,11 @@ class Attention(Block):
             q_THC, k_TGC, v_TGC, gate_THC = self._split(qkv, context)
         if (factor := self._query_factor(context)) is not None:
             q_THC = q_THC * factor
+        if self.lends:
+            context.lent[self.layer] = k_TGC, v_TGC
         if self.sinks is None:
-            o_THC = context.attend(self.layer, q_THC, k_TGC, v_TGC)
+            at = self.layer if self.config.share is None else self.config.share
+            o_THC = context.attend(at, q_THC, k_TGC, v_TGC)
         else:
             o_THC = cast(SinkAttend, context.attend)(self.layer, q_THC, k_TGC, v_TGC, self.sinks)
         if gate_THC is not None:
@@ -74,8 +81,17 @@ class Attention(Block):
         q, k, v = total(qkv).split(self.sizes, dim=-1)
         if c.gate:
             q, gate_THC = q.unflatten(-1, (c.heads, -1)).chunk(2, dim=-1)
-        q_THC, k_TGC = self._rotated(q, self.q_norm, context), self._rotated(k, self.k_norm, context)
-        return q_THC, k_TGC, v.unflatten(-1, (-1, c.head_dim)), gate_THC
+        q_THC = self._rotated(q, self.q_norm, context)
+        if c.share is not None:
+            return q_THC, *context.lent[c.share], gate_THC
+        k_TGC, v_TGC = (
+            self._rotated(k, self.k_norm, context),
+            (k if c.k_as_v else v).unflatten(-1, (-1, c.head_dim)),
+        )
+        if c.v_norm:
+            ones = torch.ones(c.head_dim, device=v_TGC.device)
+            v_TGC = rms_norm(Stream(v_TGC), ones, self.norm.eps, context.backend.elementwise)
+        return q_THC, k_TGC, v_TGC, gate_THC
 
     def _rotated(self, x: Tensor, norm: Tensor | None, context: ForwardContext) -> Tensor:
         """Heads [T, n, C], normalised if there is a norm, and rotated if there is a rope."""

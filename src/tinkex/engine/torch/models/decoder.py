@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tinkex.engine.torch.functions import Stream, add, add_rms_norm, pack, rms_norm
+from tinkex.engine.torch.functions import Stream, add, add_rms_norm, capped, pack, rms_norm
 from tinkex.engine.torch.hooks import (
     Attend,
     ForwardContext,
@@ -41,6 +41,7 @@ from tinkex.engine.torch.models.delta_net import DeltaNet
 from tinkex.engine.torch.models.latent import LatentAttention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
+from tinkex.engine.torch.models.per_layer import LayerInputGate, LayerInputs
 from tinkex.engine.torch.models.projection import Block, Projection, Slot, frozen_parameter, total
 from tinkex.engine.torch.quantised import QuantisedMatrix
 
@@ -77,6 +78,8 @@ class DecoderLayer(Block):
             None if one is None else _BLOCKS[type(one)](model, one, layer)
             for one in (config.mixer, config.mlp)
         )
+        self.input_gate = LayerInputGate(model, layer) if model.layer_inputs else None
+        self.scalar = frozen_parameter(1) if model.layer_scalars else None
 
     def forward(
         self, stream: Stream, delta_TD: Tensor | PartialProjection | None, context: ForwardContext
@@ -92,6 +95,12 @@ class DecoderLayer(Block):
             if self.scale != 1.0:
                 y_TD = self.scale * total(y_TD)
             delta_TD = y_TD
+        if self.input_gate is not None:
+            stream, h_TD = self.norm_input(stream, delta_TD, None, context)
+            delta_TD = self.input_gate(h_TD, context)
+        if self.scalar is not None:
+            (x_TD, rest), _ = self.norm_input(stream, delta_TD, None, context)
+            stream, delta_TD = Stream(x_TD * self.scalar, None if rest is None else rest * self.scalar), None
         return stream, delta_TD
 
     def norm_input(
@@ -114,15 +123,16 @@ class DecoderLayer(Block):
 
         def block(x_TD: Tensor) -> Stream:
             after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
-            assert delta_TD is not None
-            return add(after, delta_TD, context.backend.elementwise)
+            return after if delta_TD is None else add(after, delta_TD, context.backend.elementwise)
 
         return recompute(block, stream.x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     def weights(self) -> dict[str, Tensor]:
         weights = self.mixer_norm, self.mixer_post_norm, self.mlp_norm, self.mlp_post_norm
         norms = zip(self.placement, weights, strict=True)
-        return {f"{self.name}.{name}.weight": weight.detach() for name, weight in norms if weight is not None}
+        scalar = {} if self.scalar is None else {f"{self.name}.layer_scalar": self.scalar.detach()}
+        named = {f"{self.name}.{name}.weight": weight for name, weight in norms if weight is not None}
+        return {name: weight.detach() for name, weight in named.items()} | scalar
 
 
 class Decoder(Block):
@@ -139,6 +149,7 @@ class Decoder(Block):
         self.norm = frozen_parameter(config.width)
         self.head = None if config.tied else frozen_parameter(config.padded_vocab, config.width)
         self.packed_head: Tensor | None = None
+        self.layer_inputs = LayerInputs(config) if config.layer_inputs else None
 
     @property
     def unembed_weight(self) -> Tensor:
@@ -167,7 +178,9 @@ class Decoder(Block):
         else:
             at, angles = None, [positions]
         stream, delta_TD = Stream(self.embed(tokens_T)), None
-        context, norm = ForwardContext(self.backend, angles, attend, lora, at, states), self.config.norm
+        context, norm = ForwardContext(self.backend, angles, attend, lora, {}, at, states), self.config.norm
+        if self.layer_inputs is not None:
+            context = context._replace(layer_inputs=self.layer_inputs(tokens_T, stream.x, context))
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             if checkpoint:
@@ -192,7 +205,7 @@ class Decoder(Block):
         """[N, V] in the model's dtype."""
         frozen = Frozen(self.unembed_weight, None, self.packed_head, self.backend.linear)
         y_NV = frozen(h_ND) if lora is None else lora.project(UNEMBED, h_ND, frozen)
-        return total(y_NV)
+        return total(y_NV) if (cap := self.config.logit_softcap) is None else capped(total(y_NV), cap)
 
     def with_backend(self, backend: Backend) -> Decoder:
         other = copy.copy(self)

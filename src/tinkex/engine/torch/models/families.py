@@ -275,6 +275,52 @@ def gemma3(fields: Fields) -> ModelConfig:
     )
 
 
+def gemma4(fields: Fields) -> ModelConfig:
+    refuse(fields, enable_moe_block=False)
+    if fields.get("use_bidirectional_attention") == "all":
+        refuse(fields, use_bidirectional_attention=None)
+    fields = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **fields}
+    count, same = layer_count(fields), bool(fields.get("attention_k_eq_v", False))
+    types = layer_types(
+        fields, ("full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count))
+    )
+    types = [*types[:-1], "full_attention"]
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    fields = {**fields, "rope_parameters": fields.get("rope_parameters") or ropes}
+    wide = {"head_dim": fields.get("global_head_dim", 512)}
+    if same and fields.get("num_global_key_value_heads"):
+        wide["num_key_value_heads"] = fields["num_global_key_value_heads"]
+    of_layer, bias = fields.get("per_layer_config") or {}, bool(fields.get("attention_bias", False))
+    lent = count - fields.get("num_kv_shared_layers", 0)
+    stack = []
+    for i, kind in enumerate(types):
+        full, shares = kind == "full_attention", i >= lent > 0
+        given = {**fields, **((of_layer.get(str(i)) or {}) if of_layer else wide if full else {})}
+        mixer = attention_of(
+            given, qk_norm="head", qkv_bias=bias, o_bias=bias, scale=1.0, v_norm=True, k_as_v=same and full,
+            window=None if full else fields.get("sliding_window", 512),
+            rope=read_rope(given, given["head_dim"], kind),
+            share=max(j for j in range(lent) if types[j] == kind) if shares else None,
+        )  # fmt: skip
+        mlp = mlp_of(fields)
+        double = fields.get("use_double_wide_mlp", False) and shares
+        stack.append(LayerConfig(mixer, replace(mlp, width=mlp.width * (1 + double)), SANDWICH))
+    width = fields.get("hidden_size_per_layer_input", 256)
+    return assembled(
+        fields,
+        stack,
+        norm=NormConfig(float(fields.get("rms_norm_eps", 1e-6)), "wide"),
+        embedding_scale=integer(fields, "hidden_size") ** 0.5,
+        logit_softcap=fields.get("final_logit_softcapping"),
+        layer_inputs=(fields.get("vocab_size_per_layer_input", 262144), width) if width else None,
+        layer_scalars=True,
+        tied=bool(fields.get("tie_word_embeddings", True)),
+    )
+
+
 def olmo3(fields: Fields) -> ModelConfig:
     fields, count = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, **fields}, layer_count(fields)
     types = layer_types(
@@ -499,6 +545,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3_5_moe_text": qwen3_5,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
+    "gemma4": gemma4,
+    "gemma4_text": gemma4,
     "olmo3": olmo3,
     "phi3": phi3,
     "granite": granite,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinkex.errors import InvalidInputError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ def read_rope(
     kind, theta = rope["rope_type"], float(rope["rope_theta"])
     if kind not in ROPE_TYPES:
         raise InvalidInputError(f"rope_type {kind!r} is not supported; allowed: {', '.join(ROPE_TYPES)}")
+    if kind == "proportional":  # the whole head in pairs, of which only the first turn
+        turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        inv_freq = theta ** -(torch.arange(0, 2 * turned, 2, dtype=torch.float32) / head_dim)
+        inv_freq = inv_freq / rope.get("factor", 1.0)
+        return Rope((*inv_freq.tolist(), *[0.0] * (head_dim // 2 - turned)))
     part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     if partial is None and part not in (None, 1.0):
         raise InvalidInputError(f"partial_rotary_factor {part} is not supported; allowed: 1.0")
