@@ -83,6 +83,11 @@ def qwen3_5_moe(count: int, per_token: int, width: int) -> dict[str, int]:
     }
 
 
+def inside(kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    """The model that sees, around a text model."""
+    return {"model_type": kind, "text_config": text, "vision_config": {}}
+
+
 # name: config.json, and parameters per rank of mlp, attn and unembed
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "Llama-3.1-8B": (dense("llama", 4096, 32, 32, 8, 14336), (1_769_472, 851_968, 132_352)),
@@ -108,10 +113,19 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
         qwen3_5(4096, 60, (32, 2), 1024, linear_num_value_heads=64, **qwen3_5_moe(512, 10, 1024)),
         (96_030_720, 2_841_600, 252_416),
     ),
+    "Qwen3-VL-30B-A3B": (
+        inside("qwen3_vl_moe", qwen3_moe(2048, 48, 32, 768)),
+        (14_450_688, 835_584, 153_984),
+    ),
+    "Qwen3-VL-235B-A22B": (
+        inside("qwen3_vl_moe", qwen3_moe(4096, 94, 64, 1536)),
+        (56_598_528, 3_176_448, 156_032),
+    ),
     "gpt-oss-20b": (gpt_oss(24, 32), (6_842_880, 497_664, 203_968)),
     "gpt-oss-120b": (gpt_oss(36, 128), (40_124_160, 746_496, 203_968)),
     "DeepSeek-V3.1": (DEEPSEEK, (94_307_328, 2_440_000, 136_448)),
     "Kimi-K2": (KIMI, (144_583_680, 1_940_288, 171_008)),
+    "Kimi-K2.5": (inside("kimi_k25", KIMI), (144_583_680, 1_940_288, 171_008)),
     "GLM-5.3": (GLM, (121_356_288, 2_920_320, 161_024)),
 }
 

@@ -173,6 +173,33 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "tied": True,
         },
     ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "vision_config": {
+                "num_hidden_layers": 1,
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "patch_size": 4,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+        },
+    ),
     "olmo3": (
         "Olmo3",
         {

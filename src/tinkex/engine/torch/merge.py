@@ -51,12 +51,16 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
             "weights alone; give the base model's directory in bfloat16"
         )
     deltas = _deltas(adapter_dir)
-    tied = config.get("tie_word_embeddings") or not any(_HEAD in names for names in shards.values())
+    tied = config.get("tie_word_embeddings") or not any(
+        _HEAD in map(our_name, names) for names in shards.values()
+    )
     untied = deltas.pop(_HEAD, None) if tied else None
     if untied is not None:
         config["tie_word_embeddings"] = False
         # a file may hold a copy of the tied embedding under the head's name
-        shards = {shard: [name for name in names if name != _HEAD] for shard, names in shards.items()}
+        shards = {
+            shard: [name for name in names if our_name(name) != _HEAD] for shard, names in shards.items()
+        }
     known = model_config(config) if config.get("model_type") in FAMILIES else None
     stored_as = (known.experts, known.width) if known else (None, 0)
     with new_directory(out_dir, overwrite=overwrite) as temporary:

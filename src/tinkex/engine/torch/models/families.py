@@ -31,10 +31,16 @@ from tinkex.errors import InvalidInputError
 Fields = Mapping[str, Any]
 
 # What stored names begin with, and what our names do.
-_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.blocks.": "model.layers.",  # as transformers saves Kimi-K2.5
+    "language_model.model.": "model.",
+    "language_model.": "",
+}
 # Of models that see: their towers are not read. Of models with heads for several tokens: neither are those.
 TOWERS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
-          "model.multi_modal_projector.", "vision_model.", "mm_projector.")  # fmt: skip
+          "model.multi_modal_projector.", "vision_model.", "mm_projector.",
+          "model.mm_projector.")  # fmt: skip
 MTP = ("mtp.",)
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -560,5 +566,6 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "glm4_moe_lite": deepseek_v3,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": deepseek_v3,
+    "kimi_k25": deepseek_v3,
     "glm_moe_dsa": glm_moe_dsa,
 }
