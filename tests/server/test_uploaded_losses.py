@@ -28,8 +28,8 @@ from tinkex.client.custom_loss import LossHandle
 pytestmark = pytest.mark.slow
 
 ADAM = AdamParams(learning_rate=1e-2)
-LONG = [datum(seed, length=250) for seed in range(120)]
-SECONDS = 8.0  # for what takes a second or less on an idle machine, and minutes if a loss holds the engine
+LONG = [datum(seed, length=250) for seed in range(160)]
+SECONDS = 20.0  # for what takes a second or less on an idle machine, and minutes if a loss holds the engine
 
 
 def decompositions(repeats: int) -> Callable[[Any], Any]:
@@ -140,7 +140,7 @@ def test_a_terminated_server_ends_in_time_and_does_not_blame_the_pass(
         serve.terminate(SECONDS)
         serve.start()
     wait_until_begun(serve, hostile.run.model_id, begun(serve, hostile.run.model_id))
-    assert other.step() < 2 * SECONDS  # it was not answered with a failure, and is computed again
+    assert other.step() < SECONDS  # it was not answered with a failure, and is computed again
     assert not promise.done()
     hostile.service.create_rest_client().delete_session(hostile.session).result(60)
 
