@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import logging
 import pickle
 import tracemalloc
@@ -252,6 +253,7 @@ ECHO = {
 ESCAPED = (
     b'{"detail": "no \\u0074ml-a-key-of-somebody-0123456789", "\\u0074ml-a-key-of-somebody-0123456789": 1}'
 )
+ESCAPED_KEY = "".join(f"\\u{ord(c):04X}" for c in KEY)
 ECHOES = {
     "a 400": status(400, {"x-echo": KEY, "set-cookie": SECRET}, ECHO),
     "a 500": status(500, {"x-echo": KEY}, ECHO),
@@ -299,6 +301,11 @@ def test_a_key_that_is_echoed_by_a_failed_request_or_a_value_is_redacted(
     with pytest.raises(TinkerError, match=r"it said \[redacted\]") as caught:
         run.forward_backward([datum()], "cross_entropy").result(20)
     assert KEY not in shown(caught.value)
+    for spelled in (json.dumps(ESCAPED_KEY), "".join(f"%{ord(c):02x}" for c in KEY), ESCAPED_KEY):
+        stub.script("forward_backward", fail(f"it said {spelled}!"))
+        with pytest.raises(TinkerError, match=r"it said \W*\[redacted\]") as caught:
+            run.forward_backward([datum()], "cross_entropy").result(20)
+        assert "somebody" not in shown(caught.value)
     stub.script("get_server_capabilities", status(200, body={"supported_models": [{"model_name": KEY}]}))
     answer = known.get_server_capabilities(timeout=20)
     assert KEY not in repr(answer)

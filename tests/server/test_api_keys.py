@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import re
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import jwt
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from tests.server.conftest import KEY, OTHER_KEY, Running
 from tinkex.server import api_keys as module
 from tinkex.server.api_keys import Authenticator, hash_key, new_key
+from tinkex.server.gateway import WHY
 from tinkex.server.serve import Server, StartError
 from tinkex.server.signing import DownloadSigner, WeightsTokens, derive, home_secret
+from tinkex.service.futures import failure
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
+from tinkex.types.futures import PendingFuture
+from tinkex.types.outputs import NewTokens
+from tinkex.wire import ops
 
 SECRET = bytes(range(32))
 
@@ -282,6 +292,83 @@ def test_errors_over_http_name_no_directories_of_the_server(start: Callable[...,
     assert refused.status == 503
     assert "ledger.sqlite" in refused.json["detail"]
     assert str(home) not in refused.json["detail"]
+
+
+class FailingStream:
+    """A sample that fails after its first token."""
+
+    def __init__(self, why: str) -> None:
+        first = NewTokens(sequence=0, tokens_np=np.array([5]), logprobs_np=np.array([-1.0], np.float32))
+        self._events = iter([PendingFuture("r", "active", why), first, failure(why)])
+
+    def __aiter__(self) -> FailingStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return next(self._events)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        pass
+
+
+def test_reasons_and_streams_name_no_directories_of_the_server(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    service, run, sampler = server.server.service, server.open_run(), server.open_sampler()
+    home = service.config.home
+    why = f"{home}/runs/x/journal is damaged"
+    service.ledger.update_run(run, corrupted=True, problem=why)
+    reason = {"type": "request", "request_id": "r", "request_type": "sample"}
+    failed = {"type": "failed", "category": "internal", "reason": reason, "message": why}
+    service.ledger.update_session(run.split(":")[0], status=failed)
+    monkeypatch.setattr(service, "stream", lambda request, caller: FailingStream(why))
+    asked = {"model": "m/base", "prompt": "a", "max_tokens": 2, "stream": True}
+    sample = {
+        "sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "sampling_params": {"max_tokens": 2},
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+    }  # fmt: skip
+    login = {"authorization": f"Basic {base64.b64encode(b':' + KEY['x-api-key'].encode()).decode()}"}
+    answers = {
+        "run": server.ask("GET", f"/api/v1/training_runs/{run}"),
+        "runs": server.ask("GET", "/api/v1/training_runs"),
+        "session": server.ask("POST", "/api/v1/sessions/search", b"{}"),
+        "stream": server.ask("POST", "/api/v1/stream_sample", sample),
+        "openai": server.ask("POST", "/v1/completions", asked),
+        "console": server.ask("GET", f"/training_runs/{run}", key=login),
+        "console's list": server.ask("GET", "/sessions", key=login),
+    }
+    for name, answer in answers.items():
+        text = answer.body.decode()
+        assert answer.status == 200, (name, text)
+        assert "runs/x/journal is damaged" in text, (name, text)
+        assert str(home) not in text, (name, text)
+
+
+def test_every_field_that_says_why_is_known() -> None:
+    """A new one must be cleaned of the server's paths too."""
+    named = {
+        name
+        for op in ops.OPS.values()
+        for model in models_of(op.reply)
+        for name, field in model.model_fields.items()
+        if re.search("detail|error|message|reason|why", name) and "str" in str(field.annotation)
+    }
+    assert "status_reason" in named
+    assert named - {"event_details"} <= WHY, "say in gateway.WHY that it says why"
+
+
+def models_of(kind: Any) -> Iterator[type[BaseModel]]:
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            yield part
+            for field in part.model_fields.values():
+                yield from models_of(field.annotation)
+        elif part is not kind:
+            yield from models_of(part)
 
 
 def test_tokenizer_files(server: Running, tokenizer_dir: Path) -> None:

@@ -176,7 +176,8 @@ async def test_an_answer_that_is_never_sent_stops_the_work_too(tmp_path: Path) -
         params = SamplingParams(max_tokens=50, stop=[])
         request = SampleRequest(ModelInput.from_ints([1]), params, 1, sampler)
         events = service.stream(request, user.caller)
-        response = stream_sample.EventStream(stream_sample._encoded(events), contextlib.aclosing(events))
+        encoded = stream_sample._encoded(events, lambda told: told)
+        response = stream_sample.EventStream(encoded, contextlib.aclosing(events))
 
         async def broken(*_: Any) -> Any:
             raise OSError("nobody is there")

@@ -32,6 +32,7 @@ from tinkex.errors import (
     StreamBrokenError,
     status_error,
 )
+from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.sampling import SampleEvent
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
@@ -129,7 +130,10 @@ async def decode(call: Call, response: HttpResponse, base_url: str, pace: Pace) 
     reader, op = (codec.decode_reply, call.op) if awaiting is None else (codec.decode_result, awaiting)
 
     def read() -> Any:
-        return reader(op, status, headers, body if op.reply is bytes else call.redacted(body))
+        value = reader(op, status, headers, body if op.reply is bytes else call.redacted(body))
+        if isinstance(value, RequestFailedResponse):  # its text may have been escaped
+            return value.model_copy(update={"error": call.redacted(value.error)})
+        return value
 
     try:
         if len(body) >= BIG_JSON:

@@ -42,7 +42,8 @@ def console_routes(gateway: Gateway) -> list[Route]:
     async def runs(http: IncomingRequest) -> Response:
         request = ListTrainingRunsRequest(limit=RUNS_PER_PAGE)
         listed = await gateway.service.call(ops.LIST_TRAINING_RUNS, request, _admit(gateway, http))
-        return _page("Runs", _list(listed.training_runs, listed.cursor.total_count))
+        body = _list(listed.training_runs, listed.cursor.total_count)
+        return _page("Runs", gateway.without_paths(body))
 
     async def run(http: IncomingRequest) -> Response:
         caller, run_id = _admit(gateway, http), http.path_params["run_id"]
@@ -52,7 +53,7 @@ def console_routes(gateway: Gateway) -> list[Route]:
         saved = await call(ops.LIST_CHECKPOINTS, ListCheckpointsRequest(training_run_id=run_id), caller)
         # A long history is megabytes: format it off the event loop.
         body = await asyncio.to_thread(lambda: _describe(found, _steps(lines), saved.checkpoints))
-        return _page(f"Run {run_id}", body)
+        return _page(f"Run {run_id}", gateway.without_paths(body))
 
     return [
         Route("/sessions", Endpoint(gateway, "console", runs, _page_error), methods=["GET"]),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC
 from email.utils import format_datetime
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -57,6 +57,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 Handler = Callable[[IncomingRequest], Awaitable[Response]]
+
+WHY = frozenset(  # the fields of replies that say why
+    {"detail", "error", "error_message", "info_message", "message", "queue_state_reason", "status_reason",
+     "warning_message"}
+)  # fmt: skip
 
 
 class BufferedResponse(Response):
@@ -104,8 +109,10 @@ class Gateway:
         self.draining = False
         self._polls: set[asyncio.Task[Any]] = set()
         config = self.service.config
-        places = {str(config.home), str(config.models_directory or ""), *config.models.values()}
+        home, models = config.home, config.models_directory or ""
+        places = {str(home), str(home.resolve()), str(models), *config.models.values()}
         self._places = sorted((place for place in places if place.startswith("/")), key=len, reverse=True)
+        self._raw_places = [place.encode() for place in self._places]
         self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
 
     def admit(self, http: IncomingRequest) -> Caller:
@@ -128,11 +135,31 @@ class Gateway:
             self.bodies.forget(http)
             self.requests.give_back(http.user, 1)
 
-    def without_paths(self, message: str) -> str:
-        """A message for clients elsewhere: files by their names below the home or the model's directory."""
-        for place in self._places:
-            message = message.replace(f"{place}/", "").replace(place, place.rpartition("/")[2])
-        return message
+    def without_paths(self, told: Any) -> Any:
+        """What clients are told: files by their names below the home or the model's directory.
+
+        Of parsed JSON, the texts that say why; links stay as they are.
+        """
+        if isinstance(told, str):
+            for place in self._places:
+                told = told.replace(f"{place}/", "").replace(place, place.rpartition("/")[2])
+            return told
+        if isinstance(told, dict):
+            fields = cast("dict[str, Any]", told)
+            return {
+                name: self.without_paths(value) if name in WHY or not isinstance(value, str) else value
+                for name, value in fields.items()
+            }
+        if isinstance(told, list):
+            items = cast("list[Any]", told)
+            return [item if isinstance(item, str) else self.without_paths(item) for item in items]
+        return told
+
+    def clean(self, body: bytes) -> bytes:
+        """A reply as JSON `without_paths`; nearly none has any."""
+        if any(place in body for place in self._raw_places):
+            return orjson.dumps(self.without_paths(orjson.loads(body)))
+        return body
 
     def request_id(self, http: IncomingRequest) -> str:
         given = http.headers.get("x-request-id")
@@ -298,10 +325,9 @@ async def _response(
 ) -> Response:
     if op is ops.RETRIEVE_FUTURE:
         if isinstance(value, PendingFuture):
-            return BufferedResponse(codec.encode_result(value)[1], codec.JSON, 408)
+            return BufferedResponse(gateway.clean(codec.encode_result(value)[1]), codec.JSON, 408)
         if isinstance(value, RequestFailedResponse):
-            value = value.model_copy(update={"error": gateway.without_paths(value.error)})
-            return BufferedResponse(codec.encode_reply(value)[1], codec.JSON)
+            return BufferedResponse(gateway.clean(codec.encode_reply(value)[1]), codec.JSON)
         accept = http.headers.get("accept", "")
         content_type, body = await gateway.bodies.encode_result(request.request_id, value, accept)
     elif isinstance(value, CheckpointArchiveUrlResponse):
@@ -313,6 +339,8 @@ async def _response(
         return Response(status_code=204)
     else:
         content_type, body = codec.encode_reply(value)
+        if content_type == codec.JSON:
+            body = gateway.clean(body)
     encoding = ""
     if len(body) >= BIG:
         encoding, body = await gateway.bodies.compressed(body, http.headers.get("accept-encoding", ""))

@@ -7,7 +7,7 @@ and a comment fills every long silence. A client that disconnects cancels the sa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -76,11 +76,12 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
             ops.SAMPLE, http, await bodies.read(http, bodies.limit_of(ops.SAMPLE, http))
         )
         events = gateway.service.stream(request, caller)
-        return EventStream(_encoded(events), aclosing(events))
+        return EventStream(_encoded(events, gateway.without_paths), aclosing(events))
 
     return Endpoint(gateway, "stream_sample", handle)
 
 
-async def _encoded(events: SampleEvents) -> AsyncGenerator[bytes]:
+async def _encoded(events: SampleEvents, without_paths: Callable[[Any], Any]) -> AsyncGenerator[bytes]:
     async for event in events:
-        yield server_sent(*write_event(event))
+        name, fields = write_event(event)
+        yield server_sent(name, without_paths(fields) if name in ("queue", "error") else fields)

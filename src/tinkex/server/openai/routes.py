@@ -188,7 +188,7 @@ async def _complete(
         reply = CompletionReply(request, prompts, tokenizer, token_bytes, base.eos_ids())
         events, writer = _merged(streams, first), ReplyWriter(reply)
         if request.stream:
-            return EventStream(_sse_chunks(events, reply, writer), samples.pop_all())
+            return EventStream(_sse_chunks(gateway, events, reply, writer), samples.pop_all())
         await unless_disconnected(http.receive, _collect(events, reply))
         return Response(orjson.dumps(writer.whole()), 200, JSON)
 
@@ -283,7 +283,7 @@ async def _collect(events: PromptEvents, reply: CompletionReply) -> None:
 
 
 async def _sse_chunks(
-    events: PromptEvents, reply: CompletionReply, writer: ReplyWriter
+    gateway: Gateway, events: PromptEvents, reply: CompletionReply, writer: ReplyWriter
 ) -> AsyncGenerator[bytes]:
     """Deltas of all choices, in the order in which they are sampled."""
     for opening in writer.openings():
@@ -295,7 +295,8 @@ async def _sse_chunks(
                 for delta in reply.finish(prompt, event) if is_last else reply.add(prompt, event):
                     yield server_sent("", writer.chunk(delta))
     except Refusal as refusal:
-        yield server_sent("", {"error": _error_fields(refusal.status, refusal.message)})
+        why = gateway.without_paths(refusal.message)
+        yield server_sent("", {"error": _error_fields(refusal.status, why)})
         return
     if reply.request.stream_options.include_usage:
         yield server_sent("", writer.closing())
