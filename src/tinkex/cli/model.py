@@ -73,6 +73,54 @@ def _file_cells(row: dict[str, Any]) -> dict[str, Any]:
     return {"Weights": row["weights"], "Size": size(row["bytes"]), "Place": place}
 
 
+@model.command("info")
+@click.argument("name")
+@click.option(
+    "--quantize", default="none", type=click.Choice(["none", "nf4", "fp8", "int8"]), show_default=True,
+    help="How `tinkex serve` would keep its matrices.",
+)  # fmt: skip
+@format_option
+def info(name: str, quantize: str) -> None:
+    """Show what the model NAME on this machine is: size, what LoRA covers, and whether it fits in memory.
+
+    NAME is a directory, a GGUF file, or a name that `tinkex model list` shows. Nothing is loaded.
+    """
+    from dataclasses import asdict
+
+    try:
+        from tinkex.engine.protocol import EngineConfig
+        from tinkex.engine.torch.model_facts import model_facts
+    except ImportError as error:
+        raise click.ClickException(
+            f"this needs more packages: pip install 'tinkex[engine]' ({error})"
+        ) from None
+    found = model_facts(_place(name), EngineConfig("", quantize=quantize))  # type: ignore[arg-type]
+    active = f", {_count(found.active_parameters)} active" * (found.active_parameters < found.parameters)
+    lora = ", ".join(f"{kind} {_count(count)}" for kind, count in found.lora_per_rank.items())
+    room = f"{size(found.free_bytes)} are free: {'it fits' if found.fits else 'it does not fit'}"
+    facts = {
+        "Family": found.family,
+        "Parameters": f"{_count(found.parameters)}{active}, {plural(found.layers, 'layer')}",
+        "Context": found.context,
+        "Quantisation": found.quantisation or "none",
+        "LoRA, parameters per rank": lora,
+        "Memory": f"weights {size(found.weight_bytes)}, KV of one context {size(found.kv_bytes)}; {room}",
+    }
+    show({"name": name, **asdict(found)}, name, facts)
+
+
+def _count(number: int) -> str:
+    """A number of parameters.
+
+    >>> [_count(n) for n in (950, 134_515_008, 8_190_735_360)]
+    ['950', '134.5 M', '8.2 B']
+    """
+    for least, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= least:
+            return f"{number / least:.1f} {unit}"
+    return str(number)
+
+
 @model.command("pull")
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
@@ -92,14 +140,17 @@ def pull(name: str | None) -> None:
 @click.argument("name")
 def path(name: str) -> None:
     """Print the place of the model called NAME on this machine; fails if it is not here."""
+    click.echo(_place(name))
+
+
+def _place(name: str) -> Path:
     from tinkex.models import CATALOGUE, find, is_fetchable, unknown_model
 
     if (place := find(name, _models_directory())) is not None:
-        click.echo(place)
-    elif is_fetchable(name):
+        return place
+    if is_fetchable(name):
         raise click.ClickException(f"{name!r} is not on this machine; `tinkex model pull {name}` fetches it")
-    else:
-        raise click.ClickException(unknown_model(name, CATALOGUE))
+    raise click.ClickException(unknown_model(name, CATALOGUE))
 
 
 @model.command("rm")

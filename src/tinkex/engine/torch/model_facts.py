@@ -1,0 +1,99 @@
+"""What a model is, before it is loaded: size, what LoRA covers, and whether it fits into memory.
+
+Read from its configuration alone, on tensors without memory.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tinkex.engine.protocol import EngineConfig
+from tinkex.engine.torch import memory
+from tinkex.engine.torch.adapters import lay_out
+from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.engine import choose_device
+from tinkex.engine.torch.kv import PAGE, page_bytes
+from tinkex.engine.torch.load import read_config
+from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.quantised_files import method_name, quantisation
+from tinkex.types.params import LoraConfig
+
+_BYTES = {"nf4": 0.5 + 4 / 64, "fp8": 1.0, "int8": 1.0}  # of a packed value; a row's scale is little
+_KINDS = ("attn", "mlp", "unembed")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model directory or GGUF file in numbers; bytes are those of one engine."""
+
+    family: str
+    parameters: int
+    active_parameters: int  # of one token
+    layers: int
+    context: int
+    quantisation: str  # of its files; "" if none
+    lora_per_rank: dict[str, int]  # by attn, mlp and unembed
+    weight_bytes: int
+    kv_bytes: int  # of one full context
+    free_bytes: int
+    fits: bool  # the weights and one full context
+
+
+def model_facts(path: Path, engine: EngineConfig) -> ModelFacts:
+    """The facts of the model at `path` on an engine of these settings.
+
+    >>> model_facts(Path("models/Qwen3-8B"), EngineConfig("", quantize="nf4")).fits     # doctest: +SKIP
+    True
+    """
+    device, dtype = choose_device(engine)
+    scheme = ""
+    if path.suffix == ".gguf":
+        from tinkex.engine.torch.gguf import GgufModel
+
+        config, scheme = GgufModel(path).config(), "gguf"
+    else:
+        config = read_config(path)
+        if given := quantisation(json.loads((path / "config.json").read_text())):
+            scheme = method_name(given)
+    with torch.device("meta"):
+        decoder, packed = Decoder(config, Backend()), Decoder(config, Backend())
+        packed.quantise(dtype)
+    in_matrices = sum(matrix.part_shape(i).numel() for matrix, i in packed.slots().values())
+    plain = decoder.parameter_count - in_matrices
+    # Files that stay as they are: unknown until they are read, so as if expanded.
+    each = _BYTES.get(engine.quantize, float(dtype.itemsize))
+    context = min(engine.max_context or config.max_context, config.max_context)
+    weights = int(plain * dtype.itemsize + in_matrices * each)
+    kv = -(-context // PAGE) * page_bytes(config.kv_shapes, dtype)
+    free = int(memory.free_bytes(device))
+    return ModelFacts(
+        family=config.arch,
+        parameters=decoder.parameter_count,
+        active_parameters=decoder.parameter_count - _idle(packed, config),
+        layers=config.layers,
+        context=context,
+        quantisation=scheme,
+        lora_per_rank={kind: _per_rank(decoder, kind) for kind in _KINDS},
+        weight_bytes=weights,
+        kv_bytes=kv,
+        free_bytes=free,
+        fits=weights + kv <= free,
+    )
+
+
+def _idle(packed: Decoder, config: ModelConfig) -> int:
+    """Parameters of the experts that a token does not use."""
+    if config.experts is None:
+        return 0
+    routed = sum(m.part_shape(i).numel() for name, (m, i) in packed.slots().items() if ".experts." in name)
+    return routed - routed * config.experts.per_token // config.experts.count
+
+
+def _per_rank(decoder: Decoder, kind: str) -> int:
+    lora = LoraConfig(rank=1, **{f"train_{one}": one == kind for one in _KINDS})
+    return sum(shape.size for shape in lay_out(decoder.sites(), lora).values())
