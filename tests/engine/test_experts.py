@@ -91,7 +91,7 @@ def test_experts_equal_a_loop_over_tokens(name: str) -> None:
     for view in weights.values():
         view.copy_(torch.randn(view.shape, generator=generator) / view.shape[-1] ** 0.5)
     x = torch.randn(TOKENS, WIDTH, generator=generator)
-    context = ForwardContext(Backend(), (), lambda *_: x, None)
+    context = ForwardContext(Backend(), (), lambda *_: x, None, lent={})
     want = torch.stack([by_hand(weights, config, token) for token in x])
     torch.testing.assert_close(block(x, context), want, atol=1e-5, rtol=1e-5)
 
