@@ -165,6 +165,7 @@ def test_saved_adapters_load_here_in_peft_and_merged(tmp_path: Path, family: str
     assert torch.equal(with_adapter(trainer, "again", ids), ours)
     export_peft(tmp_path / "adapter", tmp_path / "peft", nested="vision_config" in MORE[family][1])
     model: Any = peft.PeftModel.from_pretrained(reference_model(path), str(tmp_path / "peft"))
+    assert not any("lora" in name and ".vision" in name for name, _ in model.named_parameters())
     with torch.no_grad():
         theirs = model(torch.tensor([ids]), use_cache=False).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

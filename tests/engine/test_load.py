@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.tiny import FAMILIES, reference_model, tiny_model, tiny_tokenizer
+from tinkex.engine.torch.backend import Backend, choose_backend
 from tinkex.engine.torch.load import load_decoder
 from tinkex.errors import InvalidInputError
 
@@ -146,6 +147,15 @@ def test_a_text_model_inside_another_is_read_without_what_is_around_it(tmp_path:
     nested = load_decoder(path)
     assert nested.config.vision_config == {"depth": 2}
     assert all(torch.equal(weight, nested.weights()[name]) for name, weight in plain.weights().items())
+
+
+def test_kernels_suit_the_families_that_they_were_made_for_alone(tmp_path: Path) -> None:
+    """The others run in plain torch, on CUDA too."""
+    suited = {family for family in FAMILIES if load_decoder(tiny_model(tmp_path, family)).config.uniform}
+    assert suited == set(FAMILIES)
+    for family in ("gemma3", "phi4", "granite3", "smollm3", "glm4", "ministral3", "olmo3"):
+        assert not load_decoder(tiny_model(tmp_path, family)).config.uniform
+    assert type(choose_backend("cuda", torch.bfloat16, uniform=False)) is Backend
 
 
 # -- refusals ------------------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
             "weights alone; give the base model's directory in bfloat16"
         )
     deltas = _deltas(adapter_dir)
-    tied = config.get("tie_word_embeddings") or not any(
-        _HEAD in map(our_name, names) for names in shards.values()
-    )
+    stored = {our_name(name) for names in shards.values() for name in names}
+    tied = config.get("tie_word_embeddings") or _HEAD not in stored
     untied = deltas.pop(_HEAD, None) if tied else None
     if untied is not None:
         config["tie_word_embeddings"] = False

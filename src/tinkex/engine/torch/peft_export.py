@@ -68,6 +68,10 @@ def export_peft(adapter_dir: Path, out_dir: Path, *, nested: bool = False, overw
         config["target_modules"] = sorted(others | {"in_proj_qkv"})
         for key, size in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
             config[key] = {**config.get(key, {}), "in_proj_qkv": 3 * size}
+    if nested:  # not the modules of the same names in its tower
+        heads = [name for name in config["target_modules"] if name == "lm_head"]
+        inner = "|".join(name for name in config["target_modules"] if name != "lm_head")
+        config["target_modules"] = "|".join([rf".*\.language_model\..*\.({inner})", *heads])
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
         write_json(temporary / CONFIG, config)
