@@ -284,3 +284,23 @@ def test_our_client_waits_for_its_turn(start: Callable[..., Running]):
             while not counted["forward_backward", 429]:
                 time.sleep(0.02)
         assert len(waits.result(20).loss_fn_outputs) == 1
+
+
+def test_a_refused_body_is_discarded_slowly(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """It must not take the event loop from others; the client still gets its answer."""
+    monkeypatch.setattr(uvicorn_protocol, "DISCARD_RATE", 1 << 20)
+    fields = b"host: x\r\nx-api-key: tml-alice\r\ncontent-length: 999999999\r\n"
+    with connect(server) as sock:
+        sock.sendall(b"POST /api/v1/forward_backward HTTP/1.1\r\n" + fields + b"\r\n")
+        assert b"413" in sock.recv(65536)
+        sock.settimeout(2)
+        with pytest.raises(TimeoutError):
+            sock.sendall(bytes(64 << 20))
+        assert is_served(server)
+    body = bytes(1 << 20)  # one that is smaller arrives whole, and the connection goes on
+    connection = server.connect()
+    connection.request("POST", "/api/v1/create_session", body, KEY | {"content-type": "application/json"})
+    assert connection.getresponse().read()
+    connection.request("GET", "/api/v1/healthz", headers=KEY)
+    assert connection.getresponse().status == 200
+    connection.close()

@@ -24,6 +24,7 @@ MAX_FIELDS = 100  # header fields of a request, trailers included
 HEAD_SECONDS = 10.0  # from a connection's first moment, or a later request's first byte, to the head's end
 BODY_SECONDS = 30.0  # the longest silence within a body
 BODY_RATE = 500  # bytes per second of a body, on average after the first BODY_SECONDS
+DISCARD_RATE = 4 * 1024 * 1024  # bytes a second of a body that was refused before it had arrived
 LINGER_SECONDS = 5.0  # what a refused client still sends is read: a reset would destroy the answer
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -89,6 +90,13 @@ class SingleWriteProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         at_rate = self._body_began + self._body_bytes / BODY_RATE
         self._deadline = min(at_rate, self.loop.time()) + BODY_SECONDS
+        if self.cycle.response_complete:  # a refusal: the rest is discarded, and must not take the event loop
+            self.flow.pause_reading()
+            self.loop.call_later(len(body) / DISCARD_RATE, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
