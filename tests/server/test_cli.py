@@ -248,6 +248,7 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_HOME": ("/h", "home", Path("/h")),
         "TINKEX_DEVICE": ("cuda:1", "device", "cuda:1"),
         "TINKEX_DTYPE": ("bfloat16", "dtype", "bfloat16"),
+        "TINKEX_QUANTIZE": ("nf4", "quantize", "nf4"),
         "TINKEX_DETERMINISTIC": ("1", "deterministic", True),
         "TINKEX_PUBLIC_URL": ("https://t", "public_url", "https://t"),
         "TINKEX_MAX_CONTEXT": ("99", "max_context", 99),

@@ -165,8 +165,9 @@ def test_connections_are_bounded_and_idle_ones_make_room(start: Callable[..., Ru
 
 
 def begin_body(server: Running, size: int | None, key: str = "tml-alice", sent: bytes = b"") -> socket.socket:
-    """A sample request whose body is not finished; without a size it is chunked."""
-    head = f"POST /api/v1/asample HTTP/1.1\r\nx-api-key: {key}\r\n"
+    """A pass whose body is not finished; without a size it is chunked."""
+    head = f"POST /api/v1/forward_backward HTTP/1.1\r\nx-api-key: {key}\r\n"
+    head += f"content-type: {PROTO['content-type']}\r\n"
     head += "transfer-encoding: chunked\r\n\r\n" if size is None else f"content-length: {size}\r\n\r\n"
     sock = connect(server)
     sock.sendall(head.encode() + (b"%x\r\n%s\r\n" % (len(sent), sent) if size is None else sent))
