@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.hooks import LoraHook
-from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.states import packed_states
 

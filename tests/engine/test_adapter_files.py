@@ -33,7 +33,7 @@ from tinkex.engine.torch.adapter_files import CONFIG, FACTS, OPTIMIZER, WEIGHTS
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import Adapter, LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
-from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.store import CHECKSUMS

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.models.attention import PackedAttend, attend
+from tinkex.engine.torch.models.attend import PackedAttend, attend
 
 
 def attend_plain(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from tests.engine.plain_lora import PlainLora
 from tinkex.engine.torch.hooks import Part
 from tinkex.engine.torch.logprobs import Targets, logprob_chunk, target_logprobs
 from tinkex.engine.torch.lora import Adapter, LoraBatch
-from tinkex.engine.torch.models.decoder import UNEMBED
+from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.types.params import LoraConfig
 
 D, V, T = 16, 50, 23

@@ -14,7 +14,7 @@ from tinkex.engine.torch import memory
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.types.params import LoraConfig
 
 CPU = torch.device("cpu")

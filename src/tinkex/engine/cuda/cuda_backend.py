@@ -29,7 +29,8 @@ from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
-from tinkex.engine.torch.models.decoder import UNEMBED, Decoder
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.engine.torch.next_tokens import Choice, scaled
 from tinkex.engine.torch.upload import to_device
 

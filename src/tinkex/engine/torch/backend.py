@@ -24,7 +24,7 @@ from tinkex.engine.torch.hooks import Attend
 from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.models.attention import PackedAttend
+from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.moe import expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.models.architecture import KvShape
-from tinkex.engine.torch.models.attention import softmax_attention
+from tinkex.engine.torch.models.attend import softmax_attention
 
 PAGE = 16  # tokens
 

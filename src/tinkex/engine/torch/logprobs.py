@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.torch.functions import capped, linear
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
-from tinkex.engine.torch.models.decoder import UNEMBED
+from tinkex.engine.torch.models.weights import UNEMBED
 
 # Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU
 # below 32 MiB: from there on malloc maps fresh pages for every chunk, and clearing them costs more time.

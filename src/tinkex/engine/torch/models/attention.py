@@ -1,25 +1,24 @@
-"""Grouped-query attention: the block of a decoder layer, and attention over packed sequences.
+"""Grouped-query attention, the block of a decoder layer.
 
 The block projects and rotates; what its queries attend to comes in through the `Attend` hook, packed for
 training and paged for sampling.
 
-Shapes: B sequences, L tokens of each, S keys of each, T tokens in all, H query heads, G kv heads, C head dim.
+Shapes: T tokens, H query heads, G kv heads, C head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.functions import Stream, rms_norm, split_rotate
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, SinkAttend, Site
 from tinkex.engine.torch.models.architecture import AttentionConfig, ModelConfig
-from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
+from tinkex.engine.torch.models.attend import turn
+from tinkex.engine.torch.models.block import Block, frozen_parameter
+from tinkex.engine.torch.models.projection import Projection, total
 
 
 class Attention(Block):
@@ -124,91 +123,3 @@ class Attention(Block):
     def weights(self) -> dict[str, Tensor]:
         own = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "sinks": self.sinks}
         return {f"{self.name}.{name}": weight.detach() for name, weight in own.items() if weight is not None}
-
-
-def turn(x_TNC: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-    """Rotate the first dimensions of every head, as many as there are angles, and leave the others."""
-    cos, sin, count = cos[:, None], sin[:, None], 2 * cos.shape[-1]
-    turned, rest = x_TNC[..., :count], x_TNC[..., count:]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if adjacent else turned.chunk(2, dim=-1)
-    a, b = a * cos - b * sin, b * cos + a * sin
-    pairs = torch.stack((a, b), dim=-1).flatten(-2) if adjacent else torch.cat((a, b), dim=-1)
-    return torch.cat((pairs, rest), dim=-1) if rest.shape[-1] else pairs
-
-
-def attend(
-    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """softmax(q·k / √C)·v. A query sees itself and earlier positions, `window` in all."""
-    length = q_BLHC.shape[1]
-    if window is None or window >= length:
-        return _fused(q_BLHC, k_BLGC, v_BLGC, sinks=sinks)
-    blocks = []
-    for start in range(0, length, window):  # queries in blocks, each with the keys that any of them sees
-        stop, first = min(start + window, length), max(0, start - window + 1)
-        query = torch.arange(start, stop, device=q_BLHC.device)[:, None]
-        key = torch.arange(first, stop, device=q_BLHC.device)
-        keys, mask = (k_BLGC[:, first:stop], v_BLGC[:, first:stop]), (key <= query) & (key > query - window)
-        blocks.append(_fused(q_BLHC[:, start:stop], *keys, mask, sinks))
-    return torch.cat(blocks, dim=1)
-
-
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return softmax_attention(q, k, v, mask, sinks).transpose(1, 2)
-
-
-def softmax_attention(
-    q_BHLC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention under a mask, or causal without one; each query head may have a sink.
-
-    A sink is one more key in front of the others, with a value of zero. A key is shared by a group of query
-    heads, so further dimensions, one for each head of the group, pick the head's own sink.
-    """
-    causal, grouped, scale = mask is None, q_BHLC.shape[1] != k_BGSC.shape[1], q_BHLC.shape[-1] ** -0.5
-    if sinks is None:
-        return F.scaled_dot_product_attention(
-            q_BHLC, k_BGSC, v_BGSC, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-        )
-    b, h, length, c = q_BHLC.shape
-    g, width = k_BGSC.shape[1], v_BGSC.shape[-1]
-    each = h // g
-    own = torch.eye(each, dtype=q_BHLC.dtype, device=q_BHLC.device).repeat(g, 1)  # [H, each]
-    q = torch.cat((q_BHLC, own[None, :, None].expand(b, -1, length, -1)), dim=-1)
-    sink = F.pad((sinks / scale).view(1, g, 1, each), (c, 0)).expand(b, -1, -1, -1).to(q.dtype)
-    k = torch.cat((sink, F.pad(k_BGSC, (0, each))), dim=2)
-    v = F.pad(v_BGSC, (0, c + each - width, 1, 0))
-    if mask is None:  # a query in front too keeps the diagonal in place
-        q = F.pad(q, (0, 0, 1, 0))
-    else:
-        mask = F.pad(mask, (1, 0), value=1.0 if mask.dtype == torch.bool else 0.0)
-    o = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
-    )
-    return o[:, :, -length:, :width]
-
-
-class PackedAttend:
-    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer."""
-
-    def __init__(self, lengths: Sequence[int], windows: Sequence[int | None]) -> None:
-        self.windows = windows
-        # Neighbours of equal length share one call: (count, length).
-        self.groups = [(len(list(group)), length) for length, group in groupby(lengths)]
-
-    def __call__(
-        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
-        sizes = [count * length for count, length in self.groups]
-        pieces = [
-            attend(*(x.unflatten(0, group) for x in qkv), window=self.windows[layer], sinks=sinks).flatten(
-                0, 1
-            )
-            for group, *qkv in zip(
-                self.groups, q_THC.split(sizes), k_TGC.split(sizes), v_TGC.split(sizes), strict=True
-            )
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -17,16 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tinkex.engine.torch.functions import Stream, add, add_rms_norm, capped, pack, rms_norm
+from tinkex.engine.torch.functions import Stream, add, add_rms_norm, capped, rms_norm
 from tinkex.engine.torch.hooks import (
     Attend,
     ForwardContext,
     Frozen,
     LoraHook,
-    Part,
     PartialProjection,
-    Site,
-    Sites,
 )
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
@@ -37,20 +34,18 @@ from tinkex.engine.torch.models.architecture import (
     ModelConfig,
 )
 from tinkex.engine.torch.models.attention import Attention
+from tinkex.engine.torch.models.block import Block, frozen_parameter
 from tinkex.engine.torch.models.delta_net import DeltaNet
 from tinkex.engine.torch.models.latent import LatentAttention
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
 from tinkex.engine.torch.models.per_layer import LayerInputGate, LayerInputs
-from tinkex.engine.torch.models.projection import Block, Projection, Slot, frozen_parameter, total
-from tinkex.engine.torch.quantised import QuantisedMatrix
+from tinkex.engine.torch.models.projection import total
+from tinkex.engine.torch.models.weights import UNEMBED, DecoderWeights
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
     from tinkex.engine.torch.states import StateGroup
-
-UNEMBED = Site(-1, "unembed")
-
 
 # The block of each kind of configuration, made by (model, configuration, layer).
 _BLOCKS: dict[type, Callable[[ModelConfig, Any, int], Block]] = {
@@ -135,26 +130,17 @@ class DecoderLayer(Block):
         return {name: weight.detach() for name, weight in named.items()} | scalar
 
 
-class Decoder(Block):
+class Decoder(DecoderWeights):
     """A frozen decoder with uninitialised weights; `load.load_decoder` loads one.
 
     `backend` computes everything that has a faster implementation on some device.
     """
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        super().__init__()
-        self.config, self.backend = config, backend
-        self.embedding = frozen_parameter(config.padded_vocab, config.width)
+        super().__init__(config)
+        self.backend = backend
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
-        self.norm = frozen_parameter(config.width)
-        self.head = None if config.tied else frozen_parameter(config.padded_vocab, config.width)
-        self.packed_head: Tensor | None = None
         self.layer_inputs = LayerInputs(config) if config.layer_inputs else None
-
-    @property
-    def unembed_weight(self) -> Tensor:
-        """[V, D]: the embedding itself when tied."""
-        return self.embedding if self.head is None else self.head
 
     def forward(
         self,
@@ -211,68 +197,3 @@ class Decoder(Block):
         other = copy.copy(self)
         other.backend = backend
         return other
-
-    def pack(self, room: float) -> None:
-        """Keep a second copy of the weights in a layout that samples faster, if it fits in `room` bytes.
-
-        For a decoder on the CPU whose weights will not change any more; elsewhere there is nothing to gain.
-        """
-        if self.multiplied_bytes <= room:
-            for projection in self._projections():
-                weight = projection.weight
-                projection.packed = pack(weight) if isinstance(weight, Tensor) else None
-            self.packed_head = pack(self.unembed_weight)
-
-    def _projections(self) -> list[Projection]:
-        return [module for module in self.modules() if isinstance(module, Projection)]
-
-    @property
-    def uniform(self) -> bool:
-        """Whether kernels that read the weights themselves suit it."""
-        return self.config.uniform and not self.slots()
-
-    def quantise(self, dtype: torch.dtype) -> None:
-        for block in self._blocks():
-            block.quantise(dtype)
-
-    def slots(self) -> dict[str, Slot]:
-        return {name: slot for block in self._blocks() for name, slot in block.slots().items()}
-
-    def settle(self) -> None:
-        for block in self._blocks():
-            block.settle()
-
-    def _matrices(self) -> set[QuantisedMatrix]:
-        return {matrix for matrix, _ in self.slots().values()}
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(weight.numel() for weight in (*self.parameters(), *self._matrices()))
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in (*self.parameters(), *self._matrices()))
-
-    @property
-    def multiplied_bytes(self) -> int:
-        """Bytes of the weights that are multiplied with tokens, without experts."""
-        return self.unembed_weight.nbytes + sum(p.weight.nbytes for p in self._projections())
-
-    @property
-    def packed_bytes(self) -> int:
-        packed = [self.packed_head, *(projection.packed for projection in self._projections())]
-        return sum(copy.numel() * copy.dtype.itemsize for copy in packed if copy is not None)
-
-    def sites(self) -> Sites:
-        """Every site that an adapter can train."""
-        sites = {site: shape for block in self._blocks() for site, shape in block.sites().items()}
-        return sites | {UNEMBED: (self.config.width, (Part("lm_head", self.config.padded_vocab, "unembed"),))}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Views of all weights by their Hugging Face names. A tied head has no entry."""
-        own = {"model.embed_tokens": self.embedding, "model.norm": self.norm, "lm_head": self.head}
-        named = {f"{name}.weight": weight.detach() for name, weight in own.items() if weight is not None}
-        return named | {name: view for block in self._blocks() for name, view in block.weights().items()}
-
-    def _blocks(self) -> list[Block]:
-        return [block for block in self.modules() if isinstance(block, Block) and block is not self]

@@ -22,7 +22,8 @@ from torch.autograd import Function
 
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import DeltaConfig, ModelConfig
-from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
+from tinkex.engine.torch.models.block import Block, frozen_parameter
+from tinkex.engine.torch.models.projection import Projection, total
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.states import StateGroup

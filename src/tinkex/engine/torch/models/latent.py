@@ -16,8 +16,9 @@ from torch import Tensor
 from tinkex.engine.torch.functions import Stream, rms_norm
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import LatentConfig, ModelConfig
-from tinkex.engine.torch.models.attention import PackedAttend, turn
-from tinkex.engine.torch.models.projection import Block, Projection, frozen_parameter, total
+from tinkex.engine.torch.models.attend import PackedAttend, turn
+from tinkex.engine.torch.models.block import Block, frozen_parameter
+from tinkex.engine.torch.models.projection import Projection, total
 
 _EPS = 1e-6  # of the norms inside, whatever the model's others have
 

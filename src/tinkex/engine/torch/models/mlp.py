@@ -11,7 +11,8 @@ from torch import Tensor
 from tinkex.engine.torch.functions import swiglu
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import MlpConfig, ModelConfig
-from tinkex.engine.torch.models.projection import Block, Projection, total
+from tinkex.engine.torch.models.block import Block
+from tinkex.engine.torch.models.projection import Projection, total
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

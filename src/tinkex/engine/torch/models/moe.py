@@ -19,8 +19,9 @@ from torch.autograd import Function
 
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
 from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig, MlpConfig, ModelConfig
+from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
 from tinkex.engine.torch.models.mlp import Mlp, activated
-from tinkex.engine.torch.models.projection import Block, Projection, Slot, frozen_parameter, total
+from tinkex.engine.torch.models.projection import Projection, total
 from tinkex.engine.torch.quantised import QuantisedMatrix
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tinkex.engine.torch.functions import Stream, rms_norm
 from tinkex.engine.torch.hooks import ForwardContext
 from tinkex.engine.torch.models.architecture import ModelConfig
-from tinkex.engine.torch.models.projection import Block, frozen_parameter
+from tinkex.engine.torch.models.block import Block, frozen_parameter
 
 
 class LayerInputs(Block):

@@ -13,31 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, PartialProjection, Site, Sites
+from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
 from tinkex.engine.torch.quantised import QuantisedMatrix
-
-Slot = tuple[QuantisedMatrix, int]  # a part of a matrix
-
-
-class Block(nn.Module):
-    """A module of the decoder."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Views of its own weights by their Hugging Face names: a loader fills them in place."""
-        return {}
-
-    def sites(self) -> Sites:
-        """Its own sites that an adapter can train."""
-        return {}
-
-    def quantise(self, dtype: torch.dtype) -> None:
-        """Have quantised matrices, which a loader fills, in place of weights that are multiplied."""
-
-    def slots(self) -> dict[str, Slot]:
-        """Where those matrices take each weight, by their Hugging Face names."""
-        return {}
-
-    def settle(self) -> None:
-        """Have plain weights again where the matrices were filled with plain ones alone."""
 
 
 class Projection(Block):
@@ -89,10 +66,6 @@ class Projection(Block):
 
     def sites(self) -> Sites:
         return {self.site: (self.in_features, self.parts)}
-
-
-def frozen_parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 def total(y: Tensor | PartialProjection) -> Tensor:

@@ -1,0 +1,37 @@
+"""What every module of the decoder can say of its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tinkex.engine.torch.hooks import Sites
+from tinkex.engine.torch.quantised import QuantisedMatrix
+
+Slot = tuple[QuantisedMatrix, int]  # a part of a matrix
+
+
+class Block(nn.Module):
+    """A module of the decoder."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Views of its own weights by their Hugging Face names: a loader fills them in place."""
+        return {}
+
+    def sites(self) -> Sites:
+        """Its own sites that an adapter can train."""
+        return {}
+
+    def quantise(self, dtype: torch.dtype) -> None:
+        """Have quantised matrices, which a loader fills, in place of weights that are multiplied."""
+
+    def slots(self) -> dict[str, Slot]:
+        """Where those matrices take each weight, by their Hugging Face names."""
+        return {}
+
+    def settle(self) -> None:
+        """Have plain weights again where the matrices were filled with plain ones alone."""
+
+
+def frozen_parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
