@@ -25,6 +25,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,31 +54,35 @@ class Recorder:
 
     def __init__(self, kept: Path, home: Path) -> None:
         self._kept, self._numbers, self._held = kept, itertools.count(), list[int]()
+        self._reading = threading.Lock()
         self._log = os.open(kept / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for directory, _, files in os.walk(home):
             for path in (directory, *(os.path.join(directory, file) for file in files)):
                 self._note(path)
 
     def fsync(self, file: int) -> None:
-        seen = self._read(os.readlink(f"/proc/self/fd/{file}"))
+        number, seen = self._read(os.readlink(f"/proc/self/fd/{file}"))
         time.sleep(random.random() * 0.002)
-        self._record(os.fstat(file), seen)
+        self._record(os.fstat(file), number, seen)
         self._held.append(os.dup(file))  # so that no other file gets its inode
 
     def _note(self, path: str) -> None:
         file = os.open(path, os.O_RDONLY)
-        self._record(os.fstat(file), self._read(path))
+        self._record(os.fstat(file), *self._read(path))
         self._held.append(file)
 
-    def _read(self, path: str) -> bytes:
-        if not os.path.isdir(path):
-            return Path(path).read_bytes()
-        return json.dumps({e.name: [e.inode(), e.is_dir()] for e in os.scandir(path)}).encode()
+    def _read(self, path: str) -> tuple[int, bytes]:
+        """What is there, numbered in the order of reading: of two syncs at once the later one has more."""
+        with self._reading:
+            number = next(self._numbers)
+            if not os.path.isdir(path):
+                return number, Path(path).read_bytes()
+            entries = {e.name: [e.inode(), e.is_dir()] for e in os.scandir(path)}
+            return number, json.dumps(entries).encode()
 
-    def _record(self, about: os.stat_result, content: bytes) -> None:
-        name = str(next(self._numbers))
-        (self._kept / name).write_bytes(content)
-        os.write(self._log, f"{about.st_ino} {int(stat.S_ISDIR(about.st_mode))} {name}\n".encode())
+    def _record(self, about: os.stat_result, number: int, content: bytes) -> None:
+        (self._kept / str(number)).write_bytes(content)
+        os.write(self._log, f"{about.st_ino} {int(stat.S_ISDIR(about.st_mode))} {number}\n".encode())
 
 
 def say(**fact: Any) -> None:
@@ -160,9 +165,10 @@ class Disk:
 
     def leave(self, target: Path) -> None:
         """Build one legal state."""
-        for line in (self.kept / "log").read_text().splitlines():
-            inode, is_directory, name = map(int, line.split())
-            content = (self.kept / str(name)).read_bytes()
+        lines = (self.kept / "log").read_text().splitlines()
+        synced = sorted((list(map(int, line.split())) for line in lines), key=lambda line: line[2])
+        for inode, is_directory, number in synced:  # in the order of reading: a sync takes nothing back
+            content = (self.kept / str(number)).read_bytes()
             if is_directory:
                 self.directories[inode] = json.loads(content)
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.harness import User, serving
-from tests.service.power_cut import Cuts
+from tests.service.power_cut import Cuts, Disk, Recorder
 from tinkex.cli.serve import serve
 from tinkex.config import Settings
 from tinkex.local import service_config
@@ -39,6 +41,36 @@ def test_nothing_that_was_told_is_lost(tmp_path: Path):
     cuts = Cuts(tmp_path, "power", seed=3)
     assert cuts.run(50) == []
     assert cuts.promises > 500
+
+
+def test_a_sync_that_takes_long_does_not_take_back_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    home, kept, slow, go = tmp_path / "home", tmp_path / "kept", threading.Event(), threading.Event()
+    home.mkdir()
+    kept.mkdir()
+    recorder, directory = Recorder(kept, home), os.open(home, os.O_RDONLY)
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is long:
+            slow.set()
+            assert go.wait(60)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with (home / "log").open("wb", buffering=0) as log:
+        log.write(b"first,")
+        long = threading.Thread(target=recorder.fsync, args=[log.fileno()])
+        long.start()
+        assert slow.wait(60)
+        log.write(b"second")
+        recorder.fsync(log.fileno())
+        recorder.fsync(directory)
+        go.set()
+        long.join()
+    os.close(directory)
+    for seed in range(20):
+        Disk(home, kept, random.Random(seed)).leave(tmp_path / f"{seed}")
+        assert (tmp_path / f"{seed}" / "log").read_bytes() == b"first,second"
 
 
 def test_without_syncs_it_would_be(tmp_path: Path):
