@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.harness import User, serving
+from tests.service.harness import User, name_of, serving
 from tests.service.power_cut import Cuts, Disk, Recorder
 from tinkex.cli.serve import serve
 from tinkex.config import Settings
@@ -20,6 +20,7 @@ from tinkex.service import group_commit
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.refusal import Refusal
 from tinkex.types import training
+from tinkex.types.checkpoints import CheckpointRequest
 from tinkex.wire import ops
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -112,6 +113,25 @@ async def test_a_session_is_on_the_disk_before_its_id_is_told(home: Path, monkey
         disk.go.set()
         await session
         assert home / "ledger.sqlite-wal" in disk.synced
+
+
+async def test_a_checkpoint_keeps_its_files_until_its_deletion_is_on_the_disk(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with serving(home, durability="power") as service:
+        user = User(service)
+        path = await user.save(await user.run(), 1, "s1")
+        row = service.access.any_checkpoint(path)
+        assert row is not None
+        disk = SlowDisk(monkeypatch)
+        request = CheckpointRequest(**name_of(path))
+        deletion = asyncio.create_task(user.call(ops.DELETE_CHECKPOINT, request))
+        await asyncio.sleep(0.2)
+        assert not deletion.done()
+        assert any((home / row.directory).iterdir())  # a power cut now may leave it listed
+        disk.go.set()
+        await deletion
+        assert not (home / row.directory).exists()
 
 
 async def test_writers_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

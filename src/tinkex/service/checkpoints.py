@@ -14,6 +14,7 @@ from typing import Any
 from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
 from tinkex.service.archive import LINK_LIFE, Archives, Link
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
@@ -34,6 +35,7 @@ class Checkpoints:
 
     _ledger: Ledger
     _home: Home
+    _disk: GroupCommit
     _access: Access
     _activity: Activity
     _archives: Archives
@@ -103,6 +105,7 @@ class Checkpoints:
             self._home.free_spare()
             await asyncio.to_thread(shutil.rmtree, directory, True)
             self._ledger.delete_checkpoint(*row.key)
+        await self._disk.synced()  # else a power cut could bring back the row alone
         await asyncio.to_thread(shutil.rmtree, directory, True)
         await asyncio.to_thread(self._archives.forget, directory)  # nor can it be downloaded any more
 

@@ -130,7 +130,7 @@ class Service:
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
         self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs)
-        self.checkpoints = checkpoints = Checkpoints(ledger, home, access, activity, archives, link)
+        self.checkpoints = checkpoints = Checkpoints(ledger, home, disk, access, activity, archives, link)
         self.billing = billing = Billing(ledger, activity)
         capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
