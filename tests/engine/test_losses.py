@@ -12,7 +12,7 @@ import torch
 from tinkex.engine.protocol import EngineError, Pass
 from tinkex.engine.torch.loss_graph import LossClock
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
-from tinkex.engine.torch.trainer import flat_inputs, read_training_pass
+from tinkex.engine.torch.trainer import TrainingPass, flat_inputs, read_training_pass
 from tinkex.types.data import Datum, DmelChunk, ImageChunk, ModelInput
 from tinkex.types.tensor import TensorData
 
@@ -91,9 +91,19 @@ def datum(inputs: dict[str, Any]) -> Datum:
     return Datum(ModelInput.from_ints(list(range(n))), inputs)
 
 
+def read(data: list[Datum], name: str, config: dict[str, Any]) -> TrainingPass:
+    """A pass, read to its end in one go."""
+    reading = read_training_pass(Pass("run", data, name, config), VOCAB, CONTEXT, LossClock, lambda: None)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value
+
+
 def compute(name: str, data: list[Datum], lp: list[np.ndarray], config: dict[str, float]):
     """Our loss, per datum, our gradient, and our metrics."""
-    work = read_training_pass(Pass("run", data, name, config), VOCAB, CONTEXT, LossClock, lambda: None)
+    work = read(data, name, config)
     assert work.loss is not None
     inputs = flat_inputs(work.examples, CPU)
     flat = torch.from_numpy(np.concatenate([x.reshape(-1) for x in lp]).astype(np.float32))
@@ -299,7 +309,7 @@ def test_metric_names_are_a_name_and_a_reduction() -> None:
 
 def refused(data: list[Datum], name: str = "cross_entropy", config: dict[str, Any] | None = None) -> str:
     with pytest.raises(EngineError) as caught:
-        read_training_pass(Pass("run", data, name, config or {}), VOCAB, CONTEXT, LossClock, lambda: None)
+        read(data, name, config or {})
     assert caught.value.category == "user"
     return caught.value.message
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.server.conftest import MODEL, PROTO, Running, pass_body
 from tinkex.engine.fake.trainer import FakeTrainer
+from tinkex.server import uvicorn_protocol
 from tinkex.server.bodies import zstd
 from tinkex.types.base import WireModel
 from tinkex.types.tensor import TensorData
@@ -140,8 +141,11 @@ LARGE_OPS = (
 
 
 @pytest.mark.parametrize("path", [*(f"/api/v1/{op}" for op in LARGE_OPS), "/v1/completions"])
-def test_json_of_120_megabytes_is_refused_unread(server: Running, watch: Watch, path: str):
+def test_json_of_120_megabytes_is_refused_unread(
+    server: Running, watch: Watch, path: str, monkeypatch: pytest.MonkeyPatch
+):
     """Its parser would hold the GIL, and with it the loop, for a second."""
+    monkeypatch.setattr(uvicorn_protocol, "DISCARD_RATE", 1 << 30)  # this client reads after it has sent all
     content, json_type = b'{"a": [' + b"12345," * 20_000_000 + b"1]}", {"content-type": "application/json"}
     answer = server.ask("POST", path, content, json_type)
     assert answer.status == 413, answer.body
