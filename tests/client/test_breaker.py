@@ -172,6 +172,7 @@ def test_one_host_for_one_server() -> None:
 # -- over sockets ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_not_hammered_and_everyone_goes_on_when_it_is_back(stub: Stub) -> None:
     """Issue 5(7): hundreds of callers, one probe at a time; and not one of them fails."""
     services = [ServiceClient(base_url=stub.url, api_key=f"tml-{n}") for n in range(4)]
@@ -241,6 +242,7 @@ def test_once_it_is_open_who_does_not_retry_fails_at_once(stub: Stub) -> None:
     close(service)
 
 
+@pytest.mark.slow
 def test_a_host_never_reached_is_tried_again_by_a_later_call() -> None:
     """An open circuit is no verdict for ever: the next call finds out for itself, within its own time."""
     port = free_port()

@@ -192,6 +192,7 @@ def test_a_result_the_server_forgot_is_asked_for_anew(stub: Stub, either: Sampli
     assert_asked_anew(stub, either, future)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_back_before_anyone_looked(stub: Stub, either: SamplingClient) -> None:
     """The connections break, and the next one works: a waiting sample must not resume the old poll."""
     future = waiting_sample(stub, either)
@@ -432,6 +433,7 @@ def test_samples_that_make_no_progress_give_up(stub: Stub, service: ServiceClien
     sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
+@pytest.mark.slow
 def test_idleness_is_not_being_stuck(stub: Stub, service: ServiceClient) -> None:
     """Also while the user keeps old results."""
     config = RetryConfig(progress_timeout=0.4)

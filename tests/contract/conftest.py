@@ -41,7 +41,13 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(
-    scope="session", params=["fake", "torch", "hybrid", pytest.param("cuda", marks=pytest.mark.gpu)]
+    scope="session",
+    params=[
+        "fake",
+        "torch",
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
 )
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))

@@ -36,6 +36,8 @@ from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 70, 1, 150)
 RANK = 3
 CPU = torch.device("cpu")

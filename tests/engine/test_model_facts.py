@@ -39,6 +39,7 @@ def test_a_model_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not model_facts(tiny_model(tmp_path, "llama3"), EngineConfig("", device="cpu")).fits
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "llama3")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKE", "HF_"))} | {

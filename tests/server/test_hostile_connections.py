@@ -134,6 +134,7 @@ def test_a_long_poll_is_not_cut_off(start: Callable[..., Running], monkeypatch: 
     assert answer.json["type"] == "try_again"
 
 
+@pytest.mark.slow
 def test_connections_are_bounded_and_idle_ones_make_room(start: Callable[..., Running]):
     server = start(max_connections=20)
     held = [connect(server) for _ in range(20)]
@@ -190,6 +191,7 @@ def is_told_to_wait(said: bytes) -> bool:
     return said.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in said
 
 
+@pytest.mark.slow
 def test_unfinished_bodies_of_one_user_are_bounded(server: Running):
     """By default two of the largest, not fourteen; nobody else notices."""
     held = [begin_body(server, 254_000_000) for _ in range(14)]
@@ -210,6 +212,7 @@ def test_unfinished_bodies_of_one_user_are_bounded(server: Running):
         assert refusal(again) == b""
 
 
+@pytest.mark.slow
 def test_bodies_without_a_length_are_counted_as_they_arrive(start: Callable[..., Running]):
     server = start(body_memory_per_user=1_000_000)
     with begin_body(server, None, sent=b"x" * 600_000) as one:
@@ -222,6 +225,7 @@ def test_bodies_without_a_length_are_counted_as_they_arrive(start: Callable[...,
             assert is_told_to_wait(refusal(three, 5))
 
 
+@pytest.mark.slow
 def test_unfinished_bodies_of_all_users_are_bounded(start: Callable[..., Running]):
     server = start(body_memory=1_000_000, body_memory_per_user=400_000)
     held = [begin_body(server, 400_000, f"tml-{n}") for n in range(2)]
@@ -273,6 +277,7 @@ def test_open_requests_of_one_user_are_bounded(start: Callable[..., Running]):
     assert server.ask("GET", "/api/v1/get_server_capabilities").status == 200
 
 
+@pytest.mark.slow
 def test_our_client_waits_for_its_turn(start: Callable[..., Running]):
     server = start(body_memory_per_user=100_000)
     counted = server.server.gateway.metrics.requests
@@ -287,6 +292,7 @@ def test_our_client_waits_for_its_turn(start: Callable[..., Running]):
         assert len(waits.result(20).loss_fn_outputs) == 1
 
 
+@pytest.mark.slow
 def test_a_refused_body_is_discarded_slowly(server: Running, monkeypatch: pytest.MonkeyPatch):
     """It must not take the event loop from others; the client still gets its answer."""
     monkeypatch.setattr(uvicorn_protocol, "DISCARD_RATE", 1 << 20)

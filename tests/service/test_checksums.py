@@ -92,6 +92,7 @@ async def recorded(tmp_path: Path) -> tuple[Path, Facts]:
         return killed_copy(tmp_path / "home", "killed"), facts
 
 
+@pytest.mark.slow
 async def test_a_flipped_bit_in_any_file_is_refused_by_name(recorded: tuple[Path, Facts], tmp_path: Path):
     home, facts = recorded
     names = [p.relative_to(home).as_posix() for p in found(home, "*") if p.is_file()]

@@ -102,6 +102,7 @@ async def test_passes_that_do_not_fit_fail_with_their_step_and_cost_nothing_else
         assert await user.loss(run, 7) == await user.loss(twin, 3)
 
 
+@pytest.mark.slow
 async def test_a_refused_pass_stays_refused_over_a_restart(home: Path):
     async with serving(home) as service:
         user = User(service)

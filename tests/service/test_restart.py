@@ -47,7 +47,9 @@ async def undisturbed(tmp_path: Path, steps: int) -> list[float]:
         return await user.train(await user.run(), 1, steps)
 
 
-@pytest.mark.parametrize("many", [256, 1])  # 1: every pass is written and freed as large ones are
+@pytest.mark.parametrize(
+    "many", [256, pytest.param(1, marks=pytest.mark.slow)]
+)  # 1: every pass is written and freed as large ones are
 async def test_pipelined_work_goes_on_where_it_was_and_keeps_its_ids(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int
 ):
@@ -299,6 +301,7 @@ async def test_a_load_survives_the_deletion_of_what_was_loaded(home: Path):
             assert await again.loss(other, 2) == await again.loss(run, 8)
 
 
+@pytest.mark.slow
 async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
