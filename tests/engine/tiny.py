@@ -51,6 +51,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_QWEN3_VL: dict[str, Any] = {
+    "head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [6, 3, 3],
+        "mrope_interleaved": True,
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
 # Families that `test_families` tries alone; a class may be given with its module where it is not exported.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
@@ -87,52 +106,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        {
-            "head_dim": 24,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [6, 3, 3],
-                "mrope_interleaved": True,
-            },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 64,
-                "patch_size": 4,
-                "num_position_embeddings": 16,
-                "out_hidden_size": 64,
-                "deepstack_visual_indexes": [0],
-            },
-        },
-    ),
+    "qwen3_vl": ("Qwen3VL", _QWEN3_VL),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
-        {
-            "head_dim": 24,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [6, 3, 3],
-                "mrope_interleaved": True,
-            },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 64,
-                "patch_size": 4,
-                "num_position_embeddings": 16,
-                "out_hidden_size": 64,
-                "deepstack_visual_indexes": [0],
-            },
-        },
+        _QWEN3_VL | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "gemma4 E": (
         "Gemma4Text",
