@@ -74,10 +74,12 @@ OTHERS = ["ledger.sqlite*", "samples", "lock", "spare", "runs/*/train-0/metrics.
 @pytest.fixture
 async def recorded(tmp_path: Path) -> tuple[Path, Facts]:
     """A home with files of every kind."""
-    async with serving(tmp_path / "home", snapshot_steps=2) as service:
+    async with serving(tmp_path / "home", snapshot_steps=3) as service:
         user = User(service)
         run = await user.run()
         await user.train(run, 1, 3)
+        journal = service.runs.get(run).journal  # type: ignore[union-attr]
+        await until(lambda: journal.snapshot is not None)  # the only one: nothing is written while it is copied
         facts = {"run": run, "weights": await user.save(run, 7, "kept")}
         facts["sampler_weights"] = await user.save_for_sampler(run, 8, "kept")
         export = checkpoints.SaveWeightsExternalRequest(model_id=run, path="kept", seq_id=9)
@@ -87,8 +89,6 @@ async def recorded(tmp_path: Path) -> tuple[Path, Facts]:
         facts["unnamed"] = await user.unnamed_sampler(run, 10, 0)
         await user.result(await user.forward_backward(run, 11, datum(7), forward_only=True))
         await user.step(run, 12)
-        journal = service.runs.get(run).journal  # type: ignore[union-attr]
-        await until(lambda: journal.snapshot is not None)
         return killed_copy(tmp_path / "home", "killed"), facts
 
 
