@@ -18,6 +18,7 @@ from tinkex.engine.torch.models.architecture import (
     DeltaConfig,
     ExpertsConfig,
     LayerConfig,
+    MambaConfig,
     MlpConfig,
     ModelConfig,
 )
@@ -81,6 +82,11 @@ def _layer_values(config: ModelConfig, layer: LayerConfig) -> int:
             values += 4 * mixer.channels + 6 * mixer.widths[3]
             values += heads * (pairs + 3 * (mixer.key_dim + mixer.value_dim))
             values += 2 * heads * mixer.key_dim * mixer.value_dim // CHUNK
+        case MambaConfig() as mixer:
+            # before and after the convolution, x times its step, the result gated and normed; in chunks the
+            # decays and products of pairs, and states of the chunks' ends
+            values += 4 * mixer.channels + 9 * mixer.width + 4 * mixer.heads * CHUNK
+            values += 3 * mixer.width * mixer.state_dim // CHUNK
     match layer.mlp:
         case MlpConfig(width=width):
             values += 3 * width  # gate, up and their product

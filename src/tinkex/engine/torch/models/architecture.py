@@ -6,6 +6,7 @@ A layer is a norm placement, a mixer and an MLP. `families` makes a `ModelConfig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,6 +129,42 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class MambaConfig:
+    """Mamba2."""
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int  # of heads that share B and C
+    conv_width: int
+    conv_bias: bool = True
+    bias: bool = False  # of the projections
+    norm_groups: int = 1  # of numbers that are normed together
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    name: str = "mamba"
+
+    @property
+    def width(self) -> int:
+        """Of the gate and of x."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared_width(self) -> int:
+        """Of B, and of C."""
+        return self.groups * self.state_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B and C."""
+        return self.width + 2 * self.shared_width
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """As `DeltaConfig.state_shapes`."""
+        return (self.conv_width - 1, self.channels), (self.heads, self.state_dim, self.head_dim)
+
+
+@dataclass(frozen=True)
 class MlpConfig:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate; "relu2" is relu(x)²."""
 
@@ -197,7 +234,7 @@ class ExpertsConfig:
 class LayerConfig:
     """What one layer is made of."""
 
-    mixer: AttentionConfig | LatentConfig | DeltaConfig | None
+    mixer: AttentionConfig | LatentConfig | DeltaConfig | MambaConfig | None
     mlp: MlpConfig | ExpertsConfig | None
     norms: NormPlacement = PRE_NORMS
 
@@ -242,7 +279,7 @@ class ModelConfig:
     def state_shapes(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         """By recurrent layer: the shapes of the tensors that a sequence carries on."""
         mixers = ((i, layer.mixer) for i, layer in enumerate(self.stack))
-        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, DeltaConfig)}
+        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, DeltaConfig | MambaConfig)}
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

@@ -30,6 +30,7 @@ from tinkex.engine.torch.models.architecture import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
+    MambaConfig,
     MlpConfig,
     ModelConfig,
 )
@@ -37,6 +38,7 @@ from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.block import Block, frozen_parameter
 from tinkex.engine.torch.models.delta_net import DeltaNet
 from tinkex.engine.torch.models.latent import LatentAttention
+from tinkex.engine.torch.models.mamba import Mamba
 from tinkex.engine.torch.models.mlp import Mlp
 from tinkex.engine.torch.models.moe import ExpertMlp
 from tinkex.engine.torch.models.per_layer import LayerInputGate, LayerInputs
@@ -52,6 +54,7 @@ _BLOCKS: dict[type, Callable[[ModelConfig, Any, int], Block]] = {
     AttentionConfig: Attention,
     LatentConfig: LatentAttention,
     DeltaConfig: DeltaNet,
+    MambaConfig: Mamba,
     MlpConfig: Mlp,
     ExpertsConfig: ExpertMlp,
 }

@@ -10,7 +10,7 @@ D key dim, V value dim, F conv channels, W conv width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -54,20 +54,10 @@ class DeltaNet(Block):
         u_TF, z = qkvz.split([self.config.channels, self.config.widths[3]], 1)
         b_TH, a_TH = F.linear(x_TD, self.rates).float().chunk(2, 1)
         g_TH = -self.a_log.float().exp() * F.softplus(a_TH + self.dt_bias.float())
-        o_THV = self._mix_groups(context.states, u_TF, g_TH, b_TH.sigmoid())
+        o_THV = mix_groups(self._mix, context.states, u_TF, g_TH, b_TH.sigmoid())
         o_THV = o_THV * (o_THV.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.norm.float()
         gated = o_THV.flatten(1) * F.silu(z.float())
         return self.out(gated.to(x_TD.dtype), context)
-
-    def _mix_groups(self, groups: Sequence[StateGroup], *inputs: Tensor) -> Tensor:
-        if groups[0].rows_T is None:
-            return self._mix(groups[0], *inputs)
-        heads = self.config.value_heads, self.config.value_dim
-        o_THV = torch.empty(len(inputs[0]), *heads, device=inputs[0].device)
-        for group in groups:
-            assert group.rows_T is not None
-            o_THV.index_copy_(0, group.rows_T, self._mix(group, *(x[group.rows_T] for x in inputs)))
-        return o_THV
 
     def _mix(self, group: StateGroup, u_TF: Tensor, g_TH: Tensor, beta_TH: Tensor) -> Tensor:
         c, held = self.config, group.read(self.layer)
@@ -89,6 +79,18 @@ class DeltaNet(Block):
         own = {"in_proj_b.weight": b, "in_proj_a.weight": a, "conv1d.weight": self.conv, "A_log": self.a_log}
         own |= {"dt_bias": self.dt_bias, "norm.weight": self.norm}
         return {f"{self.name}.{name}": weight.detach() for name, weight in own.items()}
+
+
+def mix_groups(mix: Callable[..., Tensor], groups: Sequence[StateGroup], *inputs: Tensor) -> Tensor:
+    """What a recurrent mixer makes of the inputs of all tokens, group by group."""
+    if groups[0].rows_T is None:
+        return mix(groups[0], *inputs)
+    mixed = [mix(group, *(x[group.rows_T] for x in inputs)) for group in groups]
+    out = mixed[0].new_empty(len(inputs[0]), *mixed[0].shape[1:])
+    for group, rows in zip(groups, mixed, strict=True):
+        assert group.rows_T is not None
+        out.index_copy_(0, group.rows_T, rows)
+    return out
 
 
 class Chunks:
@@ -214,7 +216,11 @@ def delta_step(
 
 
 def conv_silu(
-    x_TF: Tensor, weight_WF: Tensor, lengths: Sequence[int], before_BWF: Tensor | None
+    x_TF: Tensor,
+    weight_WF: Tensor,
+    lengths: Sequence[int],
+    before_BWF: Tensor | None,
+    bias_F: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """silu of a causal depthwise convolution within each sequence, and the last W − 1 inputs of each.
 
@@ -225,13 +231,14 @@ def conv_silu(
         before_BWF = x_TF.new_zeros(len(lengths), kept, x_TF.shape[1])
     if max(lengths) == 1:
         seen_BWF = torch.cat((before_BWF, x_TF[:, None]), 1)
-        return F.silu((seen_BWF * weight_WF).sum(1)), seen_BWF[:, 1:]
+        y = (seen_BWF * weight_WF).sum(1)
+        return F.silu(y if bias_F is None else y + bias_F), seen_BWF[:, 1:]
     # before each sequence's tokens those that it sees
     pieces = [piece for pair in zip(before_BWF, x_TF.split(list(lengths)), strict=True) for piece in pair]
     ends = list(accumulate(length + kept for length in lengths))
     laid = torch.cat(pieces)
     last = torch.stack([laid[end - kept : end] for end in ends]).detach()
-    y = _ConvSilu.apply(laid, weight_WF)
+    y = _ConvSilu.apply(laid, weight_WF, bias_F)
     if len(lengths) > 1:
         firsts = [end - kept - length for end, length in zip(ends, lengths, strict=True)]
         y = torch.cat([y[first : first + n] for first, n in zip(firsts, lengths, strict=True)])
@@ -242,9 +249,9 @@ class _ConvSilu(Function):
     """Row i of the result sees rows i … i + W − 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = len(x) - len(weight) + 1
-        y = x[:rows] * weight[0]
+        y = x[:rows] * weight[0] if bias is None else torch.addcmul(bias, x[:rows], weight[0])
         for i in range(1, len(weight)):
             y.addcmul_(x[i : i + rows], weight[i])
         ctx.save_for_backward(y, weight)
@@ -257,7 +264,7 @@ class _ConvSilu(Function):
         out = grad.new_zeros(len(grad) + len(weight) - 1, grad.shape[1])
         for i in range(len(weight)):
             out[i : i + len(grad)].addcmul_(grad, weight[i])
-        return out, None
+        return out, None, None
 
 
 def unit(x: Tensor) -> Tensor:
