@@ -79,7 +79,7 @@ async def recorded(tmp_path: Path) -> tuple[Path, Facts]:
         run = await user.run()
         await user.train(run, 1, 3)
         journal = service.runs.get(run).journal  # type: ignore[union-attr]
-        await until(lambda: journal.snapshot is not None)  # the only one: nothing is written while it is copied
+        await until(lambda: journal.snapshot is not None)  # the only one: none is written while it is copied
         facts = {"run": run, "weights": await user.save(run, 7, "kept")}
         facts["sampler_weights"] = await user.save_for_sampler(run, 8, "kept")
         export = checkpoints.SaveWeightsExternalRequest(model_id=run, path="kept", seq_id=9)
