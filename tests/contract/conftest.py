@@ -1,4 +1,7 @@
-"""Every engine there is, on the smallest model it can have; a test here holds for all of them."""
+"""Every engine there is, on the smallest model it can have; a test here holds for all of them.
+
+Most tests do not depend on the family of the model; those that do are marked `every_family`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import EXPERTS, FAMILIES, HYBRIDS, MORE, tiny_model
 from tinkex.engine.protocol import (
     Command,
     CreateAdapter,
@@ -31,6 +34,7 @@ from tinkex.types.params import AdamParams, LoraConfig
 
 LORA = LoraConfig(rank=4, seed=7)
 SECONDS = 60.0  # that anything may take
+NEAR = 1e-4  # how far logprobs may be apart that were computed in another order, whatever the family
 R = TypeVar("R")
 _names = (f"run-{i}" for i in itertools.count())
 
@@ -40,22 +44,31 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(
+KINDS = [
+    "fake",
+    "torch",
+    pytest.param("hybrid", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+_TORCH, _HYBRID = "llama3", "qwen3_5"  # the families of those kinds
+_OTHERS = (FAMILIES | MORE | HYBRIDS | EXPERTS).keys() - {_TORCH, _HYBRID}
+# On a test that depends on the model itself: it also runs on every other family that we load.
+every_family = pytest.mark.parametrize(
+    "config",
+    [*KINDS, *(pytest.param(family, marks=pytest.mark.slow) for family in sorted(_OTHERS))],
+    indirect=True,
     scope="session",
-    params=[
-        "fake",
-        "torch",
-        pytest.param("hybrid", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
 )
+
+
+@pytest.fixture(scope="session", params=KINDS)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
     if request.param == "fake":
         return EngineConfig("fake-model", kind="fake", max_context=256, name="m/fake", tokenizer=tokenizer)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    family = "qwen3_5" if request.param == "hybrid" else "llama3"
+    family = {"torch": _TORCH, "cuda": _TORCH, "hybrid": _HYBRID}.get(request.param, request.param)
     path = tiny_model(tmp_path_factory.mktemp("model"), family, max_position_embeddings=256)
     device = "cuda" if request.param == "cuda" else "cpu"
     return EngineConfig(

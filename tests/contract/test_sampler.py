@@ -15,9 +15,11 @@ import pytest
 
 from tests.contract.conftest import (
     LORA,
+    NEAR,
     SECONDS,
     datum,
     do,
+    every_family,
     forward_backward,
     logprobs,
     new_run,
@@ -239,13 +241,14 @@ async def test_without_a_seed_draws_differ(engine: Engine):
     assert len({tuple(r) for r in results}) == 4
 
 
+@every_family
 async def test_a_seeded_request_does_not_notice_company(engine: Engine):
     prompt = tokens(engine, 0, 30)
     alone = only(await sample(engine, prompt, max_tokens=30))
     company = [sample(engine, tokens(engine, i, 3 + 5 * i), max_tokens=20, seed=i) for i in range(12)]
     among, *_ = await asyncio.gather(sample(engine, prompt, max_tokens=30), *company)
     assert only(among).tokens == alone.tokens
-    np.testing.assert_allclose(only(among).logprobs_np, alone.logprobs_np, atol=1e-5)
+    np.testing.assert_allclose(only(among).logprobs_np, alone.logprobs_np, atol=NEAR)
 
 
 async def test_greedy_is_the_likeliest_and_is_what_a_narrow_choice_draws(engine: Engine):
@@ -271,6 +274,7 @@ async def test_draws_stay_within_top_k_and_top_p(engine: Engine):
         assert len(drawn) > 1
 
 
+@every_family
 async def test_sampled_logprobs_are_the_trainers(engine: Engine, run: str):
     name = await published(engine, run)
     prompt = tokens(engine, 0, 9)
@@ -279,7 +283,7 @@ async def test_sampled_logprobs_are_the_trainers(engine: Engine, run: str):
         response = await sample(engine, prompt, max_tokens=12, temperature=temperature, work=work)
         for sequence in response.sequences:
             expected = logprobs(engine, run, np.concatenate([prompt, sequence.tokens_np]))  # type: ignore[list-item]
-            np.testing.assert_allclose(sequence.logprobs_np, expected[len(prompt) - 1 :], atol=1e-5)
+            np.testing.assert_allclose(sequence.logprobs_np, expected[len(prompt) - 1 :], atol=NEAR)
     await engine.sampler.retire(name)
 
 
@@ -314,6 +318,7 @@ async def test_topk_of_samples_holds_the_sampled_token(engine: Engine):
 # -- scoring -----------------------------------------------------------------------------------------------
 
 
+@every_family
 async def test_prompt_logprobs_are_the_trainers(engine: Engine, run: str):
     name = await published(engine, run)
     prompt = tokens(engine, 1, 40)
@@ -326,7 +331,7 @@ async def test_prompt_logprobs_are_the_trainers(engine: Engine, run: str):
             assert scored.dtype == np.float32
             first = max(1, 40 - (last_n or 40))
             assert np.isnan(scored[:first]).all()
-            np.testing.assert_allclose(scored[first:], expected[first - 1 :], atol=1e-5)
+            np.testing.assert_allclose(scored[first:], expected[first - 1 :], atol=NEAR)
     await engine.sampler.retire(name)
 
 
@@ -434,6 +439,7 @@ async def test_a_published_adapter_never_changes(engine: Engine, run: str, tmp_p
         await engine.sampler.retire(adapter)
 
 
+@every_family
 async def test_mixed_adapters_in_one_step_keep_apart(engine: Engine):
     runs = [new_run(engine) for _ in range(3)]
     for i, run in enumerate(runs):
@@ -449,7 +455,7 @@ async def test_mixed_adapters_in_one_step_keep_apart(engine: Engine):
     together = await asyncio.gather(*(asked(name) for name in names * 3))
     for i, response in enumerate(together):
         assert only(response).tokens == only(alone[i % 4]).tokens
-        np.testing.assert_allclose(response.prompt_logprobs_np, alone[i % 4].prompt_logprobs_np, atol=1e-5)
+        np.testing.assert_allclose(response.prompt_logprobs_np, alone[i % 4].prompt_logprobs_np, atol=NEAR)
     for run in runs:
         await engine.sampler.retire(run)
         do(engine, DropAdapter(run))

@@ -16,14 +16,13 @@ import numpy as np
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.commands import do
 from tests.engine.forward import hidden
 from tests.engine.oracle import make_datum, randomise
-from tests.engine.tiny import reference_model
+from tests.engine.tiny import EXPERTS, reference_model, tiny_model
 from tinkex.engine.protocol import (
     CreateAdapter,
     EngineConfig,
@@ -46,80 +45,7 @@ from tinkex.types.params import LoraConfig, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_LATENT: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "num_key_value_heads": 4, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-# The class of transformers, and the fields that differ from those above.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}),
-    "gpt_oss": (
-        "GptOss",
-        {
-            "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-        },
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
-    "glm4_moe_lite": ("Glm4MoeLite", _LATENT),
-    "deepseek_v3": (
-        "DeepseekV3",
-        _LATENT | {
-            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 1.0,
-                "mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "beta_fast": 32,
-                "beta_slow": 1,
-            },
-        },
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsa",
-        _LATENT | {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 1,
-                   "head_dim": 8},
-    ),
-}  # fmt: skip
-every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def tiny(directory: Path, family: str) -> Path:
-    kind, own = FAMILIES[family]
-    config = getattr(transformers, f"{kind}Config")(**(_SHAPE | own))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                weight.copy_(1 + 0.2 * noise)
-            elif weight.dim() == 1 and "inv_freq" not in name:
-                weight.copy_(0.3 * noise)
-            elif weight.dim() > 1:
-                weight.copy_(noise * 1.2 / weight.shape[-1] ** 0.5)
-    model.save_pretrained(directory / family)
-    return directory / family
+every_family = pytest.mark.parametrize("family", EXPERTS)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def model(family: str) -> Path:
         if family not in made:
-            made[family] = tiny(tmp_path_factory.mktemp("models"), family)
+            made[family] = tiny_model(tmp_path_factory.mktemp("models"), family)
         return made[family]
 
     return model

@@ -291,6 +291,50 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _EXPERTS),
 }
+# With experts: `test_expert_families` asks them all of that.
+_OF_EXPERTS: dict[str, Any] = {"intermediate_size": 48, "num_hidden_layers": 3, "pad_token_id": 0}
+_LATENT: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _LATENT | {
+            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _LATENT | {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 1,
+                   "head_dim": 8},
+    ),
+}  # fmt: skip
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -309,8 +353,8 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
 
     `overrides` are fields of the transformers config; `shards=True` splits the weights over several files.
     """
-    class_name, own = (FAMILIES | MORE | HYBRIDS)[family]
-    fields = _SHAPE | own | overrides
+    class_name, own = (FAMILIES | MORE | HYBRIDS | EXPERTS)[family]
+    fields = _SHAPE | (_OF_EXPERTS if family in EXPERTS else {}) | own | overrides
     sharded = fields.pop("shards", False)
     if fields.pop("tied", False):
         fields.setdefault("tie_word_embeddings", True)
@@ -339,6 +383,8 @@ def _randomise(model: torch.nn.Module, seed: int, norm: float) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def reference_model(path: Path) -> Any:

@@ -93,7 +93,8 @@ def _settle(item) -> list[float]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("model", "steps", "tolerance"), [("fake", 60, 0.0), ("llama3", 24, 1e-5), ("qwen3_5", 24, 1e-4)]
+    ("model", "steps", "tolerance"),
+    [("fake", 60, 0.0), ("llama3", 24, 1e-5), ("qwen3_moe", 24, 1e-5), ("qwen3_5", 24, 1e-4)],
 )
 def test_ten_kills_change_nothing(model, steps, tolerance, tmp_path: Path, monkeypatch, no_key):
     kind = "fake" if model == "fake" else "torch"
