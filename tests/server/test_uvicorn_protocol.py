@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from tinkex.server import uvicorn_protocol
 from tinkex.server.gateway import BufferedResponse
-from tinkex.server.uvicorn_protocol import LARGE, SEND_WHOLE, SingleWriteProtocol
+from tinkex.server.uvicorn_protocol import CONNECTION, LARGE, SingleWriteProtocol
 
 pytestmark = pytest.mark.anyio
 
@@ -181,9 +181,7 @@ async def test_a_request_leaves_no_circle_behind(connect):
     kept = connection.scope
     connection.data_received(GET % b"y")
     await turns()
-    assert (
-        kept[SEND_WHOLE].__self__ is connection
-    )  # and the connection holds the scope of its last request alone
+    assert kept[CONNECTION] is connection  # which holds the scope of its last request alone
     assert connection.scope is not kept
     assert connection.cycle.scope is not kept
 

@@ -37,14 +37,14 @@ def check_work(work: SampleWork, vocab: int, padded_vocab: int, context: int) ->
     if length == 0:
         raise user_error("the prompt is empty; give at least one token")
     prompt = work.prompt
-    if prompt.item(prompt.argmin()) < 0 or prompt.item(prompt.argmax()) >= padded_vocab:
+    if prompt.view(np.uint32).max() >= padded_vocab:  # a negative id becomes a large one
         at = int(np.argmax((prompt < 0) | (prompt >= padded_vocab)))
         raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{padded_vocab - 1}")
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if (given := getattr(work, name)) < 0:
-            raise user_error(f"{name} must be at least 0, got {given}")
+    if min(work.topk_prompt_logprobs, work.topk_sample_logprobs, work.prompt_alt_tokens_k) < 0:
+        names = "topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k"
+        raise user_error(f"{names} must be at least 0")
     if work.prompt_alt_tokens_k > (most := _DRAWN // length):
         got = work.prompt_alt_tokens_k
         raise user_error(f"prompt_alt_tokens_k must be 0 to {most} for this request, got {got}")

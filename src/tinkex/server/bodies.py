@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
 from tinkex.service.refusal import Refusal
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 from tinkex.types.reports import TelemetrySendRequest
@@ -191,6 +193,9 @@ class BodyCodec:
             raise Refusal(413, f"the body has {length} bytes; at most {limit} are accepted")
         if int(length) >= PARSED_HERE:
             self._take(http, int(length))
+        connection: SingleWriteProtocol | None = http.scope.get(CONNECTION)
+        if connection and (whole := connection.whole_body(http.scope)) is not None:
+            return whole
         message = await receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             return message.get("body", b"")
@@ -233,9 +238,9 @@ class BodyCodec:
         finally:
             self.forget(http)
 
-    async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes) -> Any:
-        parts = op, http.path_params, http.query, http.headers, body
-        return await self.parse(http, body, lambda: codec.decode_request(*parts, self.limit_of(op, http)))
+    async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes, limit: int) -> Any:
+        parts = op, http.path_params, http.query, http.headers, body, limit
+        return await self.parse(http, body, partial(codec.decode_request, *parts))
 
     async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:
         if result_size(value) < BIG:

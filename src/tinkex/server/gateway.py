@@ -37,7 +37,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator, Identity, credential
 from tinkex.server.bodies import BIG, BodyCodec, ClientDisconnected, IncomingRequest, InUse
 from tinkex.server.metrics import Metrics
-from tinkex.server.uvicorn_protocol import SEND_WHOLE, SendWhole
+from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
@@ -77,8 +77,8 @@ class BufferedResponse(Response):
             self.raw_headers += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_whole: SendWhole | None = scope.get(SEND_WHOLE)
-        if send_whole is None or not send_whole(scope, self.status_code, self.raw_headers, self.body):
+        connection: SingleWriteProtocol | None = scope.get(CONNECTION)
+        if not connection or not connection.send_whole(scope, self.status_code, self.raw_headers, self.body):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
             body = memoryview(self.body)
@@ -305,7 +305,7 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
         max_body = bodies.limit_of(op, http)
         body = await bodies.read(http, max_body) if has_body else b""
         try:
-            request = await bodies.decode(op, http, body)
+            request = await bodies.decode(op, http, body, max_body)
         except InvalidInputError as error:
             # A 4xx on one chunk of a pass makes official clients wait for ever: a run's request is accepted,
             # and its future fails.

@@ -72,9 +72,8 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
     async def handle(http: IncomingRequest) -> Response:
         caller = gateway.admit(http)
         bodies = gateway.bodies
-        request = await bodies.decode(
-            ops.SAMPLE, http, await bodies.read(http, bodies.limit_of(ops.SAMPLE, http))
-        )
+        limit = bodies.limit_of(ops.SAMPLE, http)
+        request = await bodies.decode(ops.SAMPLE, http, await bodies.read(http, limit), limit)
         events = gateway.service.stream(request, caller)
         return EventStream(_encoded(events, gateway.without_paths), aclosing(events))
 

@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol, with bounded requests and with small complete responses sent in one write.
 
 uvicorn writes head and body separately: two system calls, two packets and two client wake-ups for each small
-response. `scope[SEND_WHOLE]` joins them. Headers are not validated: they must be the server's own.
+response. `scope[CONNECTION].send_whole` joins them; `whole_body` reads a small body without waiting for it.
+Headers are not validated: they must be the server's own.
 
 A request's head is bounded in bytes and fields, and head, body and idle connections have deadlines. They cost
 no timers: the server calls `expire` on every connection about once a second. A client over a limit gets 431
@@ -11,13 +12,13 @@ or 408 and its connection is closed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-SEND_WHOLE = "tinkex.send_whole"  # the scope's key for a SendWhole
+CONNECTION = "tinkex.connection"  # the scope's key for a SingleWriteProtocol
 LARGE = 64 * 1024  # bytes; a larger body is not worth copying
 MAX_HEAD = 64 * 1024  # bytes of a request's head, or of its trailers
 MAX_FIELDS = 100  # header fields of a request, trailers included
@@ -28,18 +29,16 @@ DISCARD_RATE = 4 * 1024 * 1024  # bytes a second of a body that was refused befo
 LINGER_SECONDS = 5.0  # what a refused client still sends is read: a reset would destroy the answer
 
 Headers = Iterable[tuple[bytes, bytes]]
-# (scope, status, headers, body) -> False if the caller has to send ASGI messages instead.
-SendWhole = Callable[[Any, int, Headers, bytes], bool]
 
 
 class SingleWriteProtocol(HttpToolsProtocol):
     """The protocol of one client connection; one of more than `most_connections` is refused."""
 
     _deadline = math.inf  # of the client; infinite while the server is at work
-    _reading = False  # a request has begun and is not complete
+    _reading: Literal["", "head", "body"] = ""  # what of a request has begun and is not complete
     _refused = False  # answered by `_refuse`; what still arrives is discarded
     _unread = 0  # bytes received since the last request or part of a body was complete
-    _body_bytes, _body_began = 0, 0.0
+    _part_began, _body_bytes = 0.0, 0  # the part is a head or a body
 
     def __init__(self, *given: Any, most_connections: int = 2**31, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -60,14 +59,24 @@ class SingleWriteProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._unread > MAX_HEAD:
             self._refuse_head()
+        elif self._reading:  # most requests come whole, and need no deadline
+            now = self.loop.time()
+            self._part_began = self._part_began or now
+            if self._reading == "head":
+                self._deadline = self._part_began + HEAD_SECONDS
+            else:
+                self._deadline = min(self._part_began + self._body_bytes / BODY_RATE, now) + BODY_SECONDS
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading = True
-        self._deadline = self.loop.time() + HEAD_SECONDS
+        self._reading, self._part_began = "head", 0.0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        """Does what uvicorn's method does: it is called for every header, so a call of that would cost."""
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
         if len(self.headers) > MAX_FIELDS:
             self._refuse_head()
             raise ValueError("too many header fields")  # stops the parser
@@ -79,17 +88,14 @@ class SingleWriteProtocol(HttpToolsProtocol):
                 self._refuse_head()
                 raise ValueError("the head is too large")
         super().on_headers_complete()
-        self._body_bytes, self._body_began = 0, self.loop.time()
-        self._deadline = self._body_began + BODY_SECONDS
-        # Bound to the connection, not to uvicorn's request cycle: that holds the scope, a reference cycle.
-        self.scope[SEND_WHOLE] = self.send_whole  # type: ignore[literal-required]
+        self._reading, self._part_began, self._body_bytes = "body", 0.0, 0
+        # The connection, not uvicorn's request cycle: that holds the scope, a reference cycle.
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._unread = 0
         self._body_bytes += len(body)
-        at_rate = self._body_began + self._body_bytes / BODY_RATE
-        self._deadline = min(at_rate, self.loop.time()) + BODY_SECONDS
         if self.cycle.response_complete:  # a refusal: the rest is discarded, and must not take the event loop
             self.flow.pause_reading()
             self.loop.call_later(len(body) / DISCARD_RATE, self._read_on)
@@ -100,10 +106,21 @@ class SingleWriteProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._reading, self._unread = False, 0
+        self._reading, self._unread = "", 0
         self._deadline = math.inf
         if self.cycle.response_complete:  # before the body was: a refusal
             self._begin_idle()
+
+    def whole_body(self, scope: Any) -> bytes | None:
+        """The body of a request, if all of it is there."""
+        cycle = self.cycle
+        if cycle.scope is not scope or cycle.more_body or cycle.disconnected or cycle.response_complete:
+            return None
+        if cycle.waiting_for_100_continue or self.flow.read_paused:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()  # `receive` waits for what comes next: the disconnection
+        return body
 
     # -- deadlines ---------------------------------------------------------------------------------------
 

@@ -416,9 +416,8 @@ def _check(request: types.SampleRequest, limit: int | None) -> int:
         request.target_prompt_logprobs, request.prompt_alt_tokens_k,
     )  # fmt: skip
     try:
-        return sample_bytes(length, tokens, request.num_samples, *scores) - sample_bytes(
-            0, tokens, request.num_samples
-        )
+        size = sample_bytes(length, tokens, request.num_samples, *scores)
+        return size - sample_bytes(0, tokens, request.num_samples) if any(scores) else 0
     except InvalidInputError as error:
         raise Refusal(400, str(error)) from None
 

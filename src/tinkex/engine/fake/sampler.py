@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,27 +90,32 @@ class FakeSampler:
         self._requests: set[_FakeRequest] = set()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        with self._admitted(work, await self._table.of(work)) as request:
+        request, published = self._admit(work, await self._table.of(work))
+        try:
             request.advance()
             while request.going:
                 await self._turn()
                 request.advance()
             return request.response()
+        finally:
+            self._leave(request, published)
 
     async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
-        with self._admitted(work, await self._table.of(work)) as request:
+        request, published = self._admit(work, await self._table.of(work))
+        try:
             while request.going:
                 for sample in request.advance():
                     yield sample.piece()
                 await self._turn()
             yield request.response()
+        finally:
+            self._leave(request, published)
 
     async def _turn(self) -> None:
         await asyncio.sleep(0)
         self._trainer.check_open()
 
-    @contextlib.contextmanager
-    def _admitted(self, work: SampleWork, table: Sequence[bytes]) -> Iterator[_FakeRequest]:
+    def _admit(self, work: SampleWork, table: Sequence[bytes]) -> tuple[_FakeRequest, _PublishedHead]:
         self._trainer.check_open()
         most = check_work(work, VOCAB, VOCAB, self._trainer.context)
         published = self._base if work.adapter is None else self.published.get(work.adapter)
@@ -120,13 +124,13 @@ class FakeSampler:
         request = _FakeRequest(work, published.head, most, table)
         self._requests.add(request)
         published.users += 1
-        try:
-            yield request
-        finally:
-            self._requests.remove(request)
-            published.users -= 1
-            if not published.users:
-                published.idle.set()
+        return request, published
+
+    def _leave(self, request: _FakeRequest, published: _PublishedHead) -> None:
+        self._requests.remove(request)
+        published.users -= 1
+        if not published.users:
+            published.idle.set()
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
         self._trainer.check_open()
