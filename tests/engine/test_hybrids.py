@@ -19,7 +19,7 @@ from tests.engine.forward import hidden, sequences
 from tests.engine.oracle import randomise
 from tests.engine.stepping import finish
 from tests.engine.tiny import HYBRIDS, reference_logits, reference_model, tiny_model
-from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass, SampleWork
+from tinkex.engine.protocol import CreateAdapter, EngineError, ForwardBackward, Pass, SampleWork
 from tinkex.engine.torch.adapter_files import BaseIdentity, load_adapter, save_adapter
 from tinkex.engine.torch.adapters import ALPHA, Adapter
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
@@ -28,6 +28,7 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.merge import merge_adapter
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.families import model_config
 from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.states import StatePool
@@ -63,7 +64,7 @@ def adapter(decoder: Decoder) -> Adapter:
 
 def effective(base: torch.nn.Module, named: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """transformers' weights with an adapter's A and B in them, differentiable by both."""
-    weights = dict(base.named_parameters())
+    weights = dict(base.named_parameters(remove_duplicate=False))
     changed: dict[str, Tensor] = {}
     for name, (a, b) in named.items():
         delta, (stem, _, part) = ALPHA / RANK * (b @ a), name.rpartition(".")
@@ -72,6 +73,9 @@ def effective(base: torch.nn.Module, named: dict[str, tuple[Tensor, Tensor]]) ->
             keys = named[f"{stem}.in_proj_q"][1].shape[0]
             first = ("in_proj_q", "in_proj_k", "in_proj_v").index(part) * keys
             delta = torch.nn.functional.pad(delta, (0, 0, first, at.shape[0] - first - delta.shape[0]))
+        elif f"{stem}.x_proj" in named and part != "out_proj":
+            at, first = weights[target := f"{stem}.in_proj.weight"], len(delta) * (part == "x_proj")
+            delta = torch.nn.functional.pad(delta, (0, 0, first, len(at) - first - len(delta)))
         elif stem.endswith(".experts"):
             gate_up = part in ("w1", "w3")
             at = weights[target := f"{stem}.{'gate_up_proj' if gate_up else 'down_proj'}"]
@@ -98,7 +102,8 @@ def test_logits_and_gradients_of_every_site_equal_transformers(model: Path, adap
         h_TD = hidden(decoder, data, lora)
         logits = decoder.logits(h_TD, lora)
         call, options = torch.func.functional_call, {"use_cache": False}
-        ones = [call(reference, changed, (torch.tensor([ids]),), options).logits[0] for ids in data]
+        given = [(torch.tensor([ids]),) for ids in data]
+        ones = [call(reference, changed, ids, options, tie_weights=False).logits[0] for ids in given]
     want = torch.cat(ones)
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
     to = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
@@ -225,7 +230,7 @@ def test_adapters_are_saved_and_loaded_exactly(decoder: Decoder, adapter: Adapte
 
 
 def test_peft_loads_the_export(model: Path, decoder: Decoder, adapter: Adapter, saved: Path) -> None:
-    export_peft(saved, saved.parent / "peft")
+    export_peft(saved, saved.parent / "peft", base_dir=model)
     with_peft = peft.PeftModel.from_pretrained(reference_model(model), saved.parent / "peft")
     for ids, mine in zip(sequences(LENGTHS), adapted_logits(decoder, adapter), strict=True):
         with torch.no_grad():
@@ -238,6 +243,25 @@ def test_merged_equals_adapted(model: Path, decoder: Decoder, adapter: Adapter, 
     merged = reference_logits(saved.parent / "merged", sequences(LENGTHS))
     for mine, want in zip(adapted_logits(decoder, adapter), merged, strict=True):
         torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
+
+
+def test_peft_export_of_mamba_layers_asks_for_the_base_model(tmp_path: Path) -> None:
+    decoder = load_decoder(tiny_model(tmp_path, "granite4"))
+    adapter = Adapter.fresh(LoraConfig(rank=RANK, seed=1), decoder.sites())
+    save_adapter(adapter, tmp_path / "adapter", BaseIdentity.of(decoder, "tiny"))
+    with pytest.raises(EngineError, match="base_dir"):
+        export_peft(tmp_path / "adapter", tmp_path / "peft")
+
+
+def test_granite_4_is_read_by_the_names_of_released_files(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "granite4")
+    fields = json.loads((path / "config.json").read_text())
+    older = {"linear_attention": "mamba", "full_attention": "attention"}
+    types = [older[kind] for kind in fields["layer_types"]]
+    written = fields | {"layer_types": types, "position_embedding_type": "nope", "mamba_d_head": "auto"}
+    written["time_step_limit"] = [0.0, float("inf")]
+    assert model_config(json.loads(json.dumps(written))) == model_config(fields)
+    assert any(".block_sparse_moe.input_linear." in name for name in load_file(path / "model.safetensors"))
 
 
 def test_qwen3_5_loads_from_a_model_that_also_sees(tmp_path: Path) -> None:

@@ -180,3 +180,23 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     with pytest.raises(EngineError, match=r"is quantised \(fp8\), and an adapter can be merged into plain"):
         merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_of_a_matrix_are_views_of_its_codes(scheme: str) -> None:
+    whole = quantise(torch.randn(24, 128), scheme)
+    part = whole.select(slice(8, 20))
+    assert isinstance(part, QuantisedWeight)
+    assert part.codes.untyped_storage().data_ptr() == whole.codes.untyped_storage().data_ptr()
+    assert torch.equal(part.expand(), whole.expand()[8:20])
+
+
+def test_parts_of_a_stored_matrix_are_quantised_one_by_one(tmp_path: Path) -> None:
+    """Mamba's in_proj, of which we keep the first rows packed."""
+    path = tiny_model(tmp_path, "granite4 dense")
+    decoder, data = load_decoder(path, quantize="nf4"), sequences()
+    assert any(name.endswith(".mamba.x_proj.weight") for name in decoder.slots())
+    plain = expanded(decoder, path)
+    with torch.no_grad():
+        got, want = (each.logits(hidden(each, data)) for each in (decoder, plain))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -287,9 +287,37 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 24,
 }
+_GRANITE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rms_norm_eps": 1e-2,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _EXPERTS),
+    "granite4": ("GraniteMoeHybrid", _GRANITE),
+    "granite4 dense": (
+        "GraniteMoeHybrid",
+        _GRANITE
+        | {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_n_groups": 1,
+            "tied": True,
+        },
+    ),
 }
 # With experts: `test_expert_families` asks them all of that.
 _OF_EXPERTS: dict[str, Any] = {"intermediate_size": 48, "num_hidden_layers": 3, "pad_token_id": 0}
@@ -364,7 +392,7 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
         fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     config = getattr(transformers, class_name + "Config")(**fields)
     model = getattr(transformers, class_name.removesuffix("Text") + head)(config).to(torch.float32)
-    _randomise(model, seed, 0.0 if family in HYBRIDS else 1.0)
+    _randomise(model, seed, 0.0 if family.startswith("qwen3_5") else 1.0)
     path = directory / f"{family}-{seed}"
     model.save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")
     return path

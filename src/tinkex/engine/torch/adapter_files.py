@@ -153,7 +153,9 @@ def load_adapter(
     given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
     if given is not None and not torch.equal(given.to(head), head):
         raise user_error(f"{weights} has a head of its own, which is not this base model's")
-    lora = _lora_config(directory, facts, " ".join(tensors))
+    lora = _lora_config(
+        directory, facts, {name.removeprefix(_PREFIX).split(".lora_")[0] for name in tensors}, sites
+    )
     saved = facts.get("base", {})
     if saved and saved.get("fingerprint") != base.fingerprint:
         raise user_error(
@@ -186,7 +188,7 @@ def _load_optimizer(adapter: Adapter, directory: Path, facts: Mapping[str, Any])
     adapter.step = step
 
 
-def _lora_config(directory: Path, facts: Mapping[str, Any], names: str) -> LoraConfig:
+def _lora_config(directory: Path, facts: Mapping[str, Any], names: set[str], sites: Sites) -> LoraConfig:
     if facts:
         try:
             return LoraConfig(**facts["lora"])
@@ -195,9 +197,11 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], names: str) -> LoraC
     peft = read_peft_config(directory)
     if (alpha := peft.get("lora_alpha")) != ALPHA:
         raise user_error(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
-    parts = {"train_attn": "_attn.", "train_mlp": ".mlp.", "train_unembed": "lm_head."}
+    kinds = {part.kind for _, parts in sites.values() for part in parts if part.name in names}
     try:
-        return LoraConfig(peft.get("r"), **{flag: part in names for flag, part in parts.items()})  # type: ignore[arg-type]
+        return LoraConfig(
+            peft.get("r"), **{f"train_{kind}": kind in kinds for kind in ("attn", "mlp", "unembed")}
+        )  # type: ignore[arg-type]
     except ValueError as error:
         raise user_error(f"{directory / CONFIG}: {error}") from None
 

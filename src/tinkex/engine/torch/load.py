@@ -96,8 +96,24 @@ def _ours(
 ) -> Iterator[tuple[str, str, Tensor | QuantisedWeight]]:
     """Each tensor with its stored name and our name; stacked experts one by one."""
     for stored, tensor in tensors:
-        for name, view in per_expert(our_name(stored), tensor, config.experts, config.width):
+        for name, view in our_views(config, stored, tensor):
             yield stored, name, view
+
+
+def our_views(config: ModelConfig | None, stored: str, tensor: Any) -> list[tuple[str, Any]]:
+    """A stored tensor, quantised or not, by our names: views of it, where we have several; None: unknown."""
+    name = our_name(stored)
+    stem, found, kind = name.partition(".in_proj.")
+    if config is None or config.mamba is None or not found:
+        return per_expert(name, tensor, config.experts if config else None, config.width if config else 0)
+    width = config.mamba.width
+    rows = {
+        "gate_proj": slice(width),
+        "x_proj": slice(width, 2 * width),
+        "in_proj_rest": slice(2 * width, None),
+    }
+    cut = (lambda part: tensor[part]) if isinstance(tensor, Tensor) else tensor.select
+    return [(f"{stem}.{part}.{kind}", cut(places)) for part, places in rows.items()]
 
 
 def empty_decoder(

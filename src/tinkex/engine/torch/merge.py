@@ -25,9 +25,9 @@ from tinkex.engine.torch.adapter_files import (
     verify,
     write_json,
 )
-from tinkex.engine.torch.models.architecture import ExpertsConfig
+from tinkex.engine.torch.load import our_views
+from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.families import FAMILIES, model_config, our_name
-from tinkex.engine.torch.models.moe import per_expert
 from tinkex.engine.torch.peft_export import join_qkv
 from tinkex.engine.torch.quantised_files import method_name, quantisation
 from tinkex.store import CHECKSUMS
@@ -61,12 +61,11 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
             shard: [name for name in names if our_name(name) != _HEAD] for shard, names in shards.items()
         }
     known = model_config(config) if config.get("model_type") in FAMILIES else None
-    stored_as = (known.experts, known.width) if known else (None, 0)
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         index: dict[str, str] = {}
         for shard, names in shards.items():
             with safe_open(base_dir / shard, framework="pt") as file:
-                tensors = {name: _merged(name, file.get_tensor(name), deltas, stored_as) for name in names}
+                tensors = {name: _merged(name, file.get_tensor(name), deltas, known) for name in names}
                 embedding = [name for name in names if our_name(name) == "model.embed_tokens.weight"]
                 if untied is not None and embedding:
                     tensors[_HEAD] = _added(file.get_tensor(embedding[0]), untied)
@@ -129,15 +128,13 @@ def _deltas(adapter_dir: Path) -> dict[str, Delta]:
     return deltas
 
 
-def _merged(
-    name: str, tensor: Tensor, deltas: dict[str, Delta], stored_as: tuple[ExpertsConfig | None, int]
-) -> Tensor:
-    """A stored tensor with what the adapter adds to it, or to the experts that are stacked in it."""
-    names = [ours for ours, _ in per_expert(our_name(name), tensor, *stored_as)]
+def _merged(name: str, tensor: Tensor, deltas: dict[str, Delta], base: ModelConfig | None) -> Tensor:
+    """A stored tensor with what the adapter adds to it, or to the modules that are stacked in it."""
+    names = [ours for ours, _ in our_views(base, name, tensor)]
     if not deltas.keys() & names:
         return tensor
     merged = tensor.clone()
-    for ours, view in per_expert(our_name(name), merged, *stored_as):
+    for ours, view in our_views(base, name, merged):
         if (delta := deltas.pop(ours, None)) is not None:
             view.copy_(_added(view, delta))
     return merged

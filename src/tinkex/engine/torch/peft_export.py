@@ -3,19 +3,23 @@
 Our own files (`adapter_files`) name experts as hosted Tinker does, w1, w2 and w3, with the factor that
 experts share stored once. PEFT adapts the stacked parameters `gate_up_proj` and `down_proj`: the shared
 factor is repeated for every expert, and gate and up become one block-diagonal pair of twice the rank. So do
-in_proj_q, in_proj_k and in_proj_v, three parts of one matrix, with three times the rank.
-Everything else is copied. Loads no base model.
+in_proj_q, in_proj_k and in_proj_v, three parts of one matrix, with three times the rank, and Mamba's
+gate_proj and x_proj, the first rows of in_proj. Everything else is copied. Loads no base model.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
+from tinkex.engine.request import user_error
 from tinkex.engine.torch.adapter_files import (
     CONFIG,
     WEIGHTS,
@@ -25,14 +29,23 @@ from tinkex.engine.torch.adapter_files import (
     verify,
     write_json,
 )
+from tinkex.engine.torch.models.families import model_config
 
-_EXPERTS = ".mlp.experts."
+_EXPERTS = ".experts."
 
 
-def export_peft(adapter_dir: Path, out_dir: Path, *, nested: bool = False, overwrite: bool = False) -> None:
+def export_peft(
+    adapter_dir: Path,
+    out_dir: Path,
+    *,
+    base_dir: Path | None = None,
+    nested: bool = False,
+    overwrite: bool = False,
+) -> None:
     """Write the adapter of `adapter_dir` to `out_dir` as PEFT reads it.
 
-    `nested`: for the whole model that has the text model inside, such as one that sees.
+    `base_dir`, of which config.json is read, is needed for a model with Mamba layers. `nested`: for the whole
+    model that has the text model inside, such as one that sees.
 
     >>> export_peft(Path("adapters/final"), Path("adapters/final-peft"))    # doctest: +SKIP
     """
@@ -58,16 +71,20 @@ def export_peft(adapter_dir: Path, out_dir: Path, *, nested: bool = False, overw
         # PEFT takes modules of these names for experts of old files: dense ones are named as parameters
         dense = [name for name in parts if name in ("gate_proj", "up_proj", "down_proj")]
         config["target_modules"] = [name for name in parts if name not in (*dense, "experts", "base_layer")]
-        config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+        experts = ".".join(stems[0].split(".")[-2:])  # "mlp.experts"
+        config["target_parameters"] = [f"{experts}.down_proj", f"{experts}.gate_up_proj"]
         config["target_parameters"] += [f"{name}.weight" for name in dense]
         # gate and up side by side: twice the rank at the same scale
-        config["rank_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["r"]}
-        config["alpha_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["lora_alpha"]}
+        config["rank_pattern"] = {f"{experts}.gate_up_proj": 2 * config["r"]}
+        config["alpha_pattern"] = {f"{experts}.gate_up_proj": 2 * config["lora_alpha"]}
     if fused := join_qkv(tensors):
-        tensors, others = fused, set(config["target_modules"]) - {"in_proj_q", "in_proj_k", "in_proj_v"}
-        config["target_modules"] = sorted(others | {"in_proj_qkv"})
-        for key, size in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
-            config[key] = {**config.get(key, {}), "in_proj_qkv": 3 * size}
+        tensors = fused
+        _retarget(config, ("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj_qkv")
+    if stems := [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]:
+        rows = _in_proj_rows(adapter_dir, base_dir)
+        for stem in stems:
+            _join_rows(tensors, stem, ("gate_proj", "x_proj"), "in_proj", rows)
+        _retarget(config, ("gate_proj", "x_proj"), "in_proj")
     if nested:  # not the modules of the same names in its tower
         heads = [name for name in config["target_modules"] if name == "lm_head"]
         inner = "|".join(name for name in config["target_modules"] if name != "lm_head")
@@ -86,13 +103,40 @@ def _pair(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 
 def join_qkv(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """All tensors, in_proj_q, in_proj_k and in_proj_v as block-diagonal pairs; None: there are none."""
-    stems = [name.split("_q.lora_A")[0] for name in tensors if name.endswith(".in_proj_q.lora_A.weight")]
+    stems = [name.split(".in_proj_q.")[0] for name in tensors if name.endswith(".in_proj_q.lora_A.weight")]
     joined = dict(tensors)
     for stem in stems:
-        a, b = ([joined.pop(f"{stem}_{part}.lora_{side}.weight") for part in "qkv"] for side in "AB")
-        joined[f"{stem}_qkv.lora_A.weight"] = torch.cat(a)
-        joined[f"{stem}_qkv.lora_B.weight"] = torch.block_diag(*b)
+        _join_rows(joined, stem, ("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj_qkv")
     return joined if stems else None
+
+
+def _join_rows(
+    tensors: dict[str, Tensor], stem: str, parts: tuple[str, ...], whole: str, rows: int = 0
+) -> None:
+    """Replace adapters of a matrix's first parts by a block-diagonal one of all its rows (0: theirs)."""
+    a, b = ([tensors.pop(f"{stem}.{part}.lora_{side}.weight") for part in parts] for side in "AB")
+    both = torch.block_diag(*b)
+    tensors[f"{stem}.{whole}.lora_A.weight"] = torch.cat(a)
+    tensors[f"{stem}.{whole}.lora_B.weight"] = pad(both, (0, 0, 0, max(0, rows - len(both))))
+
+
+def _retarget(config: dict[str, Any], parts: tuple[str, ...], whole: str) -> None:
+    """Name one module in place of its parts, with the rank and alpha of all of them."""
+    config["target_modules"] = sorted({*config["target_modules"], whole} - {*parts})
+    for key, size in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
+        config[key] = {**config.get(key, {}), whole: len(parts) * size}
+
+
+def _in_proj_rows(adapter_dir: Path, base_dir: Path | None) -> int:
+    if base_dir is None:
+        raise user_error(
+            f"{adapter_dir} adapts Mamba layers, and their in_proj has rows that no adapter knows of: give "
+            "base_dir, a directory with the base model's config.json"
+        )
+    mamba = model_config(json.loads((base_dir / "config.json").read_text())).mamba
+    if mamba is None:
+        raise user_error(f"{adapter_dir} adapts Mamba layers, and {base_dir} has none")
+    return mamba.width + mamba.channels + mamba.heads
 
 
 def _block_diagonal(first_EOR: Tensor, second_EOR: Tensor, in_turn: bool) -> Tensor:

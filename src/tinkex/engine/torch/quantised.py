@@ -81,11 +81,11 @@ class QuantisedWeight:
         return replace(self, codes=self.codes[i], scale=self.scale[i], zero=zero)
 
     def select(self, rows: slice) -> QuantisedWeight | Tensor:
-        """These rows of every matrix of a stack; expanded if their blocks would be torn."""
+        """These rows of a matrix, or of every one of a stack; expanded if their blocks would be torn."""
         if self.transposed or self.block[0] > 1:
-            return self.expand()[:, rows]
-        zero = None if self.zero is None else self.zero[:, rows]
-        return replace(self, codes=self.codes[:, rows], scale=self.scale[:, rows], zero=zero)
+            return self.expand()[..., rows, :]
+        zero = None if self.zero is None else self.zero[..., rows, :]
+        return replace(self, codes=self.codes[..., rows, :], scale=self.scale[..., rows, :], zero=zero)
 
     def transpose(self) -> QuantisedWeight:
         """Of every matrix."""

@@ -173,6 +173,8 @@ class MlpConfig:
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     fused: bool = False  # stored as one gate_up_proj
     gated: bool = True
+    name: str = "mlp"
+    matrices: tuple[str, str] = ("gate_up_proj", "down_proj")  # their names, where it is fused
 
 
 @dataclass(frozen=True)
@@ -192,11 +194,15 @@ class RouterConfig:
 
 
 class SharedExpert(NamedTuple):
-    """The MLP that every token has beside its experts; `gated`: times the sigmoid of a number of its own."""
+    """The MLP that every token has beside its experts; `gated`: times the sigmoid of a number of its own.
+
+    It is like one of them and stored inside their block, unless `mlp` says otherwise.
+    """
 
     width: int
     name: str = "shared_experts"
     gated: bool = False
+    mlp: MlpConfig | None = None
 
 
 class ClampedSwiGlu(NamedTuple):
@@ -221,6 +227,7 @@ class ExpertsConfig:
     latent_width: int | None = None  # experts read and write so many numbers, projected from and to the width
     transposed: bool | Literal["either"] = False  # stacked tensors are stored [E, in, out]
     interleaved: bool = False  # gate and up are stored in turn
+    name: str = "mlp"
 
     @property
     def plain(self) -> bool:
@@ -299,6 +306,11 @@ class ModelConfig:
         """Of the first layer that has any."""
         found = (layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
         return next(found, None)
+
+    @cached_property
+    def mamba(self) -> MambaConfig | None:
+        """Of the first layer that has it."""
+        return next((layer.mixer for layer in self.stack if isinstance(layer.mixer, MambaConfig)), None)
 
     # -- of a uniform model ----------------------------------------------------------------------------
 

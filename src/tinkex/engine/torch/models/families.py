@@ -18,6 +18,7 @@ from tinkex.engine.torch.models.architecture import (
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
+    MambaConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
@@ -366,13 +367,71 @@ def granite(fields: Fields) -> ModelConfig:
     scale = float(fields.get("attention_multiplier", 1.0))
     attention = attention_of(fields, qkv_bias=bias, o_bias=bias, scale=scale)
     layer = LayerConfig(attention, mlp_of(fields, bias=bool(fields.get("mlp_bias", False))))
-    return assembled(
-        fields,
-        [layer] * layer_count(fields),
-        embedding_scale=float(fields.get("embedding_multiplier", 1.0)),
-        residual_scale=float(fields.get("residual_multiplier", 1.0)),
-        logit_scale=1.0 / float(fields.get("logits_scaling", 1.0)),
+    return assembled(fields, [layer] * layer_count(fields), **_multipliers(fields))
+
+
+def granite4(fields: Fields) -> ModelConfig:
+    """Granite 4: Mamba2 and attention; a dense MLP in every layer, beside experts if there are any."""
+    refuse(fields, hidden_act="silu")
+    types = layer_types(
+        {"layer_types": _older_types(fields.get("layer_types"))},
+        ["linear_attention"] * layer_count(fields),
+        ("linear_attention",),
     )
+    bias, heads = bool(fields.get("attention_bias", False)), integer(fields, "mamba_n_heads")
+    scale = float(fields.get("attention_multiplier", 1.0))
+    attention = attention_of(fields, qkv_bias=bias, o_bias=bias, scale=scale)
+    if fields.get("position_embedding_type") != "rope":
+        attention = replace(attention, rope=None)
+    inner, head_dim = (
+        fields.get("mamba_expand", 2) * integer(fields, "hidden_size"),
+        fields.get("mamba_d_head"),
+    )
+    mamba = MambaConfig(
+        heads,
+        head_dim if isinstance(head_dim, int) else inner // heads,
+        integer(fields, "mamba_d_state"),
+        fields.get("mamba_n_groups", 1),
+        fields.get("mamba_d_conv", 4),
+        conv_bias=bool(fields.get("mamba_conv_bias", True)),
+        bias=bool(fields.get("mamba_proj_bias", False)),
+        step_limits=_step_limits(fields),
+    )
+    mlp = MlpConfig(
+        integer(fields, "shared_intermediate_size"), fused=True, name="shared_mlp",
+        matrices=("input_linear", "output_linear"),
+    )  # fmt: skip
+    experts = mlp if not fields.get("num_local_experts", 8) else ExpertsConfig(
+        count=fields.get("num_local_experts", 8),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=integer(fields, "intermediate_size"),
+        router=RouterConfig("softmax_of_best"),
+        shared=SharedExpert(mlp.width, mlp=mlp),
+        name="block_sparse_moe",
+    )  # fmt: skip
+    mixers = {"full_attention": attention, "linear_attention": mamba}
+    return assembled(fields, [LayerConfig(mixers[kind], experts) for kind in types], **_multipliers(fields))
+
+
+def _multipliers(fields: Fields) -> dict[str, float]:
+    return {
+        "embedding_scale": float(fields.get("embedding_multiplier", 1.0)),
+        "residual_scale": float(fields.get("residual_multiplier", 1.0)),
+        "logit_scale": 1.0 / float(fields.get("logits_scaling", 1.0)),
+    }
+
+
+def _older_types(types: list[str] | None) -> list[str] | None:
+    """Layers by the names that transformers has for them since version 5."""
+    renamed = {"mamba": "linear_attention", "attention": "full_attention"}
+    return types and [renamed.get(kind, kind) for kind in types]
+
+
+def _step_limits(fields: Fields) -> tuple[float, float]:
+    """transformers writes the infinite one as {"__float__": "Infinity"}."""
+    low, high = fields.get("time_step_limit") or (0.0, math.inf)
+    low, high = (one["__float__"] if isinstance(one, dict) else one for one in (low, high))
+    return float(low), float(high)
 
 
 def smollm3(fields: Fields) -> ModelConfig:
@@ -556,6 +615,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "olmo3": olmo3,
     "phi3": phi3,
     "granite": granite,
+    "granitemoehybrid": granite4,
     "smollm3": smollm3,
     "glm4": glm4,
     "ministral3": ministral3,

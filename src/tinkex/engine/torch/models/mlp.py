@@ -24,18 +24,16 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Mlp(Block):
     """down(act(gate(x)) * up(x)), or without the gate; `sites` begins its sites' names."""
 
-    def __init__(
-        self, model: ModelConfig, config: MlpConfig, layer: int, name: str = "", sites: str = ""
-    ) -> None:
+    def __init__(self, model: ModelConfig, config: MlpConfig, layer: int, sites: str = "") -> None:
         super().__init__()
         self.config, width, bias = config, config.width, config.bias
-        name = name or f"model.layers.{layer}.mlp"
+        name, (both, last) = f"model.layers.{layer}.{config.name}", config.matrices
         named = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
         parts = tuple(Part(f"{name}.{part}", width, "mlp") for part in named)
         if config.fused:
-            parts = (Part(f"{name}.gate_up_proj", 2 * width, "mlp"),)
+            parts = (Part(f"{name}.{both}", 2 * width, "mlp"),)
         self.gate_up = Projection(Site(layer, f"{sites}gate_up"), model.width, parts, bias)
-        down = Part(f"{name}.down_proj", model.width, "mlp")
+        down = Part(f"{name}.{last if config.fused else 'down_proj'}", model.width, "mlp")
         self.down = Projection(Site(layer, f"{sites}down"), width, (down,), bias)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:

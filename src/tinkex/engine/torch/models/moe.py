@@ -31,7 +31,7 @@ class ExpertMlp(Block):
     def __init__(self, model: ModelConfig, config: ExpertsConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.experts = layer, config
-        self.name = f"model.layers.{layer}.mlp"
+        self.name = f"model.layers.{layer}.{config.name}"
         self.width = config.latent_width or model.width  # of the experts' inputs and outputs
         count, inner, router = config.count, config.width, config.router
         self.router = frozen_parameter(count, model.width)
@@ -47,10 +47,11 @@ class ExpertMlp(Block):
             self.latent_in = self._latent("fc1_latent_proj", model.width, self.width)
             self.latent_out = self._latent("fc2_latent_proj", self.width, model.width)
         if config.shared:
-            width, name, gated = config.shared
+            width, name, gated, mlp = config.shared
             activation = config.activation if isinstance(config.activation, str) else "silu"
-            mlp = MlpConfig(width, activation=activation, gated=config.gated)
-            self.shared = Mlp(model, mlp, layer, f"{self.name}.{name}", "shared_")
+            name = f"{config.name}.{name}"
+            mlp = mlp or MlpConfig(width, activation=activation, gated=config.gated, name=name)
+            self.shared = Mlp(model, mlp, layer, "shared_")
             self.shared_gate = frozen_parameter(1, model.width) if gated else None
 
     def _latent(self, name: str, in_features: int, out_features: int) -> Projection:
@@ -195,7 +196,7 @@ def per_expert(
 
     `width` is the model's: by it a tensor that may be stored either way is recognised.
     """
-    for old, new in _RENAMED:
+    for old, new in _RENAMED.get(experts.name if experts else "mlp", ()):
         name = re.sub(old, new, name)
     found = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|\.bias|\.weight)?", name)
     if found is None:
@@ -215,14 +216,21 @@ def per_expert(
     return [(f"{stem}.{i}.{k}.{kind}", view[i]) for k, view in views.items() for i in range(len(view))]
 
 
-# Mixtral's and gpt-oss' names of what others call mlp, gate, gate_proj, down_proj and up_proj.
-_RENAMED = [
-    (r"\.block_sparse_moe\.", ".mlp."),
-    (r"\.mlp\.router\.", ".mlp.gate."),
-    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
-    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
-    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
-]
+# Mixtral's, gpt-oss' and Granite's names of what others call mlp, gate, gate_proj, down_proj and up_proj.
+_RENAMED = {
+    "mlp": (
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"\.mlp\.router\.", ".mlp.gate."),
+        (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+        (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    ),
+    "block_sparse_moe": (
+        (r"\.block_sparse_moe\.router\.(layer\.)?", ".block_sparse_moe.gate."),
+        (r"\.block_sparse_moe\.input_linear\.", ".block_sparse_moe.experts.gate_up_proj."),
+        (r"\.block_sparse_moe\.output_linear\.", ".block_sparse_moe.experts.down_proj."),
+    ),
+}
 
 
 def expert_linear(x_NI: Tensor, weight_EOI: Any, counts_E: Tensor) -> Tensor:
