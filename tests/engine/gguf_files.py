@@ -11,6 +11,17 @@ import numpy as np
 
 from tests.engine.tiny import reference_model
 
+# For tokenizers.
+TEXTS = [
+    "",
+    " ",
+    "Hello, world! It's a test; don't you think?",
+    "Σ naïve café — “quotes” … 日本語 한국어 🎉👩‍👩‍👧",
+    "def f(x):\n    return x + 1\n\n\n# end\t\ttabs  and   spaces   ",
+    "Numbers: 3.14159 and 1,000,000 and 2024-01-02",
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "MixedCASE WORDS and_snake_case, URLs: https://example.org/a?b=c&d=%20",
+]
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -27,6 +38,11 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+}
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -86,15 +102,20 @@ def shape_metadata(fields: dict[str, Any], arch: str) -> dict[str, Any]:
         "attention.head_count": fields["num_attention_heads"],
         "attention.head_count_kv": fields["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
-        "rope.freq_base": fields["rope_parameters"]["rope_theta"],
+        "rope.freq_base": fields["rope_parameters"].get("rope_theta"),
         "vocab_size": fields["vocab_size"],
     }
-    if arch.startswith("qwen3"):
+    if arch.startswith(("qwen3", "gemma3")):
         values |= {"attention.key_length": fields["head_dim"], "attention.value_length": fields["head_dim"]}
     if arch == "qwen3moe":
         values["expert_count"] = fields["num_local_experts"]
         values["expert_used_count"] = fields["num_experts_per_tok"]
         values["expert_feed_forward_length"] = fields["moe_intermediate_size"]
+    if arch == "gemma3":
+        full = fields["rope_parameters"]["full_attention"]
+        values |= {"rope.freq_base": full["rope_theta"], "rope.scaling.type": full["rope_type"],
+                   "rope.scaling.factor": full["factor"]}  # fmt: skip
+        values["attention.sliding_window"] = fields["sliding_window"]
     return values
 
 
@@ -117,7 +138,10 @@ def gguf_tensors(model: Path, arch: str, fields: dict[str, Any]) -> dict[str, np
             if arch == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
                 heads = fields["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
                 array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-            tensors[f"{f'blk.{layer}.' if layer else ''}{NAMES[stem]}.{kind}"] = array
+            if arch == "gemma3" and stem.endswith("norm"):
+                array = array + 1
+            stored = (NAMES | SANDWICH if arch == "gemma3" else NAMES)[stem]
+            tensors[f"{f'blk.{layer}.' if layer else ''}{stored}.{kind}"] = array
     return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
 
 

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.forward import hidden, sequences
-from tests.engine.gguf_files import byte_bpe_metadata, write_gguf
+from tests.engine.gguf_files import TEXTS, byte_bpe_metadata, write_gguf
 from tests.engine.tiny import reference_logits, tiny_model
 from tinkex.engine.torch.gguf import GgufModel, convert_gguf
 from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
@@ -21,17 +21,6 @@ from tinkex.engine.torch.load import load_decoder
 from tinkex.errors import InvalidInputError
 
 pytestmark = pytest.mark.slow
-
-TEXTS = [
-    "",
-    " ",
-    "Hello, world! It's a test; don't you think?",
-    "Σ naïve café — “quotes” … 日本語 한국어 🎉👩‍👩‍👧",
-    "def f(x):\n    return x + 1\n\n\n# end\t\ttabs  and   spaces   ",
-    "Numbers: 3.14159 and 1,000,000 and 2024-01-02",
-    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
-    "MixedCASE WORDS and_snake_case, URLs: https://example.org/a?b=c&d=%20",
-]
 
 
 # -- the real model ------------------------------------------------------------------------------------
@@ -97,13 +86,21 @@ def test_smollm2_answers(converted: Path) -> None:
 # -- tiny files of every architecture ------------------------------------------------------------------
 
 
-ARCHITECTURES = {"llama": "smollm2", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES = {
+    "llama": "smollm2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3",
+}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_logits_equal_the_model_it_was_made_of(tmp_path: Path, arch: str) -> None:
-    model = tiny_model(tmp_path, ARCHITECTURES[arch])
-    decoder, data = load_decoder(write_gguf(tmp_path / "tiny.gguf", arch, model)), sequences()
+    # A GGUF does not say gemma3's scale of attention: it is that of its heads.
+    own = {"query_pre_attn_scalar": 16} if arch == "gemma3" else {}
+    model = tiny_model(tmp_path, ARCHITECTURES[arch], **own)
+    decoder, data = load_decoder(write_gguf(tmp_path / "tiny.gguf", arch, model)), sequences(vocab=256)
     ours = decoder.logits(hidden(decoder, data))
     torch.testing.assert_close(ours, torch.cat(reference_logits(model, data)), atol=1e-4, rtol=0)
 

