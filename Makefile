@@ -12,7 +12,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env power-cuts bench bench-engine bench-server bench-line bench-fairness proto clean
+.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env power-cuts bench bench-engine bench-server bench-line bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -41,6 +41,10 @@ test-fast: setup ## what to run before every commit: about a minute on two cores
 
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-again: setup  ## what failed in the last run, if it was at most three tests, one at a time
+	$(BIN)/python -c 'import json; exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 3)'
+	$(BIN)/python -m pytest -n 0 -v --last-failed --last-failed-no-failures none $(ARGS)
 
 demo: setup      ## watch a real model learn, on this machine's CPU
 	$(BIN)/tinkex demo $(ARGS)

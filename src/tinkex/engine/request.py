@@ -21,6 +21,7 @@ from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, 
 from tinkex.types.tensor import TensorData
 
 _DRAWN = 1 << 20  # tokens drawn for one prompt: all other requests wait meanwhile
+_NO_IDS: frozenset[int] = frozenset()
 _ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past any sample's index
 
 
@@ -110,10 +111,10 @@ class Stops:
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...], token_bytes: Sequence[bytes] = ()) -> None:
         given = work.params.stop
         self._sequences, self._table = work.stop_bytes, token_bytes
-        self._given = frozenset(s for s in given or () if isinstance(s, int))
+        self._given = frozenset(s for s in given if isinstance(s, int)) if given else _NO_IDS
         never = not self._sequences and given is not None and len(given) == 0
         self._ids = self._given if never else self._given.union(eos_ids)
-        self._keep = max((len(s) for s in self._sequences), default=0)
+        self._keep = max(map(len, self._sequences), default=0)
         self._at_length: StopDetail = "context" if work.params.max_tokens is None else "max_tokens"
 
     def after(self, tail: bytes, token: int) -> tuple[bool, bytes]:

@@ -339,7 +339,7 @@ async def _response(
         return Response(status_code=204)
     else:
         content_type, body = codec.encode_reply(value)
-        if content_type == codec.JSON:
+        if content_type == codec.JSON and not op.has_future:  # a promise says nothing but ids
             body = gateway.clean(body)
     encoding = ""
     if len(body) >= BIG:

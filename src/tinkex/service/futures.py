@@ -211,7 +211,7 @@ class Completions:
         """The results of these were fetched, or dropped."""
         gone = [(i, feed) for i in request_ids if (feed := self._open.pop(i, None)) is not None]
         if gone:
-            self._write("".join(_line(f"-{request_id}") for request_id, _ in gone))
+            self._write(b"".join(_line(f"-{request_id}") for request_id, _ in gone))
         for _, feed in gone:
             self._stale += 2
             self._feeds[feed].open -= 1
@@ -258,16 +258,16 @@ class Completions:
         self._tidy(key)
         return completions, cursor
 
-    def _write(self, line: str) -> None:
+    def _write(self, lines: bytes) -> None:
         if self._file >= 0:
             with suppress(OSError):  # a full disk: after a crash it is not reported, and its client times out
-                os.write(self._file, line.encode())
+                os.write(self._file, lines)
 
     def _rewrite(self, path: Path) -> None:
         self.close()
         part = path.with_suffix(".part")
         try:
-            part.write_text("".join(_line(f"+{i} {feed}") for i, feed in self._open.items()))
+            part.write_bytes(b"".join(_line(f"+{i} {feed}") for i, feed in self._open.items()))
             part.rename(path)
             self._stale = 0
         except OSError as error:  # the old file goes on
@@ -281,8 +281,9 @@ class Completions:
             self._file = -1
 
 
-def _line(text: str) -> str:
-    return f"{text}\t{crc32(text.encode()):08x}\n"
+def _line(text: str) -> bytes:
+    line = text.encode()
+    return b"%b\t%08x\n" % (line, crc32(line))
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -293,7 +294,7 @@ def _read(path: Path) -> dict[str, str]:
         content.split("\n")[:-1], 1
     ):  # after the last newline: cut off in mid-write
         line = whole.partition("\t")[0]
-        if checked and f"{whole}\n" != _line(line):
+        if checked and f"{whole}\n".encode() != _line(line):
             log.error(
                 "%s is damaged in line %d: a sample of an earlier process may be given up", path, number
             )

@@ -267,7 +267,8 @@ class Samplers:
         row, count = sample.row, work.num_samples
         permits, adapters = self._permits[sample.model.name], self._adapters.of(engine)
         tokens = count * (len(work.prompt) + (work.params.max_tokens or engine.info.max_context))
-        if tracing.is_on() or not permits.try_acquire(row.owner, count, tokens):
+        traced = tracing.is_on()
+        if traced or not permits.try_acquire(row.owner, count, tokens):
             with tracing.span("scheduler sample", within=True):
                 why = f"{permits.waiting() + 1} requests wait for room to be sampled"
                 sample.future.queue_state = "paused_capacity", why
@@ -279,7 +280,7 @@ class Samplers:
                 sampling = (
                     engine.sampler.sample(work) if sample.pieces is None else _stream(engine, sample, work)
                 )
-                return await (tracing.traced("engine sample", sampling) if tracing.is_on() else sampling)
+                return await (tracing.traced("engine sample", sampling) if traced else sampling)
             finally:
                 adapters.release(row)
         finally:
