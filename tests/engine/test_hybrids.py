@@ -42,6 +42,7 @@ pytestmark = pytest.mark.slow
 LENGTHS = (5, 70, 1, 150)
 RANK = 3
 CPU = torch.device("cpu")
+DELTA, KEY_HEADS = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"), 2  # of Qwen3-Next
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -68,7 +69,11 @@ def effective(base: torch.nn.Module, named: dict[str, tuple[Tensor, Tensor]]) ->
     changed: dict[str, Tensor] = {}
     for name, (a, b) in named.items():
         delta, (stem, _, part) = ALPHA / RANK * (b @ a), name.rpartition(".")
-        if part in ("in_proj_q", "in_proj_k", "in_proj_v"):
+        if part in DELTA and (target := f"{stem}.in_proj_qkvz.weight") in weights:
+            sizes = {one: len(named[f"{stem}.{one}"][1]) for one in DELTA}
+            each = [delta if one == part else torch.zeros(sizes[one], a.shape[1]) for one in DELTA]
+            delta = torch.cat([rows.unflatten(0, (KEY_HEADS, -1)) for rows in each], 1).flatten(0, 1)
+        elif part in ("in_proj_q", "in_proj_k", "in_proj_v"):
             at = weights[target := f"{stem}.in_proj_qkv.weight"]
             keys = named[f"{stem}.in_proj_q"][1].shape[0]
             first = ("in_proj_q", "in_proj_k", "in_proj_v").index(part) * keys
@@ -245,8 +250,9 @@ def test_merged_equals_adapted(model: Path, decoder: Decoder, adapter: Adapter, 
         torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
 
 
-def test_peft_export_of_mamba_layers_asks_for_the_base_model(tmp_path: Path) -> None:
-    decoder = load_decoder(tiny_model(tmp_path, "granite4"))
+@pytest.mark.parametrize("family", ["granite4", "qwen3_next"])
+def test_peft_export_of_parts_of_a_matrix_asks_for_the_base_model(tmp_path: Path, family: str) -> None:
+    decoder = load_decoder(tiny_model(tmp_path, family))
     adapter = Adapter.fresh(LoraConfig(rank=RANK, seed=1), decoder.sites())
     save_adapter(adapter, tmp_path / "adapter", BaseIdentity.of(decoder, "tiny"))
     with pytest.raises(EngineError, match="base_dir"):

@@ -306,6 +306,7 @@ _GRANITE: dict[str, Any] = {
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _EXPERTS),
+    "qwen3_next": ("Qwen3Next", _HYBRID | _EXPERTS | {"mlp_only_layers": [1]}),
     "granite4": ("GraniteMoeHybrid", _GRANITE),
     "granite4 dense": (
         "GraniteMoeHybrid",
@@ -392,7 +393,7 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
         fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     config = getattr(transformers, class_name + "Config")(**fields)
     model = getattr(transformers, class_name.removesuffix("Text") + head)(config).to(torch.float32)
-    _randomise(model, seed, 0.0 if family.startswith("qwen3_5") else 1.0)
+    _randomise(model, seed, 0.0 if family.startswith(("qwen3_5", "qwen3_next")) else 1.0)
     path = directory / f"{family}-{seed}"
     model.save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")
     return path

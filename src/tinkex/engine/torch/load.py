@@ -17,6 +17,7 @@ from torch import Tensor
 from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.delta_net import by_part
 from tinkex.engine.torch.models.families import model_config, our_name
 from tinkex.engine.torch.models.moe import per_expert
 from tinkex.engine.torch.quantised import SCHEMES, QuantisedWeight
@@ -94,10 +95,11 @@ def fill(
 def _ours(
     config: ModelConfig, tensors: Iterable[tuple[str, Tensor | QuantisedWeight]]
 ) -> Iterator[tuple[str, str, Tensor | QuantisedWeight]]:
-    """Each tensor with its stored name and our name; stacked experts one by one."""
+    """Each tensor with its stored name and our name; stacked experts and fused parts one by one."""
     for stored, tensor in tensors:
         for name, view in our_views(config, stored, tensor):
-            yield stored, name, view
+            for part, rows in by_part(name, view, config.delta):
+                yield stored, part, rows
 
 
 def our_views(config: ModelConfig | None, stored: str, tensor: Any) -> list[tuple[str, Any]]:

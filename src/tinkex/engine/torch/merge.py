@@ -50,7 +50,8 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
             f"{base_dir} is quantised ({method_name(scheme)}), and an adapter can be merged into plain "
             "weights alone; give the base model's directory in bfloat16"
         )
-    deltas = _deltas(adapter_dir)
+    known = model_config(config) if config.get("model_type") in FAMILIES else None
+    deltas = _deltas(adapter_dir, known)
     stored = {our_name(name) for names in shards.values() for name in names}
     tied = config.get("tie_word_embeddings") or _HEAD not in stored
     untied = deltas.pop(_HEAD, None) if tied else None
@@ -60,7 +61,6 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
         shards = {
             shard: [name for name in names if our_name(name) != _HEAD] for shard, names in shards.items()
         }
-    known = model_config(config) if config.get("model_type") in FAMILIES else None
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         index: dict[str, str] = {}
         for shard, names in shards.items():
@@ -100,14 +100,14 @@ def _shards(base_dir: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _deltas(adapter_dir: Path) -> dict[str, Delta]:
+def _deltas(adapter_dir: Path, base: ModelConfig | None) -> dict[str, Delta]:
     """The adapter's matrices by the name of the weight that they change; one per expert."""
     verify(adapter_dir, (WEIGHTS, CONFIG))
     peft = read_peft_config(adapter_dir)
     scale = peft["lora_alpha"] / peft["r"]
     deltas: dict[str, Delta] = {}
     tensors, suffix = load_file(adapter_dir / WEIGHTS), ".lora_A.weight"
-    tensors = join_qkv(tensors) or tensors
+    tensors = join_qkv(tensors, base.stored_key_heads if base else 0) or tensors
     for key, a in tensors.items():
         if not key.endswith(suffix):
             # PEFT also writes the base weights of an adapted head; merging would lose anything else.

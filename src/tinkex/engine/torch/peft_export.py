@@ -3,8 +3,9 @@
 Our own files (`adapter_files`) name experts as hosted Tinker does, w1, w2 and w3, with the factor that
 experts share stored once. PEFT adapts the stacked parameters `gate_up_proj` and `down_proj`: the shared
 factor is repeated for every expert, and gate and up become one block-diagonal pair of twice the rank. So do
-in_proj_q, in_proj_k and in_proj_v, three parts of one matrix, with three times the rank, and Mamba's
-gate_proj and x_proj, the first rows of in_proj. Everything else is copied. Loads no base model.
+in_proj_q, in_proj_k and in_proj_v, three parts of one matrix, with three times the rank (of Qwen3-Next four
+parts of one, key head by key head), and Mamba's gate_proj and x_proj, the first rows of in_proj.
+Everything else is copied. Loads no base model.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tinkex.engine.torch.adapter_files import (
     verify,
     write_json,
 )
+from tinkex.engine.torch.models.architecture import ModelConfig
+from tinkex.engine.torch.models.delta_net import by_key_head
 from tinkex.engine.torch.models.families import model_config
 
 _EXPERTS = ".experts."
@@ -44,8 +47,8 @@ def export_peft(
 ) -> None:
     """Write the adapter of `adapter_dir` to `out_dir` as PEFT reads it.
 
-    `base_dir`, of which config.json is read, is needed for a model with Mamba layers. `nested`: for the whole
-    model that has the text model inside, such as one that sees.
+    `base_dir`, of which config.json is read, is needed for Qwen3-Next and for a model with Mamba layers.
+    `nested`: for the whole model that has the text model inside, such as one that sees.
 
     >>> export_peft(Path("adapters/final"), Path("adapters/final-peft"))    # doctest: +SKIP
     """
@@ -77,9 +80,10 @@ def export_peft(
         # gate and up side by side: twice the rank at the same scale
         config["rank_pattern"] = {f"{experts}.gate_up_proj": 2 * config["r"]}
         config["alpha_pattern"] = {f"{experts}.gate_up_proj": 2 * config["lora_alpha"]}
-    if fused := join_qkv(tensors):
-        tensors = fused
-        _retarget(config, ("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj_qkv")
+    key_heads = _base(adapter_dir, base_dir).stored_key_heads if base.startswith("qwen3_next-") else 0
+    if fused := join_qkv(tensors, key_heads):
+        tensors, parts = fused, "qkvz" if key_heads else "qkv"
+        _retarget(config, tuple(f"in_proj_{part}" for part in parts), f"in_proj_{parts}")
     if stems := [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]:
         rows = _in_proj_rows(adapter_dir, base_dir)
         for stem in stems:
@@ -101,12 +105,20 @@ def _pair(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     return a.expand(count, -1, -1), b.expand(count, -1, -1)
 
 
-def join_qkv(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """All tensors, in_proj_q, in_proj_k and in_proj_v as block-diagonal pairs; None: there are none."""
+def join_qkv(tensors: Mapping[str, Tensor], key_heads: int = 0) -> dict[str, Tensor] | None:
+    """All tensors, in_proj_q, in_proj_k and in_proj_v as block-diagonal pairs; None: there are none.
+
+    With `key_heads`, in_proj_z belongs to them, and rows are in the order of the key heads.
+    """
+    parts = "qkvz" if key_heads else "qkv"
     stems = [name.split(".in_proj_q.")[0] for name in tensors if name.endswith(".in_proj_q.lora_A.weight")]
     joined = dict(tensors)
     for stem in stems:
-        _join_rows(joined, stem, ("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj_qkv")
+        sizes = [len(joined[f"{stem}.in_proj_{part}.lora_B.weight"]) for part in parts]
+        _join_rows(joined, stem, tuple(f"in_proj_{part}" for part in parts), f"in_proj_{parts}")
+        if key_heads:
+            rows = joined[name := f"{stem}.in_proj_qkvz.lora_B.weight"].split(sizes)
+            joined[name] = by_key_head(rows, key_heads)
     return joined if stems else None
 
 
@@ -127,13 +139,17 @@ def _retarget(config: dict[str, Any], parts: tuple[str, ...], whole: str) -> Non
         config[key] = {**config.get(key, {}), whole: len(parts) * size}
 
 
-def _in_proj_rows(adapter_dir: Path, base_dir: Path | None) -> int:
+def _base(adapter_dir: Path, base_dir: Path | None) -> ModelConfig:
     if base_dir is None:
         raise user_error(
-            f"{adapter_dir} adapts Mamba layers, and their in_proj has rows that no adapter knows of: give "
-            "base_dir, a directory with the base model's config.json"
+            f"{adapter_dir} adapts parts of matrices whose other rows, or whose order of rows, no adapter "
+            "knows: give base_dir, a directory with the base model's config.json"
         )
-    mamba = model_config(json.loads((base_dir / "config.json").read_text())).mamba
+    return model_config(json.loads((base_dir / "config.json").read_text()))
+
+
+def _in_proj_rows(adapter_dir: Path, base_dir: Path | None) -> int:
+    mamba = _base(adapter_dir, base_dir).mamba
     if mamba is None:
         raise user_error(f"{adapter_dir} adapts Mamba layers, and {base_dir} has none")
     return mamba.width + mamba.channels + mamba.heads

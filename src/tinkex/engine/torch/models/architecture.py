@@ -109,6 +109,9 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     conv_width: int
+    by_key_head: bool = (
+        False  # stored as one matrix of q, k, v and z and one of b and a, key head by key head
+    )
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -300,6 +303,17 @@ class ModelConfig:
             layer.mixer.kv_shape if isinstance(layer.mixer, AttentionConfig | LatentConfig) else None
             for layer in self.stack
         )
+
+    @cached_property
+    def delta(self) -> DeltaConfig | None:
+        """Of the first layer that has a delta net."""
+        found = (layer.mixer for layer in self.stack if isinstance(layer.mixer, DeltaConfig))
+        return next(found, None)
+
+    @property
+    def stored_key_heads(self) -> int:
+        """Those that the rows of delta nets' projections are stored by; 0: they are not."""
+        return self.delta.key_heads if self.delta and self.delta.by_key_head else 0
 
     @cached_property
     def experts(self) -> ExpertsConfig | None:

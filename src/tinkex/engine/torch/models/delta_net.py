@@ -93,6 +93,26 @@ def mix_groups(mix: Callable[..., Tensor], groups: Sequence[StateGroup], *inputs
     return out
 
 
+def by_part(name: str, tensor: Any, config: DeltaConfig | None) -> list[tuple[str, Any]]:
+    """A stored weight by our names: the parts of a matrix that is stored key head by key head."""
+    stem, _, last = name.removesuffix(".weight").rpartition(".")
+    if config is None or not config.by_key_head or last not in ("in_proj_qkvz", "in_proj_ba"):
+        return [(name, tensor)]
+    whole = tensor if isinstance(tensor, Tensor) else tensor.expand()
+    widths = config.widths if last == "in_proj_qkvz" else (config.value_heads,) * 2
+    split = whole.unflatten(0, (config.key_heads, -1)).split([w // config.key_heads for w in widths], 1)
+    parts = [part.flatten(0, 1) for part in split]
+    if last == "in_proj_qkvz":
+        parts = [torch.cat(parts[:3]), parts[3]]
+    names = ("in_proj_qkv", "in_proj_z") if last == "in_proj_qkvz" else ("in_proj_b", "in_proj_a")
+    return [(f"{stem}.{part}.weight", rows) for part, rows in zip(names, parts, strict=True)]
+
+
+def by_key_head(parts: Sequence[Tensor], key_heads: int) -> Tensor:
+    """Rows of q, k, v and z as one matrix that is stored key head by key head."""
+    return torch.cat([part.unflatten(0, (key_heads, -1)) for part in parts], 1).flatten(0, 1)
+
+
 class Chunks:
     """Where the tokens of packed sequences of `lengths` lie in chunks, which advance step by step.
 

@@ -142,7 +142,8 @@ def sliding(full: AttentionConfig, fields: Fields, *, theta: float, window: int)
 
 def delta_of(fields: Fields) -> DeltaConfig:
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    return DeltaConfig(*(integer(fields, f"linear_{size}") for size in sizes))
+    keys, values, key_dim, value_dim, conv = (integer(fields, f"linear_{size}") for size in sizes)
+    return DeltaConfig(keys, values, key_dim, value_dim, conv)
 
 
 def mlp_of(fields: Fields, *, bias: bool = False, fused: bool = False) -> MlpConfig:
@@ -595,6 +596,22 @@ def qwen3_5(fields: Fields) -> ModelConfig:
     return assembled(fields, [LayerConfig(mixers[kind], mlp) for kind in types], norm=norm, skipped=MTP)
 
 
+def qwen3_next(fields: Fields) -> ModelConfig:
+    """Qwen3.5's layers, whose projections are stored by key head; some of them may have a dense MLP."""
+    config = qwen3_5(fields)
+    step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers") or ()
+    router, mlp = RouterConfig(normalise=bool(fields.get("norm_topk_prob", True))), mlp_of(fields)
+    stack = []
+    for i, layer in enumerate(config.stack):
+        if isinstance(layer.mixer, DeltaConfig):
+            layer = replace(layer, mixer=replace(layer.mixer, by_key_head=True))
+        if isinstance(layer.mlp, ExpertsConfig):
+            sparse = i not in dense and (i + 1) % step == 0
+            layer = replace(layer, mlp=replace(layer.mlp, router=router) if sparse else mlp)
+        stack.append(layer)
+    return replace(config, stack=tuple(stack))
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -604,6 +621,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3_moe": qwen3_moe,
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_5_moe": qwen3_5,
