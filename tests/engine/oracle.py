@@ -5,7 +5,7 @@ Knows our names of an adapter's tensors, through which values are copied, and no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,23 @@ class PeftOracle:
     """A peft model with the same A and B as one of our adapters."""
 
     def __init__(
-        self, path: Path, rank: int, *, attn: bool = True, mlp: bool = True, unembed: bool = True
+        self,
+        path: Path,
+        rank: int,
+        *,
+        attn: bool = True,
+        mlp: bool = True,
+        unembed: bool = True,
+        targets: Sequence[str] = (),
     ) -> None:
+        """`targets` are the names of the modules, where they are not the usual ones."""
         import peft  # takes a second, and most runs of the tests never get here
 
-        targets = [*(ATTN if attn else ()), *(MLP if mlp else ()), *(("lm_head",) if unembed else ())]
+        targets = list(targets) or [
+            *(ATTN if attn else ()),
+            *(MLP if mlp else ()),
+            *(("lm_head",) if unembed else ()),
+        ]
         config = peft.LoraConfig(r=rank, lora_alpha=32, lora_dropout=0.0, target_modules=targets, bias="none")
         self.model: Any = peft.get_peft_model(reference_model(path), config)
         self.parameters = {

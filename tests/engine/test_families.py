@@ -1,4 +1,7 @@
-"""Every further family against transformers: one row in `tiny.MORE`, and all of this is asked of it."""
+"""Every further family against transformers: one row in `tiny.MORE`, and all of this is asked of it.
+
+So are architectures that transformers computes for us, `tiny.UNKNOWN`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.engine.commands import do
 from tests.engine.forward import hidden, sequences
 from tests.engine.oracle import randomise
 from tests.engine.stepping import finish
-from tests.engine.tiny import MORE, reference_logits, reference_model, tiny_model
+from tests.engine.tiny import MORE, UNKNOWN, reference_logits, reference_model, tiny_model
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, LoadAdapter, Pass, SampleWork, SaveAdapter
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.hooks import LoraHook, Part, Site
@@ -33,7 +36,7 @@ from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("family", MORE)]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("family", MORE | UNKNOWN)]
 
 
 def data_of(decoder: Decoder, *lengths: int) -> list[list[int]]:
@@ -163,7 +166,9 @@ def test_saved_adapters_load_here_in_peft_and_merged(tmp_path: Path, family: str
     do(trainer, SaveAdapter("run", tmp_path / "adapter"))
     do(trainer, LoadAdapter("again", tmp_path / "adapter", False))
     assert torch.equal(with_adapter(trainer, "again", ids), ours)
-    export_peft(tmp_path / "adapter", tmp_path / "peft", nested="vision_config" in MORE[family][1])
+    export_peft(
+        tmp_path / "adapter", tmp_path / "peft", nested="vision_config" in (MORE | UNKNOWN)[family][1]
+    )
     model: Any = peft.PeftModel.from_pretrained(reference_model(path), str(tmp_path / "peft"))
     assert not any("lora" in name and ".vision" in name for name, _ in model.named_parameters())
     with torch.no_grad():

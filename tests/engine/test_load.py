@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.tiny import FAMILIES, reference_model, tiny_model, tiny_tokenizer
 from tinkex.engine.torch.backend import Backend, choose_backend
-from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.load import load_decoder, read_config
 from tinkex.errors import InvalidInputError
 
 
@@ -163,9 +163,14 @@ def test_kernels_suit_the_families_that_they_were_made_for_alone(tmp_path: Path)
 
 def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "qwen2")
-    edit_json(path / "config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    with pytest.raises(InvalidInputError, match=r"gpt2.*GPT2LMHeadModel.*supported: llama, .*qwen3_moe"):
+    edit_json(path / "config.json", model_type="llama9", architectures=["Llama9ForCausalLM"])
+    message = (
+        r"'llama9' \(Llama9ForCausalLM\) is not one of our families, and transformers \S+ does not know it"
+    )
+    with pytest.raises(InvalidInputError, match=message + ".*pip install -U transformers"):
         load_decoder(path)
+    with pytest.raises(InvalidInputError, match=r"llama9.*supported: llama, .*qwen3_moe"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(

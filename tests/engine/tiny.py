@@ -364,6 +364,11 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
                    "head_dim": 8},
     ),
 }  # fmt: skip
+# Architectures that have no family of ours: transformers computes them. `test_families` asks them the same.
+UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "starcoder2": ("Starcoder2", {"sliding_window": 20, "use_bias": True, "tied": True}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+}
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -382,7 +387,7 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
 
     `overrides` are fields of the transformers config; `shards=True` splits the weights over several files.
     """
-    class_name, own = (FAMILIES | MORE | HYBRIDS | EXPERTS)[family]
+    class_name, own = (FAMILIES | MORE | HYBRIDS | EXPERTS | UNKNOWN)[family]
     fields = _SHAPE | (_OF_EXPERTS if family in EXPERTS else {}) | own | overrides
     sharded = fields.pop("shards", False)
     if fields.pop("tied", False):

@@ -106,6 +106,8 @@ def info(name: str, quantize: str) -> None:
         "LoRA, parameters per rank": lora,
         "Memory": f"weights {size(found.weight_bytes)}, KV of one context {size(found.kv_bytes)}; {room}",
     }
+    if found.limits:
+        facts["Through transformers"] = "; ".join(found.limits)
     show({"name": name, **asdict(found)}, name, facts)
 
 

@@ -1,6 +1,7 @@
 """Load a decoder from a Hugging Face directory or a GGUF file, straight onto its device.
 
 Weights are mapped, converted and copied into place one at a time, so the model is never in memory twice.
+Models of no family of ours go to `models.transformers_model`.
 What cannot be loaded is refused with InvalidInputError. Reads of a tokenizer only how many ids it has.
 """
 
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinkex.engine.torch.backend import choose_backend
+from tinkex.engine.torch.backend import Backend, choose_backend
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.delta_net import by_part
-from tinkex.engine.torch.models.families import model_config, our_name
+from tinkex.engine.torch.models.families import FAMILIES, model_config, our_name
 from tinkex.engine.torch.models.moe import per_expert
 from tinkex.engine.torch.quantised import SCHEMES, QuantisedWeight
 from tinkex.engine.torch.quantised_files import QuantisedFiles, check_scheme, quantisation
@@ -49,6 +50,11 @@ def load_decoder(
     if not path.is_dir():
         found = "is not a .gguf file" if path.exists() else "does not exist"
         raise InvalidInputError(f"{path} {found}; a model is a Hugging Face directory or a .gguf file")
+    if (fields := read_fields(path)).get("model_type") not in FAMILIES:
+        from tinkex.engine.torch.models.transformers_model import load_transformers
+
+        backend = choose_backend(device, dtype, uniform=False)
+        return load_transformers(path, fields, tokenizer_size(path), device, dtype, quantize, backend)
     tensors = read_tensors(path, expand=quantize != "file")
     return fill(read_config(path), tensors, device, dtype, source=path, quantize=quantize)
 
@@ -118,6 +124,22 @@ def our_views(config: ModelConfig | None, stored: str, tensor: Any) -> list[tupl
     return [(f"{stem}.{part}.{kind}", cut(places)) for part, places in rows.items()]
 
 
+def outline(path: Path, backend: Backend) -> Decoder:
+    """The decoder of a model on tensors without memory."""
+    if path.suffix == ".gguf":
+        from tinkex.engine.torch.gguf import GgufModel
+
+        config = GgufModel(path).config()
+    elif (fields := read_fields(path)).get("model_type") in FAMILIES:
+        config = read_config(path)
+    else:
+        from tinkex.engine.torch.models.transformers_model import outline_transformers
+
+        return outline_transformers(path, fields, tokenizer_size(path), backend)
+    with torch.device("meta"):
+        return Decoder(config, backend)
+
+
 def empty_decoder(
     config: ModelConfig, device: str | torch.device, dtype: torch.dtype, *, quantised: bool = False
 ) -> Decoder:
@@ -136,6 +158,11 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 def read_config(directory: Path) -> ModelConfig:
     """config.json, with the end-of-sequence ids and the vocabulary that the files beside it give."""
+    return model_config(read_fields(directory), vocab_size=tokenizer_size(directory))
+
+
+def read_fields(directory: Path) -> dict[str, Any]:
+    """The fields of config.json, with the end-of-sequence ids of the file beside it."""
     if not (directory / "config.json").is_file():
         raise InvalidInputError(
             f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file"
@@ -145,7 +172,7 @@ def read_config(directory: Path) -> ModelConfig:
     if (directory / "generation_config.json").is_file():
         given = _json(directory / "generation_config.json").get("eos_token_id")
         fields |= {} if given is None else {"eos_token_id": given}
-    return model_config(fields, vocab_size=_tokenizer_size(directory))
+    return fields
 
 
 def read_tensors(directory: Path, *, expand: bool = True) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
@@ -171,7 +198,7 @@ def _weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _tokenizer_size(directory: Path) -> int | None:
+def tokenizer_size(directory: Path) -> int | None:
     """The tokenizer's largest id plus one, added tokens included."""
     if not (directory / "tokenizer.json").is_file():
         return None

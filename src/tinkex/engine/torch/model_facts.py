@@ -5,11 +5,8 @@ Read from its configuration alone, on tensors without memory.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from tinkex.engine.protocol import EngineConfig
 from tinkex.engine.torch import memory
@@ -17,9 +14,10 @@ from tinkex.engine.torch.adapters import lay_out
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.engine import choose_device
 from tinkex.engine.torch.kv import PAGE, page_bytes
-from tinkex.engine.torch.load import read_config
+from tinkex.engine.torch.load import outline, read_fields
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.transformers_model import TransformersDecoder
 from tinkex.engine.torch.quantised_files import method_name, quantisation
 from tinkex.types.params import LoraConfig
 
@@ -42,6 +40,7 @@ class ModelFacts:
     kv_bytes: int  # of one full context
     free_bytes: int
     fits: bool  # the weights and one full context
+    limits: tuple[str, ...] = ()  # what it cannot do, in words
 
 
 def model_facts(path: Path, engine: EngineConfig) -> ModelFacts:
@@ -53,16 +52,12 @@ def model_facts(path: Path, engine: EngineConfig) -> ModelFacts:
     device, dtype = choose_device(engine)
     scheme = ""
     if path.suffix == ".gguf":
-        from tinkex.engine.torch.gguf import GgufModel
-
-        config, scheme = GgufModel(path).config(), "gguf"
-    else:
-        config = read_config(path)
-        if given := quantisation(json.loads((path / "config.json").read_text())):
-            scheme = method_name(given)
-    with torch.device("meta"):
-        decoder, packed = Decoder(config, Backend()), Decoder(config, Backend())
-        packed.quantise(dtype)
+        scheme = "gguf"
+    elif given := quantisation(read_fields(path)):
+        scheme = method_name(given)
+    decoder, packed = outline(path, Backend()), outline(path, Backend())
+    packed.quantise(dtype)
+    config = decoder.config
     in_matrices = sum(matrix.part_shape(i).numel() for matrix, i in packed.slots().values())
     plain = decoder.parameter_count - in_matrices
     # Files that stay as they are: unknown until they are read, so as if expanded.
@@ -83,6 +78,7 @@ def model_facts(path: Path, engine: EngineConfig) -> ModelFacts:
         kv_bytes=kv,
         free_bytes=free,
         fits=weights + kv <= free,
+        limits=decoder.limits if isinstance(decoder, TransformersDecoder) else (),
     )
 
 

@@ -71,10 +71,12 @@ class AttentionConfig:
     v_norm: bool = False  # values are normalised too, without a weight
     k_as_v: bool = False  # there is no v_proj: the projected key is the value as well
     share: int | None = None  # the earlier layer whose keys and values it attends to: it has none of its own
+    value_dim: int | None = None  # None: head_dim
 
     @property
     def kv_shape(self) -> KvShape | None:
-        return KvShape(self.kv_heads, self.head_dim, self.head_dim) if self.share is None else None
+        dims = self.head_dim, self.value_dim or self.head_dim
+        return KvShape(self.kv_heads, *dims) if self.share is None else None
 
 
 @dataclass(frozen=True)
