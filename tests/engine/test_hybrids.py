@@ -243,6 +243,36 @@ def test_peft_loads_the_export(model: Path, decoder: Decoder, adapter: Adapter, 
         torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("sees", [False, True])
+@pytest.mark.parametrize("flags", [{}, {"train_attn": False}, {"train_mlp": False}])
+def test_peft_loads_every_kind_of_module_of_qwen3_5_moe(
+    tmp_path: Path, flags: dict[str, bool], sees: bool
+) -> None:
+    """Attention, delta nets, experts and shared experts: all in the model, none in the tower beside it."""
+    path = tiny_model(tmp_path, "qwen3_5_moe that sees" if sees else "qwen3_5_moe")
+    decoder = load_decoder(path)
+    adapter = Adapter.fresh(LoraConfig(rank=RANK, seed=1, **flags), decoder.sites())
+    randomise(adapter.flat, 2)
+    save_adapter(adapter, tmp_path / "adapter", BaseIdentity.of(decoder, "tiny"))
+    export_peft(tmp_path / "adapter", tmp_path / "peft", nested=sees)
+    model: Any = peft.PeftModel.from_pretrained(reference_model(path), tmp_path / "peft")
+    wrapped = [name.replace(".default", "") for name, _ in model.named_parameters() if ".lora_" in name]
+    assert set(wrapped) == load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
+    found = {
+        part
+        for name in wrapped
+        for part in ("q_proj", "in_proj_qkv", ".experts.", "shared_expert.")
+        if part in name
+    }
+    assert len(found) == 2 + 2 * (not flags)
+    (ids,) = sequences((70,))
+    lora = LoraBatch([adapter], [70])
+    with torch.no_grad():
+        want = model(torch.tensor([ids]), use_cache=False).logits[0]
+        mine = decoder.logits(hidden(decoder, [ids], lora), lora)
+    torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
+
+
 def test_merged_equals_adapted(model: Path, decoder: Decoder, adapter: Adapter, saved: Path) -> None:
     merge_adapter(model, saved, saved.parent / "merged")
     merged = reference_logits(saved.parent / "merged", sequences(LENGTHS))

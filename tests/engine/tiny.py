@@ -320,6 +320,13 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Qwen3.5-MoE with its tower: `test_hybrids` exports its adapters.
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_moe that sees": (
+        "Qwen3_5Moe",
+        _HYBRID | _EXPERTS | {"vision_config": _QWEN3_VL["vision_config"]},
+    ),
+}
 # With experts: `test_expert_families` asks them all of that.
 _OF_EXPERTS: dict[str, Any] = {"intermediate_size": 48, "num_hidden_layers": 3, "pad_token_id": 0}
 _LATENT: dict[str, Any] = {
@@ -387,7 +394,7 @@ def tiny_model(directory: Path, family: str, *, seed: int = 0, **overrides: Any)
 
     `overrides` are fields of the transformers config; `shards=True` splits the weights over several files.
     """
-    class_name, own = (FAMILIES | MORE | HYBRIDS | EXPERTS | UNKNOWN)[family]
+    class_name, own = (FAMILIES | MORE | HYBRIDS | SEEING | EXPERTS | UNKNOWN)[family]
     fields = _SHAPE | (_OF_EXPERTS if family in EXPERTS else {}) | own | overrides
     sharded = fields.pop("shards", False)
     if fields.pop("tied", False):

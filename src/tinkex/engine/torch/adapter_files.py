@@ -198,10 +198,9 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], names: set[str], sit
     if (alpha := peft.get("lora_alpha")) != ALPHA:
         raise user_error(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
     kinds = {part.kind for _, parts in sites.values() for part in parts if part.name in names}
+    flags = {f"train_{kind}": kind in kinds for kind in ("attn", "mlp", "unembed")}
     try:
-        return LoraConfig(
-            peft.get("r"), **{f"train_{kind}": kind in kinds for kind in ("attn", "mlp", "unembed")}
-        )  # type: ignore[arg-type]
+        return LoraConfig(peft.get("r"), **flags)  # type: ignore[arg-type]
     except ValueError as error:
         raise user_error(f"{directory / CONFIG}: {error}") from None
 
