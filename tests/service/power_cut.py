@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.service.harness import MODEL, Failed, User, datum, name_of, serving
+from tinkex.service import group_commit
 from tinkex.service.service import Service
 from tinkex.types import checkpoints, training
 from tinkex.types.params import LoraConfig
@@ -143,10 +145,23 @@ async def child(home: Path, kept: Path, durability: str, seed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the recorder keeps files open
     os.makedirs(home, exist_ok=True)
     os.fsync = Recorder(kept, home).fsync
+    group_commit.LOG_BYTES = 100_000  # it begins anew now and then
     # A long poll does not end while the child is stopped, however long that takes.
     async with serving(home, durability=durability, snapshot_steps=3, long_poll=3600.0) as service:
         tenants = [tenant(service, f"t{n}", random.Random(f"{seed} {n}")) for n in range(TENANTS)]
         await asyncio.gather(*tenants)
+
+
+class SlowDisk:
+    """Syncs only when it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.synced = threading.Event(), list[Path]()
+        monkeypatch.setattr(os, "fsync", self._sync)
+
+    def _sync(self, file: int) -> None:
+        assert self.go.wait(60)
+        self.synced.append(Path(os.readlink(f"/proc/self/fd/{file}")))
 
 
 # -- the disk after a power cut --------------------------------------------------------------------------

@@ -475,21 +475,50 @@ def test_a_disk_too_full_for_a_new_file_leaves_none(tmp_path, changes):
     assert restore(tmp_path).entries == [entry(1)]
 
 
+class Told:
+    """Notes what it is told to bring to the disk."""
+
+    def __init__(self) -> None:
+        self.wrote_to: list[Path] = []
+        self.data: dict[Path, bytes] = {}
+
+    def wrote(self, path: Path) -> None:
+        self.wrote_to.append(path)
+
+    def appended(self, path: Path, at: int, data: bytes) -> None:
+        assert at == len(self.data.get(path, b""))
+        self.data[path] = self.data.get(path, b"") + data
+
+    def names(self, path: Path) -> bool:
+        return path in self.data
+
+
 def test_whoever_syncs_is_told_what_was_written(tmp_path):
-    wrote: list[Path] = []
+    told, first = Told(), tmp_path / "requests-000001.log"
     with Disk(10**6) as disk:
-        journal = Journal(tmp_path, wrote=wrote.append, segment_bytes=1000)
-        wrote.clear()
+        journal = Journal(tmp_path, disk=told, segment_bytes=1000)
         journal.accept(entry(1))
-        assert set(wrote) == {tmp_path, tmp_path / "requests-000001.log"}
-        wrote.clear()
         journal.accept(entry(2))
-        assert wrote == [tmp_path / "requests-000001.log"]
-        synced = disk.synced
-        while tmp_path / "requests-000002.log" not in wrote:
+        assert told.wrote_to == [tmp_path]
+        assert told.data == {first: first.read_bytes()}
+        synced, number = disk.synced, 3
+        while len(told.data) < 2:
             assert disk.synced == synced  # that is for others to do, together,
-            journal.accept(entry(2 + len(wrote)))
+            journal.accept(entry(number))
+            number += 1
         assert disk.synced == synced + 1  # except that a segment is on the disk before the next one begins
+        journal.accept(entry(number, np.zeros(1 << 19)))
+        assert told.wrote_to[-1] == tmp_path / "requests-000002.log"  # too long to be held in memory
+
+
+def test_a_file_has_no_name_that_a_replay_might_write_to(tmp_path):
+    told = Told()
+    journal = Journal(tmp_path, disk=told)
+    journal.accept(entry(1))
+    journal.close()
+    delete(tmp_path)
+    Journal(tmp_path, disk=told).accept(entry(1))
+    assert [path.name for path in told.data] == ["requests-000001.log", "requests-000002.log"]
 
 
 # -- the model -------------------------------------------------------------------------------------------

@@ -12,30 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.service.harness import User, name_of, serving
-from tests.service.power_cut import Cuts, Disk, Recorder
+from tests.service.power_cut import Cuts, Disk, Recorder, SlowDisk
 from tinkex.cli.serve import serve
 from tinkex.config import Settings
 from tinkex.local import service_config
-from tinkex.service import group_commit
-from tinkex.service.group_commit import GroupCommit
-from tinkex.service.refusal import Refusal
 from tinkex.types import training
 from tinkex.types.checkpoints import CheckpointRequest
 from tinkex.wire import ops
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-class SlowDisk:
-    """Syncs only when it is let."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.synced = threading.Event(), list[Path]()
-        monkeypatch.setattr(group_commit, "sync_path", self._sync)
-
-    def _sync(self, path: Path) -> None:
-        assert self.go.wait(60)
-        self.synced.append(path)
 
 
 def test_nothing_that_was_told_is_lost(tmp_path: Path):
@@ -132,44 +117,3 @@ async def test_a_checkpoint_keeps_its_files_until_its_deletion_is_on_the_disk(
         disk.go.set()
         await deletion
         assert not (home / row.directory).exists()
-
-
-async def test_writers_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    disk, commits = SlowDisk(monkeypatch), GroupCommit(power=True)
-    commits.wrote(tmp_path / "first")
-    first = asyncio.create_task(commits.synced())
-    await asyncio.sleep(0)
-    for n in range(100):
-        commits.wrote(tmp_path / f"{n % 3}")
-    others = [asyncio.create_task(commits.synced()) for _ in range(100)]
-    disk.go.set()
-    await asyncio.gather(first, *others)
-    assert disk.synced[0] == tmp_path / "first"
-    assert sorted(disk.synced[1:]) == [tmp_path / name for name in "012"]
-    await commits.synced()  # nothing is left to do
-    assert len(disk.synced) == 4
-    commits.close()
-
-
-async def test_after_a_failed_sync_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(path: Path) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(group_commit, "sync_path", broken)
-    commits = GroupCommit(power=True)
-    commits.wrote(tmp_path)
-    with pytest.raises(Refusal, match="disk failed"):
-        await commits.synced()
-    monkeypatch.undo()
-    commits.wrote(tmp_path)  # the kernel would now call it a success
-    with pytest.raises(Refusal, match="disk failed"):
-        await commits.synced()
-    commits.close()
-
-
-async def test_without_power_nothing_is_synced(tmp_path: Path):
-    commits = GroupCommit(power=False)
-    commits.wrote(tmp_path / "nowhere")
-    assert commits.mark() == 0
-    await commits.synced()
-    commits.close()

@@ -1,9 +1,12 @@
 """Group commit: what was written reaches the disk, many writers at a time, before anybody is told.
 
-Files and directories are named with `wrote`. All that were named are synced together, round after round;
-`mark` is the round that covers everything written so far, and `reached` waits for it. The event loop never
-waits for the disk. After a sync that failed nothing is promised any more: the kernel may have dropped the
-data, and would call the next sync a success. Without `power` every mark is 0, and nothing is synced.
+Files and directories are named with `wrote`, and short appends are given to `appended`. All of them reach the
+disk together, round after round; `mark` is the round that covers everything written so far, and `reached`
+waits for it. The event loop never waits for the disk. A named file is synced. Appends to several files take
+one write and one sync of one log instead, `commits-….log` in the home: after a crash `replay` writes them
+into their files again. A file is synced before the log forgets it, and its name is not used for another one
+until then. After a sync that failed nothing is promised any more: the kernel may have dropped the data, and
+would call the next sync a success. Without `power` every mark is 0, and nothing is synced.
 """
 
 from __future__ import annotations
@@ -11,26 +14,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from tinkex.service.refusal import Refusal
+from tinkex.service.runs.segments import JournalError, SegmentedLog
 from tinkex.store import sync_path
 
 log = logging.getLogger("tinkex.service")
 THREADS = 8  # a file system commits what is synced at the same time at once
+LOG = "commits"
+LOG_BYTES = 16 << 20  # of the log, before what it speaks of is synced and it begins anew
+LOGGED_BYTES = 64 << 10  # of one append: a longer one is not worth writing twice
+WAITING_BYTES = 1 << 20  # of the appends of one round: their files are synced instead of more
+Append = tuple[Path, int, bytes]
 
 
 class GroupCommit:
-    """The syncs of one home. `wrote` may be called from any thread, the rest on the event loop."""
+    """The syncs of one home. `wrote`, `appended` and `names` may be called from any thread."""
 
-    def __init__(self, *, power: bool) -> None:
+    def __init__(self, home: Path, *, power: bool) -> None:
         self.power = power
+        self._home = home
+        self._rounds = ThreadPoolExecutor(1, "commit")
         self._threads = ThreadPoolExecutor(THREADS, "sync")
         self._lock = threading.Lock()
         self._unsynced: set[Path] = set()
+        self._appends: list[Append] = []
+        self._append_bytes = 0
+        self._named: set[Path] = set()  # files that the log speaks of, or will
+        self._log: SegmentedLog | None = None
         self._begun = self._done = 0  # rounds
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._problem = ""
@@ -41,10 +56,28 @@ class GroupCommit:
             with self._lock:
                 self._unsynced.add(path)
 
+    def appended(self, path: Path, at: int, data: bytes) -> None:
+        """This was written at the end of a file that only ever grows."""
+        if not self.power:
+            return
+        with self._lock:
+            if path in self._unsynced:
+                return
+            if len(data) > LOGGED_BYTES or self._append_bytes + len(data) > WAITING_BYTES:
+                self._unsynced.add(path)
+            else:
+                self._appends.append((path, at, data))
+                self._append_bytes += len(data)
+                self._named.add(path)
+
+    def names(self, path: Path) -> bool:
+        """Whether a replay may write to this path."""
+        return path in self._named
+
     def mark(self) -> int:
         """The round after which everything written so far is on the disk."""
         with self._lock:
-            return self._begun + bool(self._unsynced)
+            return self._begun + bool(self._unsynced or self._appends)
 
     async def reached(self, mark: int) -> None:
         """Wait for a round; Refusal if the disk does not take what it should hold."""
@@ -66,12 +99,12 @@ class GroupCommit:
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             paths, self._unsynced = self._unsynced, set()
+            appends, self._appends = self._appends, []
+            self._append_bytes = 0
             self._begun += 1
-        shares = [share for n in range(THREADS) if (share := list(paths)[n::THREADS])]
-        syncs = [loop.run_in_executor(self._threads, _sync, share) for share in shares]
-        asyncio.gather(*syncs).add_done_callback(self._ended)
+        loop.run_in_executor(self._rounds, self._round, paths, appends).add_done_callback(self._ended)
 
-    def _ended(self, syncing: asyncio.Future[list[None]]) -> None:
+    def _ended(self, syncing: asyncio.Future[None]) -> None:
         if (error := syncing.exception()) is None:
             self._done = self._begun
         else:
@@ -90,11 +123,88 @@ class GroupCommit:
         if self._waiting:
             self._begin(syncing.get_loop())
 
+    # -- on a thread -------------------------------------------------------------------------------------
+
+    def _round(self, paths: set[Path], appends: list[Append]) -> None:
+        appends = [append for append in appends if append[0] not in paths]
+        files = {path for path, _, _ in appends}
+        if len(files) < 2:  # the log would save nothing
+            return self._sync(files | paths)
+        self._sync(paths)  # first: a file in the log has its name on the disk, and all that is before
+        try:
+            self._write(appends)
+        except JournalError:  # no space, say
+            self._sync(files)
+
+    def _write(self, appends: list[Append]) -> None:
+        if self._log is None:
+            self._log = SegmentedLog(self._home, LOG, segment_bytes=LOG_BYTES)
+        if self._log.size >= LOG_BYTES:
+            with self._lock:
+                named = self._named.copy()
+            self._sync(named)
+            _forget(self._log)
+            with self._lock:
+                self._named = {path for path, _, _ in (*appends, *self._appends)}
+        begins, skip = self._log.open_path is None, len(str(self._home)) + 1
+        head = [[str(path)[skip:], at, len(data)] for path, at, data in appends]
+        self._log.append(head, [data for _, _, data in appends])
+        self._log.sync()
+        if begins:
+            sync_path(self._home)
+
+    def _sync(self, paths: Collection[Path]) -> None:
+        if len(paths) < 2:
+            for path in paths:
+                _sync(path)
+        else:
+            list(self._threads.map(_sync, paths))
+
     def close(self) -> None:
+        """Wait for the round under way; then leave no log."""
+        self._rounds.shutdown()
+        if self._log is not None and not self._problem:
+            self._sync(self._named)
+            _forget(self._log)
         self._threads.shutdown()
 
 
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with suppress(FileNotFoundError):  # deleted since: what it held is needed no more
-            sync_path(path)
+def replay(home: Path) -> None:
+    """Have in each file what the log says was appended to it: a power cut may have taken it.
+
+    Called before anything is read. JournalError if the log is damaged.
+    """
+    commits, files = SegmentedLog(home, LOG), set[Path]()
+    try:
+        records = commits.read()
+    except JournalError as error:
+        why = f"{error}; acknowledged requests may be lost with it"
+        raise JournalError(f"{why}: start without it by `tinkex server repair --home {home}`") from None
+    for record in records:
+        body, begin = record.body(), 0
+        for name, at, size in record.head:
+            path, data = home / name, body[begin : begin + size]
+            begin += size
+            with suppress(FileNotFoundError), path.open("r+b") as file:  # deleted since
+                files.add(path)
+                file.seek(at)
+                if file.read(size) != data:
+                    file.seek(at)
+                    file.write(data)
+    for path in files:
+        sync_path(path)
+    _forget(commits)
+
+
+def _forget(commits: SegmentedLog) -> None:
+    """Delete the log: the files that it speaks of are on the disk."""
+    commits.close()
+    for segment in (segments := commits.closed_segments()):
+        commits.delete(segment)
+    if segments:
+        sync_path(commits.directory)
+
+
+def _sync(path: Path) -> None:
+    with suppress(FileNotFoundError):  # deleted since: what it held is needed no more
+        sync_path(path)

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tinkex.service.group_commit import LOG, replay
 from tinkex.service.home import Home
 from tinkex.service.ledger import FILES, Ledger, LedgerError, salvage
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
 from tinkex.service.runs.journal import restore
 from tinkex.service.runs.lifecycle import SNAPSHOT
+from tinkex.service.runs.segments import JournalError
 from tinkex.store import DamagedError, directory_bytes, verify
 from tinkex.types.params import LoraConfig
 
@@ -38,8 +40,15 @@ def repair(root: Path, owner: str) -> Iterator[str]:
     home.lock()
     try:
         try:
+            replay(root)
+        except JournalError as error:
+            yield str(error)
+            for file in sorted(root.glob(f"{LOG}-*.log")):
+                file.rename(file.with_suffix(f".damaged-{time.strftime('%Y%m%d-%H%M%S')}"))
+                yield f"{file} has another name now, and the server starts without it"
+        try:
             Ledger(place).close()
-            yield f"{place} is whole: nothing was changed"
+            yield f"{place} is whole: nothing was changed in it"
             return
         except LedgerError as error:
             yield str(error)

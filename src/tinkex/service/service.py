@@ -30,7 +30,7 @@ from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
 from tinkex.service.futures import Completions, Futures
-from tinkex.service.group_commit import GroupCommit
+from tinkex.service.group_commit import GroupCommit, replay
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
@@ -100,7 +100,7 @@ class Service:
             config.home, config.disk_quota, config.disk_per_user, lambda user: self.ledger.sessions_of(user)
         )
         home.free_spare()
-        self.disk = disk = GroupCommit(power=config.durability == "power")
+        self.disk = disk = GroupCommit(config.home, power=config.durability == "power")
         self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
         for directory in (config.home, config.home.parent):  # they name the ledger's files, and the home
             disk.wrote(directory)
@@ -161,6 +161,7 @@ class Service:
         """Take the home, and go on with what an earlier process left."""
         try:
             self.home.lock()
+            await asyncio.to_thread(replay, self.home.root)
             await asyncio.to_thread(self.home.clear_unfinished)
             await asyncio.to_thread(self.archives.sweep)
             if self.config.preload:  # first: if it fails, unanswered requests must wait for a better start

@@ -1,7 +1,7 @@
 """The journal of one run: its accepted requests and their outcomes, on disk.
 
 After `kill -9` at any point `restore` finds everything that `accept` and `resolve` returned from; after a
-power cut, everything of it that was synced (see `wrote`). A record cut off in mid-write is dropped, since no
+power cut, everything of it that was synced (see `disk`). A record cut off in mid-write is dropped, since no
 client was told of it; a damaged one raises JournalError with its file and offset. There are two logs:
 requests are large and needed until a snapshot covers them, outcomes are small and needed until they are
 delivered. Bodies are pickles: whoever can write to the home directory can already do anything that we can.
@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinkex.service.runs.segments import JournalError, JournalFullError, Record, SegmentedLog, pack
+from tinkex.service.runs.segments import DiskSyncs, JournalError, JournalFullError, Record, SegmentedLog, pack
 from tinkex.store import sync_path
 
 __all__ = ["Journal", "JournalEntry", "JournalError", "JournalFullError", "Restored", "delete", "restore"]
@@ -60,12 +60,10 @@ class Restored:
 class _Contents:
     """What the directory of a journal holds: which requests its logs speak of, and in which records."""
 
-    def __init__(
-        self, directory: Path, wrote: Callable[[Path], None] | None = None, segment_bytes: int = 0
-    ) -> None:
+    def __init__(self, directory: Path, disk: DiskSyncs | None = None, segment_bytes: int = 0) -> None:
         self.directory = directory
-        self._requests = SegmentedLog(directory, "requests", wrote, segment_bytes)
-        self._results = SegmentedLog(directory, "results", wrote, segment_bytes)
+        self._requests = SegmentedLog(directory, "requests", disk, segment_bytes)
+        self._results = SegmentedLog(directory, "results", disk, segment_bytes)
         self._known: dict[str, JournalEntry] = {}  # without their requests
         self._accepted: dict[str, Record] = {}
         self._resolved: dict[str, Record] = {}
@@ -136,12 +134,12 @@ class Journal(_Contents):
         self,
         directory: Path,
         *,
-        wrote: Callable[[Path], None] | None = None,
+        disk: DiskSyncs | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(directory, wrote, segment_bytes)
-        self._wrote = wrote
+        super().__init__(directory, disk, segment_bytes)
+        self._disk = disk
         self._lock = threading.RLock()
         self._begun: tuple[Path, int] | None = None
         self._requests.repair()
@@ -220,7 +218,7 @@ class Journal(_Contents):
         self._sync(self._results)  # nothing can compute them again from here on
         snapshot = path.with_name(path.name.replace("part", "snapshot", 1))
         os.rename(path, snapshot)  # the one moment at which it becomes the snapshot
-        if self._wrote is not None:
+        if self._disk is not None:
             sync_path(self.directory)
         with self._lock:
             self.snapshot, self.next_seq, self._begun = snapshot, next_seq, None
@@ -231,7 +229,7 @@ class Journal(_Contents):
         """Put a log on the disk, without holding up those who write to it."""
         with self._lock:
             path = log.open_path
-        if self._wrote is not None and path is not None:
+        if self._disk is not None and path is not None:
             sync_path(path)
 
     def _sweep(self) -> None:

@@ -94,7 +94,7 @@ class RunManager:
                 directory.mkdir(parents=True)
                 for parent in takewhile(lambda parent: parent != self.home.root.parent, directory.parents):
                     self.disk.wrote(parent)
-            journal = Journal(directory, wrote=self.disk.wrote if self.disk.power else None)
+            journal = Journal(directory, disk=self.disk if self.disk.power else None)
             return journal, journal.restored()
 
         try:

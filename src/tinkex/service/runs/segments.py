@@ -12,10 +12,10 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 from zlib import crc32
 
 from tinkex.errors import TinkerError
@@ -54,11 +54,14 @@ class Record:
     offset: int
     length: int
 
+    def body(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.length)
+
     def unpickle(self) -> Any:
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                return unpack(file.read(self.length))
+            return unpack(self.body())
         except (OSError, MemoryError):
             raise  # that is not the record's fault
         except Exception as error:
@@ -117,24 +120,34 @@ def _parse(file: BinaryIO, left: int) -> tuple[list[Any], int, int] | None:
     return json.loads(content[:head_bytes]), body_bytes, total
 
 
+class DiskSyncs(Protocol):
+    """Who brings to the disk what was written (group_commit.py does)."""
+
+    def wrote(self, path: Path) -> None: ...
+
+    def appended(self, path: Path, at: int, data: bytes) -> None: ...
+
+    def names(self, path: Path) -> bool: ...
+
+
 class SegmentedLog:
     """An append-only log of records, in the files NAME-000001.log, NAME-000002.log, … of a directory.
 
-    `append` returns when the kernel has the whole record, and otherwise leaves the log as it was. `wrote` is
-    then told which files to sync; without it nothing is synced. Only the last record of the last segment may
-    be cut off, and is then ignored: a segment is on the disk before the next one begins.
+    `append` returns when the kernel has the whole record, and otherwise leaves the log as it was. `disk` is
+    then told what to sync; without it nothing is synced. Only the last record of the last segment may be cut
+    off, and is then ignored: a segment is on the disk before the next one begins.
     """
 
     def __init__(
         self,
         directory: Path,
         name: str,
-        wrote: Callable[[Path], None] | None = None,
+        disk: DiskSyncs | None = None,
         segment_bytes: int = 0,
     ) -> None:
         self.directory = directory
         self.name = name
-        self._wrote = wrote
+        self._disk = disk
         self._segment_bytes = segment_bytes
         self._sizes = {
             int(path.stem.rpartition("-")[2]): path.stat().st_size for path in directory.glob(f"{name}-*.log")
@@ -142,6 +155,7 @@ class SegmentedLog:
         self._last = max(self._sizes, default=0)
         self._end = 0  # of the last segment's last whole record, once that is read
         self._file: int | None = None  # a descriptor of the last segment, while it is being written
+        self._open_path = directory
         self._broken = False
 
     @property
@@ -151,7 +165,7 @@ class SegmentedLog:
     @property
     def open_path(self) -> Path | None:
         """The segment being written, if there is one: those before it are on the disk."""
-        return None if self._file is None else self.path(self._last)
+        return None if self._file is None else self._open_path
 
     def closed_segments(self) -> list[int]:
         """Those that nothing will be appended to any more, oldest first."""
@@ -197,7 +211,7 @@ class SegmentedLog:
         elif self._end < size:
             os.truncate(self.path(self._last), self._end)
             self._sizes[self._last] = self._end
-        if self._wrote is not None:  # the process before may have been killed before it synced these
+        if self._disk is not None:  # the process before may have been killed before it synced these
             if self._last in self._sizes:
                 sync_path(self.path(self._last))
             sync_path(self.directory)
@@ -214,26 +228,30 @@ class SegmentedLog:
         if self._file is None:
             self._open()
         self._write(lengths + _CHECK.pack(crc32(lengths)), front, *body)
-        return Record(head, self._last, self.path(self._last), self._sizes[self._last] - length, length)
+        return Record(head, self._last, self._open_path, self._sizes[self._last] - length, length)
 
     def _open(self) -> None:
-        path = self.path(self._last + 1)
+        number = self._last + 1
+        while self._disk is not None and self._disk.names(self.path(number)):
+            number += 1  # one was deleted, and may yet be written again after a power cut
+        path = self.path(number)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except OSError as error:
             raise _cannot_write(path, error) from error
-        self._last += 1
+        self._last, self._open_path = number, path
         self._sizes[self._last] = 0
+        if self._disk is not None:
+            self._disk.wrote(self.directory)
         self._write(_MAGIC)
-        if self._wrote is not None:
-            self._wrote(self.directory)
 
     def _write(self, *parts: Bytes) -> None:
         """All or nothing, at the end of the open segment."""
-        path = self.path(self._last)
+        path = self._open_path
         if self._broken:
             raise JournalError(f"{path} could not be written before: restart to go on")
         assert self._file is not None
+        piece, at = b"", self._sizes[self._last]
         try:
             for piece in _joined(parts):
                 rest = memoryview(piece)
@@ -242,9 +260,12 @@ class SegmentedLog:
         except OSError as error:
             self._undo(self._file)
             raise _cannot_write(path, error) from error
-        self._sizes[self._last] += sum(map(len, parts))
-        if self._wrote is not None:
-            self._wrote(path)
+        size = sum(map(len, parts))
+        self._sizes[self._last] += size
+        if self._disk is not None and len(piece) == size:
+            self._disk.appended(path, at, piece)
+        elif self._disk is not None:
+            self._disk.wrote(path)
 
     def _undo(self, file: int) -> None:
         try:
@@ -257,9 +278,14 @@ class SegmentedLog:
 
     def rotate(self) -> None:
         """Let the next record begin a new segment."""
-        if self._file is not None and self._wrote is not None:
-            os.fsync(self._file)
+        if self._disk is not None:
+            self.sync()
         self.close()
+
+    def sync(self) -> None:
+        """Put the segment being written on the disk."""
+        if self._file is not None:
+            os.fsync(self._file)
 
     def close(self) -> None:
         if self._file is not None:
