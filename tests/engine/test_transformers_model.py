@@ -19,13 +19,24 @@ import torch
 import transformers
 
 from tests.engine.commands import do
-from tests.engine.forward import hidden, sequences
+from tests.engine.forward import hidden, sequences, through_transformers
 from tests.engine.oracle import PeftOracle, make_datum, randomise
+from tests.engine.test_families import FullMatrices, logprobs_of
 from tests.engine.tiny import UNKNOWN, reference_logits, tiny_model
-from tinkex.engine.protocol import CreateAdapter, EngineConfig, ForwardBackward, Pass, SampleWork
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    EngineConfig,
+    ForwardBackward,
+    LoadAdapter,
+    Pass,
+    SampleWork,
+    SaveAdapter,
+)
+from tinkex.engine.torch.adapter_files import BaseIdentity
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.model_facts import model_facts
+from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.transformers_model import TransformersDecoder
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.errors import InvalidInputError
@@ -102,6 +113,85 @@ def test_an_engine_samples_what_it_says_when_it_loads(
     text = [*prompt.tolist(), *sampled.tokens]
     (logits,) = reference_logits(path, [text])
     assert sampled.tokens == logits[29:-1].argmax(-1).tolist()
+
+
+# -- against our own decoder ---------------------------------------------------------------------------
+
+
+def gradients(decoder: Decoder, hook: FullMatrices) -> dict[str, torch.Tensor]:
+    """Of every part's matrix, whichever site it is in."""
+    found = {}
+    for site, (_, parts) in decoder.sites().items():
+        grad = hook.deltas[site].grad
+        assert grad is not None
+        pieces = grad.split([part.out_features for part in parts], dim=-2)
+        found |= {part.name: piece for part, piece in zip(parts, pieces, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "olmoe", "mixtral", "gpt_oss"])
+def test_a_family_of_ours_is_the_same_through_transformers(tmp_path: Path, family: str) -> None:
+    """Logits, the gradients of every part, also of experts, and the fingerprint: adapters load in both."""
+    path = tiny_model(tmp_path, family)
+    decoders = load_decoder(path), through_transformers(path)
+    results = []
+    for decoder in decoders:
+        hook = FullMatrices(decoder)
+        logits = decoder.logits(hidden(decoder, sequences((9, 30, 4), 256), hook, checkpoint=True), hook)
+        logits.square().mean().backward()
+        results.append((logits.detach(), gradients(decoder, hook)))
+    (ours, our_gradients), (theirs, their_gradients) = results
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, want in our_gradients.items():
+        torch.testing.assert_close(
+            their_gradients[name], want, atol=1e-3 * float(want.abs().max()), rtol=1e-3, msg=name
+        )
+    own, other = (BaseIdentity.of(decoder, "base") for decoder in decoders)
+    assert (own == other) == (family != "gpt_oss")  # we call its router by another name
+    assert (decoders[0].config.experts is None) == (decoders[1].config.experts is None)
+
+
+def test_runs_with_experts_train_in_one_pass_and_sample(tmp_path: Path) -> None:
+    """Runs of different ranks: saved by our own decoder, loaded through transformers, trained in both."""
+    path = tiny_model(tmp_path, "olmoe")
+    own = TorchTrainer(load_decoder(path), "olmoe")
+    config = EngineConfig(str(path), name="olmoe", device="cpu", threads=1, kv_bytes=1 << 20)
+    engine = TorchEngine(config, through_transformers(path))
+    other, rng = engine._trainer, np.random.default_rng(3)
+    try:
+        for seed, (run, rank) in enumerate(RANKS.items()):
+            do(own, CreateAdapter(run, LoraConfig(rank, seed=seed)))
+            randomise(own.adapter(run).flat, seed=seed)
+            do(own, SaveAdapter(run, str(tmp_path / run)))
+            do(other, LoadAdapter(run, str(tmp_path / run)))
+        passes = tuple(
+            Pass(run, [make_datum(rng, n, 320) for n in (9, 31)], "cross_entropy") for run in RANKS
+        )
+        for ours, theirs in zip(
+            do(own, ForwardBackward(passes)), do(other, ForwardBackward(passes)), strict=True
+        ):
+            for one, two in zip(ours.loss_fn_outputs, theirs.loss_fn_outputs, strict=True):
+                np.testing.assert_allclose(one["logprobs"].to_numpy(), two["logprobs"].to_numpy(), atol=1e-4)
+        for run in RANKS:
+            wanted, found = (t.adapter(run).named(t.adapter(run).grad) for t in (own, other))
+            for name, pair in wanted.items():
+                for want, grad in zip(pair, found[name], strict=True):
+                    torch.testing.assert_close(grad, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+
+        async def sample() -> Any:
+            await engine.sampler.publish("one", other._export(other.adapter("large")))
+            params = SamplingParams(max_tokens=12, stop=[], seed=1)
+            prompts = [np.array(ids, np.int32) for ids in sequences((3, 40))]
+            works = [SampleWork(ids, params, adapter="one", num_samples=2) for ids in prompts]
+            return zip(prompts, await asyncio.gather(*map(engine.sampler.sample, works)), strict=True)
+
+        for prompt, response in asyncio.run(sample()):
+            for sequence in response.sequences:
+                want = logprobs_of(own, "large", np.concatenate([prompt, sequence.tokens]))
+                np.testing.assert_allclose(sequence.logprobs_np, want[len(prompt) - 1 :], atol=1e-4)
+    finally:
+        engine.close()
 
 
 # -- refusals ------------------------------------------------------------------------------------------

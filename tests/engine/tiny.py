@@ -375,6 +375,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 20, "use_bias": True, "tied": True}),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2, "logit_scale": 0.25},
+    ),
 }
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,

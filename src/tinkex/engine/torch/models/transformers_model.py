@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tinkex.engine.torch.hooks import Attend, ForwardContext, LoraHook, Part, SinkAttend, Site, Sites
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
+    ExpertsConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
@@ -31,6 +33,7 @@ from tinkex.engine.torch.models.architecture import (
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.block import Block
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.moe import ExpertMlp
 from tinkex.engine.torch.models.projection import Projection, total
 from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.errors import InvalidInputError
@@ -146,6 +149,52 @@ class AdaptedLinear(Projection):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y_NO = total(super().forward(x.reshape(-1, self.in_features), _PASS.get().context))
         return y_NO.view(*x.shape[:-1], self.out_features)
+
+
+class AdaptedExperts(ExpertMlp):
+    """Stacked experts of the model, whose own router chooses among them."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        Block.__init__(self)
+        if getattr(inner, "has_post_expert_norm", False) or not name.endswith(".experts"):
+            raise InvalidInputError(f"its experts ({name}) are not of a kind that adapters know")
+        self.layer, self.name, self.selection_bias = _layer_of(name), name.removesuffix(".experts"), None
+        self.router, self.router_bias, self.shared, self.shared_gate = None, None, None, None
+        self.in_turn = inner.has_gate and not inner.is_concatenated  # rows of gate and up
+        first = "gate_up_proj" if inner.has_gate else "up_proj"
+        self.gate_up = self._taken(inner, first, inner.is_transposed, self.in_turn)
+        self.down = self._taken(inner, "down_proj", inner.is_transposed)
+        self.gate_up_bias = self._taken(inner, f"{first}_bias", rows_in_turn=self.in_turn)
+        self.down_bias = self._taken(inner, "down_proj_bias")
+        self.inner = inner  # its activation
+        count, self.width, width = self.down.shape
+        self.experts = ExpertsConfig(count, 1, width, gated=inner.has_gate, bias=inner.has_bias)
+
+    @staticmethod
+    def _taken(inner: Any, name: str, transposed: bool = False, rows_in_turn: bool = False) -> Any:
+        """A stacked weight [E, O, I] or bias [E, O], which the model's own module then has no more."""
+        weight = getattr(inner, name, None)
+        if weight is None:
+            return None
+        delattr(inner, name)
+        weight = weight.detach().transpose(1, 2) if transposed else weight.detach()
+        if rows_in_turn:
+            weight = torch.cat((weight[:, 0::2], weight[:, 1::2]), dim=1)
+        return nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:  # type: ignore[override]
+        self.experts = replace(self.experts, per_token=expert_TK.shape[-1])
+        if x.is_meta:
+            return torch.empty_like(x)
+        x_TD, weight_TK = x.reshape(-1, self.width), weight_TK.to(x.dtype)
+        return self._routed(x_TD, weight_TK, expert_TK, _PASS.get().context).view(x.shape)
+
+    def _activate(self, gate_up: Tensor, context: ForwardContext) -> Tensor:
+        if not self.experts.gated:
+            return self.inner.act_fn(gate_up)
+        if self.in_turn:
+            gate_up = torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2)
+        return self.inner._apply_gate(gate_up)
 
 
 class HeadInput(nn.Module):
@@ -335,6 +384,10 @@ def _assemble(
     tied = head.weight is model.get_input_embeddings().weight
     head_name = next(name for name, module in model.named_modules() if module is head)
     model.set_output_embeddings(HeadInput(head.weight))
+    stacked = [(name, module) for name, module in model.named_modules() if hasattr(module, "is_transposed")]
+    experts = [AdaptedExperts(module, name) for name, module in stacked]
+    for (name, _), module in zip(stacked, experts, strict=True):
+        _replace(model, name, module)
     attention, rows = _try(model, backend)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     adapted = {name: module for name, module in linears.items() if rows.get(name) == {sum(_TRIED)}}
@@ -354,6 +407,9 @@ def _assemble(
     for block in blocks:
         if 0 <= block.site.layer < count:
             widths[block.site.layer] += block.in_features + block.out_features
+    mlps: list[MlpConfig | ExpertsConfig] = [MlpConfig(width // 3) for width in widths]
+    for module in experts:
+        mlps[module.layer] = module.experts
     eos = fields.get("eos_token_id", getattr(text, "eos_token_id", None))
     vocab, width = head.weight.shape
     config = ModelConfig(
@@ -364,7 +420,7 @@ def _assemble(
         max_context=_max_context(text),
         tied=tied,
         norm=NormConfig(),
-        stack=tuple(LayerConfig(attention[i], MlpConfig(widths[i] // 3)) for i in range(count)),
+        stack=tuple(LayerConfig(attention[i], mlps[i]) for i in range(count)),
         eos_ids=() if eos is None else tuple(eos if isinstance(eos, list | tuple) else [int(eos)]),
         **({} if head.weight.is_meta else _of_logits(model, backend, attention)),
     )
