@@ -145,6 +145,8 @@ def _as_released(path: Path, name: str) -> None:
         config["model_type"] = "kimi_k25" if "vision_config" in config else "kimi_k2"
         layers = re.compile(r"^language_model\.model\.blocks\.")
         tensors = {layers.sub("language_model.model.layers.", key): tensors[key] for key in tensors}
+    elif config["model_type"] == "glm_moe_dsa":
+        del config["layer_types"]  # the cookbook's transformers does not know them
     elif config["model_type"] == "qwen3_5_moe":
         tensors = _stacked(tensors)
     elif config["model_type"] == "qwen3_vl_moe":

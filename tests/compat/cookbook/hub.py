@@ -69,14 +69,19 @@ EXPERTS: dict[str, Any] = {
 
 def hub() -> Path:
     """The hub of these very sources: built once, kept under TINKEX_TEST_CACHE."""
+    return kept("hub", ("corpus.py", "hub.py", "lessons.py"), __name__)
+
+
+def kept(name: str, sources: tuple[str, ...], module: str) -> Path:
+    """The directory that `python -m module DIRECTORY` writes, kept while these sources stay as they are."""
     cache = Path(os.environ.get("TINKEX_TEST_CACHE") or Path.home() / ".cache" / "tinkex-tests")
     here = Path(__file__).parent
-    sources = b"".join((here / name).read_bytes() for name in ("corpus.py", "hub.py", "lessons.py"))
-    directory = cache / f"cookbook-hub-{sha256(sources).hexdigest()[:12]}"
+    content = b"".join((here / source).read_bytes() for source in sources)
+    directory = cache / f"cookbook-{name}-{sha256(content).hexdigest()[:12]}"
     if not directory.exists():
         part = directory.with_suffix(f".{os.getpid()}.part")
         # In a process with one thread: more would sum in another order, and end at another model.
-        subprocess.run([sys.executable, "-m", __name__, str(part)], check=True, cwd=here.parents[2])
+        subprocess.run([sys.executable, "-m", module, str(part)], check=True, cwd=here.parents[2])
         try:
             part.rename(directory)  # when whole: several workers may be here
         except OSError:
