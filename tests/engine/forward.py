@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tests.engine.commands import do
+from tinkex.engine.protocol import ForwardBackward, Pass
 from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.hooks import LoraHook
 from tinkex.engine.torch.load import read_fields, tokenizer_size
@@ -15,6 +18,8 @@ from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.transformers_model import load_transformers
 from tinkex.engine.torch.states import packed_states
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ModelInput
 
 
 def through_transformers(path: Path) -> Decoder:
@@ -38,3 +43,15 @@ def hidden(decoder: Decoder, data: list[list[int]], lora: LoraHook | None = None
     tokens = torch.tensor([token for ids in data for token in ids])
     states = packed_states(decoder.config, lengths, tokens.device)
     return decoder(tokens, positions, attend, lora, states=states, **options)
+
+
+def logprobs_of(trainer: TorchTrainer, run: str | None, text: np.ndarray) -> np.ndarray:
+    """The trainer's, of every token of a text but the first; `run` None: of the base model."""
+    targets = text[1:].astype(np.int64)
+    if run is None:
+        with torch.no_grad():
+            logits = trainer.decoder.logits(hidden(trainer.decoder, [text[:-1].tolist()]))
+        return logits.log_softmax(-1)[torch.arange(len(targets)), torch.from_numpy(targets)].numpy()
+    datum = Datum(ModelInput.from_ints(text[:-1]), {"target_tokens": targets})
+    (out,) = do(trainer, ForwardBackward((Pass(run, [datum], "cross_entropy", backward=False),)))
+    return out.loss_fn_outputs[0]["logprobs"].to_numpy()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.hooks import Frozen, Site
+from tinkex.engine.torch.hooks import Frozen, LoraHook, Site
 from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.models.decoder import Decoder
 
 
 class PlainLora(LoraBatch):
@@ -45,3 +46,20 @@ class PlainLora(LoraBatch):
         for adapter, leaf in self._leaves.items():
             if leaf.grad is not None and adapter.grad is not None:
                 adapter.grad += leaf.grad
+
+
+class FullMatrices(LoraHook):
+    """Adds x @ deltaᵀ at every site: at delta = 0 its gradient is the frozen weight's own."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.deltas: dict[Site, Tensor] = {}
+        for site, (in_features, parts) in decoder.sites().items():
+            shape = (sum(part.out_features for part in parts), in_features)
+            shape = shape if parts[0].experts == 1 else (parts[0].experts, *shape)
+            self.deltas[site] = torch.zeros(shape, requires_grad=True)
+
+    def __call__(
+        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        delta = self.deltas[site]
+        return y + (x @ delta.T if experts is None else torch.einsum("ni,noi->no", x, delta[experts]))

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from tests.engine.commands import do
-from tests.engine.forward import hidden, sequences
+from tests.engine.forward import hidden, logprobs_of, sequences
 from tests.engine.oracle import randomise
+from tests.engine.plain_lora import FullMatrices
 from tests.engine.stepping import finish
 from tests.engine.tiny import MORE, UNKNOWN, reference_logits, reference_model, tiny_model
-from tinkex.engine.protocol import CreateAdapter, ForwardBackward, LoadAdapter, Pass, SampleWork, SaveAdapter
+from tinkex.engine.protocol import CreateAdapter, LoadAdapter, SampleWork, SaveAdapter
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
-from tinkex.engine.torch.hooks import LoraHook, Part, Site
+from tinkex.engine.torch.hooks import Part
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
@@ -32,7 +33,6 @@ from tinkex.engine.torch.models.families import our_name
 from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
-from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
@@ -53,23 +53,6 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
 
 
 # -- gradients -----------------------------------------------------------------------------------------
-
-
-class FullMatrices(LoraHook):
-    """Adds x @ deltaᵀ at every site: at delta = 0 its gradient is the frozen weight's own."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.deltas: dict[Site, Tensor] = {}
-        for site, (in_features, parts) in decoder.sites().items():
-            shape = (sum(part.out_features for part in parts), in_features)
-            shape = shape if parts[0].experts == 1 else (parts[0].experts, *shape)
-            self.deltas[site] = torch.zeros(shape, requires_grad=True)
-
-    def __call__(
-        self, site: Site, x: Tensor, y: Tensor, *, rows: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        delta = self.deltas[site]
-        return y + (x @ delta.T if experts is None else torch.einsum("ni,noi->no", x, delta[experts]))
 
 
 def weight_gradient(gradients: dict[str, Tensor], parts: tuple[Part, ...]) -> Tensor:
@@ -134,17 +117,6 @@ def test_sampled_logprobs_equal_the_trainers(tmp_path: Path, family: str) -> Non
                 text = np.concatenate([ids, np.array(sequence.tokens, np.int32)])
                 want = logprobs_of(trainer, None if published is None else "run", text)
                 np.testing.assert_allclose(sequence.logprobs_np, want[len(ids) - 1 :], atol=1e-4)
-
-
-def logprobs_of(trainer: TorchTrainer, run: str | None, text: np.ndarray) -> np.ndarray:
-    targets = text[1:].astype(np.int64)
-    if run is None:
-        with torch.no_grad():
-            logits = trainer.decoder.logits(hidden(trainer.decoder, [text[:-1].tolist()]))
-        return logits.log_softmax(-1)[torch.arange(len(targets)), torch.from_numpy(targets)].numpy()
-    datum = Datum(ModelInput.from_ints(text[:-1]), {"target_tokens": targets})
-    (out,) = do(trainer, ForwardBackward((Pass(run, [datum], "cross_entropy", backward=False),)))
-    return out.loss_fn_outputs[0]["logprobs"].to_numpy()
 
 
 # -- files ---------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from tests.engine.commands import do
-from tests.engine.forward import hidden, sequences, through_transformers
+from tests.engine.forward import hidden, logprobs_of, sequences, through_transformers
 from tests.engine.oracle import PeftOracle, make_datum, randomise
-from tests.engine.test_families import FullMatrices, logprobs_of
+from tests.engine.plain_lora import FullMatrices
 from tests.engine.tiny import UNKNOWN, reference_logits, tiny_model
 from tinkex.engine.protocol import (
     CreateAdapter,
