@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.forward import hidden, sequences
-from tests.engine.gguf_files import TEXTS, byte_bpe_metadata, write_gguf
+from tests.engine.gguf_files import TEXTS, byte_bpe_metadata, gguf_tensors, write_gguf
 from tests.engine.tiny import reference_logits, tiny_model
 from tinkex.engine.torch.gguf import GgufModel, convert_gguf
 from tinkex.engine.torch.gguf_tokenizer import write_tokenizer
@@ -92,6 +95,13 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3",
+    "qwen3vl": "qwen3_vl",
+    "qwen3vlmoe": "qwen3_vl_moe",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+    "gpt-oss": "gpt_oss",
+    "glm4": "glm4",
+    "glm4moe": "glm4_moe",
 }
 
 
@@ -103,6 +113,38 @@ def test_logits_equal_the_model_it_was_made_of(tmp_path: Path, arch: str) -> Non
     decoder, data = load_decoder(write_gguf(tmp_path / "tiny.gguf", arch, model)), sequences(vocab=256)
     ours = decoder.logits(hidden(decoder, data))
     torch.testing.assert_close(ours, torch.cat(reference_logits(model, data)), atol=1e-4, rtol=0)
+
+
+def test_gpt_oss_with_mxfp4_experts_equals_the_directory_of_these_values(tmp_path: Path) -> None:
+    model, kind = tiny_model(tmp_path, "gpt_oss"), gguf.GGMLQuantizationType.MXFP4
+    fields = json.loads((model / "config.json").read_text())
+    tensors = gguf_tensors(model, "gpt-oss", fields)
+    packed = {name: quantize(tensors[name], kind) for name in tensors if name.endswith("_exps.weight")}
+    file = write_gguf(
+        tmp_path / "tiny.gguf", "gpt-oss", model, {name: (array, kind) for name, array in packed.items()}
+    )
+    weights = load_file(model / "model.safetensors")
+    for layer in range(4):
+        down, gate, up = (
+            torch.from_numpy(dequantize(packed[f"blk.{layer}.ffn_{part}_exps.weight"], kind)).mT
+            for part in ("down", "gate", "up")
+        )
+        experts = f"model.layers.{layer}.mlp.experts"
+        weights[f"{experts}.down_proj"] = down.contiguous()
+        weights[f"{experts}.gate_up_proj"] = torch.stack([gate, up], -1).flatten(-2)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    decoder, same, data = load_decoder(file), load_decoder(model), sequences(vocab=256)
+    ours = decoder.logits(hidden(decoder, data))
+    assert torch.equal(ours, same.logits(hidden(same, data)))
+    torch.testing.assert_close(ours, torch.cat(reference_logits(model, data)), atol=1e-4, rtol=0)
+
+
+def test_blocks_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, "glm4_moe")
+    extra = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    count = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    decoder = load_decoder(write_gguf(tmp_path / "tiny.gguf", "glm4moe", model, **extra, **count))
+    assert decoder.config.layers == 3
 
 
 BLOCKS = (
@@ -270,15 +312,18 @@ def test_each_way_of_cutting_text(tmp_path: Path) -> None:
     assert tokens_of(tmp_path, "llama-bpe", text) == ["<|begin|>", "t", "he", "Ġ", "Ġ", "123", "4"]
 
 
-def test_qwen2_tokenizer_equals_transformers(tmp_path: Path) -> None:
-    metadata = byte_bpe_metadata("qwen2", "qwen2")
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "gpt-4o"])
+def test_byte_tokenizers_equal_transformers(tmp_path: Path, pre: str) -> None:
+    metadata = byte_bpe_metadata(pre, "qwen2")
     model = tiny_model(tmp_path, "qwen2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", model, **metadata)
-    ours = AutoTokenizer.from_pretrained(convert_gguf(file, tmp_path / "converted"))
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
-    for text in [*TEXTS[:6], "the 123  in\n\n\nit's THE'S"]:
-        assert ours(text).input_ids == theirs(text).input_ids
-    assert ours("e\u0301").input_ids == ours("é").input_ids  # normalised, as Qwen's own tokenizer is
+    ours = Tokenizer.from_file(str(convert_gguf(file, tmp_path / "converted") / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf").backend_tokenizer
+    for text in [*TEXTS[:6], "the 123  in\n\n\nit's THE'S", "inTheIN 1234/\n/ कि"]:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
+    if pre.startswith("qwen"):  # normalised, as Qwen's own tokenizer is
+        assert ours.encode("e\u0301").ids == ours.encode("é").ids
 
 
 # -- conversion and refusals ---------------------------------------------------------------------------
@@ -303,7 +348,9 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, "qwen2", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", model, **metadata)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(InvalidInputError, match=r"pre 'unheard-of'.*gpt-2, smollm, llama-bpe, qwen2"):
+    with pytest.raises(
+        InvalidInputError, match=r"pre 'unheard-of'.*gpt-2, smollm, llama-bpe, qwen2, qwen35, gpt-4o, glm4"
+    ):
         convert_gguf(file, tmp_path / "converted")
     assert sorted(tmp_path.iterdir()) == before
 

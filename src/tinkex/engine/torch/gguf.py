@@ -27,6 +27,12 @@ from tinkex.engine.torch.models.rotary import llama3_frequencies
 from tinkex.errors import InvalidInputError
 
 _SHARD_BYTES = 2 << 30
+# How names of weights end with us, and as the table of names has them.
+_ENDINGS = {
+    r"\.e_score_correction_bias": ".e_score_correction.bias",
+    r"\.sinks": ".sinks.weight",
+    r"\.dt_bias": ".dt_proj.bias",
+}
 _UNUSED = 5  # tokenizer.ggml.token_type of ids that only pad the vocabulary
 
 
@@ -64,6 +70,9 @@ class GgufModel:
             raise InvalidInputError(f"{self.path} has no {key.replace('{arch}', self.arch)}")
         return value
 
+    def has(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
     def config(self) -> ModelConfig:
         fields, types = self.config_fields(), self.require("tokenizer.ggml.token_type")
         used = (i for i, kind in enumerate(types) if kind != _UNUSED)
@@ -73,7 +82,8 @@ class GgufModel:
         """The file's metadata as the fields of a `config.json`."""
         heads, width = self.require("{arch}.attention.head_count"), self.require("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", width // heads)
-        if (rotated := self.get("{arch}.rope.dimension_count", head_dim)) != head_dim:
+        rotated = self.get("{arch}.rope.dimension_count", head_dim)
+        if rotated != head_dim and not self._family.partial:
             raise InvalidInputError(
                 f"{self.path}: {rotated} rotated dimensions of {head_dim} are not supported"
             )
@@ -83,8 +93,8 @@ class GgufModel:
             "model_type": self._family.model_type,
             "hidden_act": "silu",
             "hidden_size": width,
-            "intermediate_size": self.require("{arch}.feed_forward_length"),
-            "num_hidden_layers": self.require("{arch}.block_count"),
+            "intermediate_size": self._mlp_width(),
+            "num_hidden_layers": self._layers(),
             "num_attention_heads": heads,
             "num_key_value_heads": self.get("{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -94,12 +104,23 @@ class GgufModel:
             "rope_scaling": self._rope_scaling(head_dim),
             "vocab_size": self._rows("token_embd.weight"),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "attention_bias": "blk.0.attn_output.bias" in self._tensors,
+            "attention_bias": self._family.bias_of in self._tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self._tensors,
             "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": sorted({int(end) for key in ends if (end := self.get(key)) is not None}),
         }
+        if rotated != head_dim:
+            fields["partial_rotary_factor"] = rotated / head_dim
         return fields | self._family.fields(self)
+
+    def _layers(self) -> int:
+        """Without the blocks at the end that predict further tokens, which are not read."""
+        return self.require("{arch}.block_count") - self.get("{arch}.nextn_predict_layers", 0)
+
+    def _mlp_width(self) -> int | None:
+        """Files of experts alone may not say it."""
+        key = "{arch}.feed_forward_length"
+        return self.get(key) if self.get("{arch}.expert_count", 0) else self.require(key)
 
     def _rows(self, name: str) -> int:
         if name not in self._tensors:
@@ -137,9 +158,10 @@ class GgufModel:
 
         A tensor that our decoder does not have keeps its own name, so that a loader can refuse it.
         """
-        named = self._hugging_face_names()
+        named, layers = self._hugging_face_names(), self._layers()
         for name in self._tensors:
-            if name == "rope_freqs.weight":
+            block = re.match(r"blk\.(\d+)\.", name)
+            if name == "rope_freqs.weight" or (block and int(block[1]) >= layers):
                 continue
             tensor, names = self._dequantise(name), named.get(name, [name])
             tensor = self._family.undo(self, name, tensor)
@@ -150,13 +172,15 @@ class GgufModel:
         from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
         (arch,) = (one for one in MODEL_ARCH if MODEL_ARCH_NAMES[one] == self.arch)
-        table = get_tensor_name_map(arch, self.require("{arch}.block_count"))
+        table = get_tensor_name_map(arch, self._layers())
         config = self.config()
         with torch.device("meta"):
             weights = Decoder(config, Backend()).weights()
         named: dict[str, list[str]] = {}
         for name in weights:
             merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+            for ours, theirs in _ENDINGS.items():
+                merged = re.sub(f"{ours}$", theirs, merged)
             if found := table.get_name(merged, (".weight", ".bias")):
                 named.setdefault(found, []).append(name)
         return named

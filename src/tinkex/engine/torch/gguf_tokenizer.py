@@ -27,6 +27,13 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MARKED_WORDS = (_WORDS % "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _byte_level(pattern: str | None = None) -> list[Any]:
@@ -40,6 +47,9 @@ _PRE = {
     "smollm": [pre.Digits(individual_digits=True), *_byte_level()],
     "llama-bpe": _byte_level(_WORDS % "{1,3}"),
     "qwen2": _byte_level(_WORDS % ""),
+    "qwen35": _byte_level(_MARKED_WORDS),
+    "gpt-4o": _byte_level(_CASED_WORDS),  # gpt-oss
+    "glm4": _byte_level(_WORDS % "{1,3}"),
 }
 
 
@@ -104,7 +114,7 @@ def _byte_bpe(model: GgufModel, used: list[tuple[int, str, int]]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in model.require("tokenizer.ggml.merges")]
     vocab = {token: i for i, token, _ in used}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
-    if name == "qwen2":
+    if name in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre.Sequence(_PRE[name])
     tokenizer.decoder = decoders.ByteLevel()
