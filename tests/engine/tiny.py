@@ -9,6 +9,7 @@ or rotation shows in the logits. Knows nothing of our own code: what is written 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,16 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "gemma4 with experts": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "sliding_window": 8, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0,
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm4_moe_lite": ("Glm4MoeLite", _LATENT),
     "deepseek_v3": (
         "DeepseekV3",
@@ -421,7 +432,7 @@ def _randomise(model: torch.nn.Module, seed: int, norm: float) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if re.search(r"norm(_\d)?\.weight$", name):
                 weight.copy_((1.0 if "linear_attn" in name else norm) + 0.2 * noise)
             else:
                 weight.copy_(noise * (0.3 if weight.dim() == 1 else 1.2 / weight.shape[-1] ** 0.5))

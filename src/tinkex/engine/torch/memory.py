@@ -90,8 +90,8 @@ def _layer_values(config: ModelConfig, layer: LayerConfig) -> int:
     match layer.mlp:
         case MlpConfig(width=width):
             values += 3 * width  # gate, up and their product
-        case ExpertsConfig(per_token=per_token, width=width):
-            values += per_token * (3 * width + 3 * config.width)
+        case ExpertsConfig(per_token=per_token, width=width, shared=shared):
+            values += per_token * (3 * width + 3 * config.width) + (3 * shared.width if shared else 0)
     return values
 
 

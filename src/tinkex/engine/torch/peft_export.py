@@ -74,7 +74,7 @@ def export_peft(
         # PEFT takes modules of these names for experts of old files: dense ones are named as parameters
         dense = [name for name in parts if name in ("gate_proj", "up_proj", "down_proj")]
         config["target_modules"] = [name for name in parts if name not in (*dense, "experts", "base_layer")]
-        experts = ".".join(stems[0].split(".")[-2:])  # "mlp.experts"
+        experts = _EXPERTS.strip(".")
         config["target_parameters"] = [f"{experts}.down_proj", f"{experts}.gate_up_proj"]
         config["target_parameters"] += [f"{name}.weight" for name in dense]
         # gate and up side by side: twice the rank at the same scale

@@ -196,6 +196,8 @@ class RouterConfig:
     groups: int = 1  # of experts; only those of the `kept_groups` best can be chosen
     kept_groups: int = 1
     scale: float = 1.0  # of the weights
+    norm: bool = False  # it reads x̂ times a stored vector and width^-½
+    expert_scale: bool = False  # a stored number for each expert multiplies its weight
 
 
 class SharedExpert(NamedTuple):
@@ -208,6 +210,15 @@ class SharedExpert(NamedTuple):
     name: str = "shared_experts"
     gated: bool = False
     mlp: MlpConfig | None = None
+
+
+class ExpertNorms(NamedTuple):
+    """The names of norms that experts and the shared expert have apart; their router reads none of them."""
+
+    before_shared: str = "pre_feedforward_layernorm"
+    after_shared: str = "post_feedforward_layernorm_1"
+    before: str = "pre_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_2"
 
 
 class ClampedSwiGlu(NamedTuple):
@@ -225,20 +236,24 @@ class ExpertsConfig:
     per_token: int
     width: int
     router: RouterConfig = RouterConfig()
-    activation: Literal["silu", "relu2"] | ClampedSwiGlu = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiGlu = "silu"
     gated: bool = True
     bias: bool = False
     shared: SharedExpert | None = None
     latent_width: int | None = None  # experts read and write so many numbers, projected from and to the width
     transposed: bool | Literal["either"] = False  # stacked tensors are stored [E, in, out]
     interleaved: bool = False  # gate and up are stored in turn
-    name: str = "mlp"
+    name: str = "mlp"  # "": of the layer itself
+    norms: ExpertNorms | None = None
 
     @property
     def plain(self) -> bool:
         """Whether experts are SwiGLU alone."""
         return (
-            self.activation == "silu" and self.gated and not (self.bias or self.shared or self.latent_width)
+            self.activation == "silu"
+            and self.gated
+            and not (self.bias or self.shared or self.latent_width)
+            and not (self.norms or self.router.norm or self.router.expert_scale)
         )
 
 

@@ -15,6 +15,7 @@ from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
     ClampedSwiGlu,
     DeltaConfig,
+    ExpertNorms,
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
@@ -284,7 +285,6 @@ def gemma3(fields: Fields) -> ModelConfig:
 
 
 def gemma4(fields: Fields) -> ModelConfig:
-    refuse(fields, enable_moe_block=False)
     if fields.get("use_bidirectional_attention") == "all":
         refuse(fields, use_bidirectional_attention=None)
     fields = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **fields}
@@ -315,7 +315,12 @@ def gemma4(fields: Fields) -> ModelConfig:
         )  # fmt: skip
         mlp = mlp_of(fields)
         double = fields.get("use_double_wide_mlp", False) and shares
-        stack.append(LayerConfig(mixer, replace(mlp, width=mlp.width * (1 + double)), SANDWICH))
+        mlp = replace(mlp, width=mlp.width * (1 + double))
+        if fields.get("enable_moe_block", False):
+            norms = SANDWICH._replace(before_mlp=None)  # the experts' own
+            stack.append(LayerConfig(mixer, _gemma4_experts(fields, mlp), norms))
+        else:
+            stack.append(LayerConfig(mixer, mlp, SANDWICH))
     width = fields.get("hidden_size_per_layer_input", 256)
     return assembled(
         fields,
@@ -326,6 +331,20 @@ def gemma4(fields: Fields) -> ModelConfig:
         layer_inputs=(fields.get("vocab_size_per_layer_input", 262144), width) if width else None,
         layer_scalars=True,
         tied=bool(fields.get("tie_word_embeddings", True)),
+    )
+
+
+def _gemma4_experts(fields: Fields, mlp: MlpConfig) -> ExpertsConfig:
+    """Experts beside the dense MLP, each with norms of its own."""
+    return ExpertsConfig(
+        count=integer(fields, "num_experts"),
+        per_token=integer(fields, "top_k_experts"),
+        width=integer(fields, "moe_intermediate_size"),
+        router=RouterConfig(norm=True, expert_scale=True),
+        activation=mlp.activation,
+        shared=SharedExpert(mlp.width, mlp=mlp),
+        name="",
+        norms=ExpertNorms(),
     )
 
 

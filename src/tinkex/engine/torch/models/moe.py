@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from tinkex.engine.torch.functions import Stream, rms_norm
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site, Sites
 from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig, MlpConfig, ModelConfig
 from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
@@ -31,12 +32,15 @@ class ExpertMlp(Block):
     def __init__(self, model: ModelConfig, config: ExpertsConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.experts = layer, config
-        self.name = f"model.layers.{layer}.{config.name}"
+        self.name = f"model.layers.{layer}.{config.name}".removesuffix(".")
+        self.norm, self.layer_name = model.norm, f"model.layers.{layer}"
         self.width = config.latent_width or model.width  # of the experts' inputs and outputs
         count, inner, router = config.count, config.width, config.router
         self.router = frozen_parameter(count, model.width)
         self.router_bias = frozen_parameter(count) if router.bias else None
         self.selection_bias = frozen_parameter(count) if router.selection_bias else None
+        self.router_scale = frozen_parameter(model.width) if router.norm else None
+        self.expert_scale = frozen_parameter(count) if router.expert_scale else None
         rows = (2 if config.gated else 1) * inner
         self.gate_up: Any = frozen_parameter(count, rows, self.width)  # or a list of `QuantisedMatrix`
         self.down: Any = frozen_parameter(count, self.width, inner)
@@ -53,6 +57,7 @@ class ExpertMlp(Block):
             mlp = mlp or MlpConfig(width, activation=activation, gated=config.gated, name=name)
             self.shared = Mlp(model, mlp, layer, "shared_")
             self.shared_gate = frozen_parameter(1, model.width) if gated else None
+        self.norms = frozen_parameter(len(config.norms), model.width) if config.norms else None
 
     def _latent(self, name: str, in_features: int, out_features: int) -> Projection:
         part = Part(f"{self.name}.{name}", out_features, "mlp")
@@ -66,16 +71,25 @@ class ExpertMlp(Block):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         weight_TK, expert_TK = self.route(x_TD)
-        h = x_TD if self.latent_in is None else total(self.latent_in(x_TD, context))
+        h = self._normed(x_TD, 2, context)
+        h = h if self.latent_in is None else total(self.latent_in(h, context))
         y_TD = self._routed(h, weight_TK, expert_TK, context)
         if self.latent_out is not None:
             y_TD = total(self.latent_out(y_TD, context))
+        y_TD = self._normed(y_TD, 3, context)
         if self.shared is not None:
-            shared_TD = total(self.shared(x_TD, context))
+            shared_TD = total(self.shared(self._normed(x_TD, 0, context), context))
             if self.shared_gate is not None:
                 shared_TD = shared_TD * F.linear(x_TD, self.shared_gate).sigmoid()
-            y_TD = y_TD + shared_TD
+            y_TD = y_TD + self._normed(shared_TD, 1, context)
         return y_TD
+
+    def _normed(self, x_TD: Tensor, index: int, context: ForwardContext) -> Tensor:
+        """By one of `ExpertNorms`, where there are any."""
+        if self.norms is None:
+            return x_TD
+        factor, impl = self.norm.factor(self.norms[index]), context.backend.elementwise
+        return rms_norm(Stream(x_TD), factor, self.norm.eps, impl)
 
     def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext) -> Tensor:
         lora = context.lora
@@ -106,6 +120,10 @@ class ExpertMlp(Block):
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their weights, [T, K] both; probabilities in fp32."""
         router, best = self.experts.router, self.experts.per_token
+        if self.router_scale is not None:
+            wide = x_TD.float()
+            unit = (wide * (wide.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()).to(x_TD.dtype)
+            x_TD = unit * self.router_scale * x_TD.shape[-1] ** -0.5
         if router.score == "softmax_of_best":
             best_TK, expert_TK = F.linear(x_TD, self.router, self.router_bias).topk(best, dim=-1)
             return best_TK.softmax(dim=-1), expert_TK
@@ -118,6 +136,8 @@ class ExpertMlp(Block):
         weight_TK = score_TE.gather(1, expert_TK)
         if router.normalise:
             weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        if self.expert_scale is not None:
+            weight_TK = weight_TK * self.expert_scale[expert_TK]
         return (weight_TK * router.scale).to(x_TD.dtype), expert_TK
 
     def _preferred(self, score_TE: Tensor) -> Tensor:
@@ -137,9 +157,14 @@ class ExpertMlp(Block):
             "gate.weight": self.router,
             "gate.bias": self.router_bias,
             "gate.e_score_correction_bias": self.selection_bias,
+            "gate.scale": self.router_scale,
+            "gate.per_expert_scale": self.expert_scale,
             "shared_expert_gate.weight": self.shared_gate,
         }
         named = {f"{self.name}.{name}": weight.detach() for name, weight in own.items() if weight is not None}
+        if self.experts.norms and self.norms is not None:
+            norms = zip(self.experts.norms, self.norms.detach(), strict=True)
+            named |= {f"{self.layer_name}.{name}.weight": weight for name, weight in norms}
         parts = ("gate_proj", "up_proj") if self.experts.gated else ("up_proj",)
         kinds = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
         for kind, gate_up_E, down_E in kinds:
@@ -216,7 +241,7 @@ def per_expert(
     return [(f"{stem}.{i}.{k}.{kind}", view[i]) for k, view in views.items() for i in range(len(view))]
 
 
-# Mixtral's, gpt-oss' and Granite's names of what others call mlp, gate, gate_proj, down_proj and up_proj.
+# Other families' names of what most call mlp, gate, gate_proj, down_proj and up_proj.
 _RENAMED = {
     "mlp": (
         (r"\.block_sparse_moe\.", ".mlp."),
@@ -225,6 +250,7 @@ _RENAMED = {
         (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
         (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
     ),
+    "": ((r"(\.layers\.\d+)\.router\.(proj\.)?", r"\1.gate."),),
     "block_sparse_moe": (
         (r"\.block_sparse_moe\.router\.(layer\.)?", ".block_sparse_moe.gate."),
         (r"\.block_sparse_moe\.input_linear\.", ".block_sparse_moe.experts.gate_up_proj."),
