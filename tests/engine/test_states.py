@@ -35,7 +35,7 @@ class Folding:
         self.config, self.unembed_weight, self.logits = decoder.config, decoder.unembed_weight, decoder.logits
         self.backend = decoder.backend
 
-    def __call__(self, tokens: Tensor, *rest: Any, states: list[StateGroup]) -> Tensor:
+    def __call__(self, tokens: Tensor, *rest: Any, states: list[StateGroup], images: None) -> Tensor:
         self.tokens += len(tokens)
         for group in states:
             held = group.read(0)

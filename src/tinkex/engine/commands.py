@@ -41,6 +41,7 @@ class TrainingExample:
     tokens: np.ndarray  # int32 [N]
     targets: np.ndarray  # int64 [N] or [N, K]
     inputs: Inputs  # built-in losses: float32, of the targets' shape; an uploaded one's: as given
+    images: Sequence[Any] = ()  # at some of its positions, as the engine has them
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from torch import Tensor
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.engine_thread import settle
+from tinkex.engine.torch.images import PlacedImage, feature_rows, page_extras
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import TorchRows, draw_next
@@ -111,11 +112,17 @@ class ContinuousBatch:
         future: Future[SampleResponse],
         token_bytes: Sequence[bytes] = (),
         listener: Listener | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> RunningRequest:
-        """Queue a request that `check_work` let pass. `listener` is called with each token drawn."""
+        """Queue a request that `check_work` let pass. `listener` is called with each token drawn.
+
+        `images` fill positions of the prompt, whose token ids are placeholders there.
+        """
         seed, stops = seed_of(work), Stops(work, self.decoder.config.eos_ids, token_bytes)
         scores = PromptScores(work, seed)
-        request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, listener)
+        request = RunningRequest(
+            work, future, published, max_tokens, seed, stops, scores, listener, images, page_extras(images)
+        )
         request.sequences = [
             RunningSequence(work.first_sample + i, request=request) for i in range(work.num_samples)
         ]
@@ -297,7 +304,10 @@ class ContinuousBatch:
         tokens = np.concatenate([s.ids(s.computed, s.computed + count) for s, count in plan])
         decoder = self.decoder
         lora = lora_of(decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])
-        h_TD = self._prefill(tokens, pieces, lora) if self._prefill is not None else None
+        images = feature_rows(((s.request.images, s.computed, count) for s, count in plan), self._device)
+        h_TD = None
+        if self._prefill is not None and images is None:
+            h_TD = self._prefill(tokens, pieces, lora)
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
             min_split_keys = 0 if self._prefill is None else self._prefill.min_split_keys
@@ -308,7 +318,7 @@ class ContinuousBatch:
             if self.states is not None:
                 slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
                 states = self.states.groups(slots, [count for _, count in plan])
-            h_TD = decoder(*read, attend, lora, states=states)
+            h_TD = decoder(*read, attend, lora, states=states, images=images)
         for sequence, count in plan:
             self._computed(sequence, count)
         return h_TD
@@ -328,7 +338,7 @@ class ContinuousBatch:
 
     def _links(self, sequence: RunningSequence, stop: int) -> list[bytes]:
         fresh = sequence.ids(len(sequence.links) * PAGE, stop)
-        return chain(sequence.request.root, fresh, sequence.links)
+        return chain(sequence.request.root, fresh, sequence.links, sequence.request.extras)
 
     @torch.inference_mode()
     def _score(self, plan: Plan, h_TD: Tensor) -> None:

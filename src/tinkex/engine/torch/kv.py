@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -26,15 +26,18 @@ from tinkex.engine.torch.models.attend import softmax_attention
 PAGE = 16  # tokens
 
 
-def chain(root: bytes, tokens: np.ndarray, links: list[bytes]) -> list[bytes]:
+def chain(
+    root: bytes, tokens: np.ndarray, links: list[bytes], extras: Mapping[int, bytes] | None = None
+) -> list[bytes]:
     """Extend `links` by one digest per full page of `tokens`, the tokens after those that it covers.
 
-    Each digest covers all tokens up to its page's end.
+    Each digest covers all tokens up to its page's end, and what `extras` has for those pages.
     """
     content, size = tokens.astype(np.int32).tobytes(), 4 * PAGE
     for end in range(size, len(content) + 1, size):
         parent = links[-1] if links else root
-        links.append(hashlib.blake2b(parent + content[end - size : end], digest_size=16).digest())
+        page = parent + content[end - size : end] + (extras.get(len(links), b"") if extras else b"")
+        links.append(hashlib.blake2b(page, digest_size=16).digest())
     return links
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from tinkex.engine.protocol import SampledTokens, SampleWork
 from tinkex.engine.request import PromptScores, Sample, Stops
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.engine_thread import settle
+from tinkex.engine.torch.images import PlacedImage
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class RunningRequest:
     stops: Stops
     scores: PromptScores
     listener: Listener | None = None
+    images: Sequence[PlacedImage] = ()  # of its prompt
+    extras: Mapping[int, bytes] = field(default_factory=dict)  # `page_extras` of them
     sequences: list[RunningSequence] = field(default_factory=list)
     unforked: list[RunningSequence] = field(default_factory=list)  # start when the first's prompt is computed
     cache_hits: int = 0  # prompt tokens found in the prefix cache

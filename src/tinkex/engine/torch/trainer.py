@@ -31,6 +31,7 @@ from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
+from tinkex.engine.torch.images import FeatureRows, feature_rows
 from tinkex.engine.torch.logprobs import GradOf, Targets, logprob_chunk, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.loss_graph import (
@@ -103,6 +104,7 @@ class MicroBatch:
     positions_T: Tensor
     targets: Targets
     cells: list[int]
+    images: FeatureRows | None
 
     @property
     def backward(self) -> bool:
@@ -124,7 +126,8 @@ def micro_batch(items: list[PackedExample[TrainingPass]], device: torch.device) 
     tokens_T, positions_T, rows_M, ids_M = sent.split([tokens, tokens, len(rows), len(rows)])
     targets = Targets(rows_M, ids_M, torch.from_numpy(starts))
     cells = np.cumsum([0, *(example.targets.size for example in examples)]).tolist()
-    return MicroBatch(items, lengths, tokens_T, positions_T, targets, cells)
+    images = feature_rows(((example.images, 0, example.tokens.size) for example in examples), device)
+    return MicroBatch(items, lengths, tokens_T, positions_T, targets, cells, images)
 
 
 def flat_inputs(examples: Sequence[TrainingExample], device: torch.device) -> dict[str, Tensor]:
@@ -246,8 +249,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
             with torch.set_grad_enabled(batch.backward):
                 read = batch.tokens_T, batch.positions_T
                 states = packed_states(self.decoder.config, batch.lengths, self._device)
-                recompute = self._recomputes(batch)
-                return self.decoder(*read, attend, lora, states=states, checkpoint=recompute), lora
+                more = {"images": batch.images, "checkpoint": self._recomputes(batch)}
+                return self.decoder(*read, attend, lora, states=states, **more), lora
         except torch.OutOfMemoryError:
             if len(batch.items) == 1:
                 raise

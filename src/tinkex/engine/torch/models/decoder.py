@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from tinkex.engine.torch.functions import Stream, add, add_rms_norm, capped, rms_norm
-from tinkex.engine.torch.hooks import (
-    Attend,
-    ForwardContext,
-    Frozen,
-    LoraHook,
-    PartialProjection,
-)
+from tinkex.engine.torch.hooks import Attend, ForwardContext, Frozen, LoraHook, PartialProjection
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
     DeltaConfig,
@@ -47,6 +41,7 @@ from tinkex.engine.torch.models.weights import UNEMBED, DecoderWeights
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
+    from tinkex.engine.torch.images import FeatureRows
     from tinkex.engine.torch.states import StateGroup
 
 # The block of each kind of configuration, made by (model, configuration, layer).
@@ -153,29 +148,29 @@ class Decoder(DecoderWeights):
         lora: LoraHook | None = None,
         *,
         states: Sequence[StateGroup] = (),
+        images: FeatureRows | None = None,
         checkpoint: bool = False,
     ) -> Tensor:
         """The hidden states [T, D] that the head takes, of tokens at `positions` (or their cos and sin).
 
-        `checkpoint` recomputes each layer in the backward.
+        `checkpoint` recomputes each layer in the backward. Gradients do not flow to `images`.
         """
         if isinstance(positions, Tensor):
-            at, angles = (
-                positions,
-                [rope.angles(positions, self.embedding.dtype) for rope in self.config.ropes],
-            )
+            at, angles = positions, [r.angles(positions, self.embedding.dtype) for r in self.config.ropes]
         else:
             at, angles = None, [positions]
-        stream, delta_TD = Stream(self.embed(tokens_T)), None
+        stream, delta_TD = Stream(self.embed(tokens_T, images)), None
         context, norm = ForwardContext(self.backend, angles, attend, lora, {}, at, states), self.config.norm
         if self.layer_inputs is not None:
             context = context._replace(layer_inputs=self.layer_inputs(tokens_T, stream.x, context))
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             if checkpoint:
                 stream = layer.recomputed(stream, context)
             else:
                 stream, delta_TD = layer(stream, delta_TD, context)
+            if images is not None and i < len(images.deeper):
+                stream = add(stream, images.dense(i, stream.x), self.backend.elementwise)
         weight, impl = norm.factor(self.norm), self.backend.elementwise
         if delta_TD is None:
             h_TD = rms_norm(stream, weight, norm.eps, impl)
@@ -183,12 +178,12 @@ class Decoder(DecoderWeights):
             h_TD = add_rms_norm(stream, delta_TD, weight, norm.eps, impl)[1]
         return h_TD if self.config.logit_scale == 1.0 else h_TD * self.config.logit_scale
 
-    def embed(self, tokens_T: Tensor) -> Tensor:
-        """[T, D]."""
+    def embed(self, tokens_T: Tensor, images: FeatureRows | None = None) -> Tensor:
+        """[T, D]: the tokens' embeddings, scaled, and in the rows of `images` their features as they are."""
         x_TD = F.embedding(tokens_T, self.embedding)
-        if self.config.embedding_scale == 1.0:
-            return x_TD
-        return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))  # rounded as stored
+        if self.config.embedding_scale != 1.0:  # rounded as stored
+            x_TD = x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
+        return x_TD if images is None else x_TD.index_copy_(0, images.rows_N, images.features_ND)
 
     def logits(self, h_ND: Tensor, lora: LoraHook | None = None) -> Tensor:
         """[N, V] in the model's dtype."""

@@ -40,6 +40,7 @@ from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
+    from tinkex.engine.torch.images import FeatureRows
     from tinkex.engine.torch.states import StateGroup
 
 log = logging.getLogger("tinkex")
@@ -260,8 +261,10 @@ class TransformersDecoder(Decoder):
         lora: LoraHook | None = None,
         *,
         states: Sequence[StateGroup] = (),
+        images: FeatureRows | None = None,
         checkpoint: bool = False,
     ) -> Tensor:
+        assert images is None, "these models read text alone"
         assert isinstance(positions, Tensor), "angles are transformers' own"
         context = ForwardContext(self.backend, (), attend, lora, {}, positions, states)
         h_TD = run(self.model, tokens_T, positions, _Pass(context, [], checkpoint))[0]
