@@ -30,7 +30,7 @@ ROWS = [
     *((f"official `tinker` SDK {v}", SERVED, OLDER + re.escape(v)) for v in ("0.26.0", "0.13.1", "0.4.1")),
     ("official `tinker` command line 0.36.0", "side by side with ours, on one server", r"compat\.test_cli::"),
     (f"{COOKBOOK}: recipes, export, evaluation", SERVED,
-     r"cookbook\.test_(supervised|reinforcement|preference|export|merge|renderers)::|test_(decisions|inspect)::(?!.*our_sdk)"),
+     r"cookbook\.test_(supervised|reinforcement|preference|export|merge|models|renderers)::|test_(decisions|inspect)::(?!.*our_sdk)"),
     (f"{COOKBOOK}: tutorials", SERVED, r"cookbook\.test_tutorials::"),
     (f"{COOKBOOK}: its integration tests", SERVED, r"cookbook\.test_theirs::test_recipes"),
     (f"{COOKBOOK} on our SDK", "`python -m tinkex.compat`, no official SDK",
