@@ -161,6 +161,7 @@ class AdaptedExperts(ExpertMlp):
             raise InvalidInputError(f"its experts ({name}) are not of a kind that adapters know")
         self.layer, self.name, self.selection_bias = _layer_of(name), name.removesuffix(".experts"), None
         self.router, self.router_bias, self.shared, self.shared_gate = None, None, None, None
+        self.router_scale = self.expert_scale = self.norms = None
         self.in_turn = inner.has_gate and not inner.is_concatenated  # rows of gate and up
         first = "gate_up_proj" if inner.has_gate else "up_proj"
         self.gate_up = self._taken(inner, first, inner.is_transposed, self.in_turn)
