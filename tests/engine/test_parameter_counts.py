@@ -83,6 +83,33 @@ def qwen3_5_moe(count: int, per_token: int, width: int) -> dict[str, int]:
     }
 
 
+def nemotron(width: int, layers: str, kv: tuple[int, int], mamba: int, **experts: int) -> dict[str, Any]:
+    """`kv` are query and kv heads; `mamba` is the number of heads."""
+    return {
+        "model_type": "nemotron_h",
+        "hidden_size": width,
+        "hybrid_override_pattern": layers,
+        "num_attention_heads": kv[0],
+        "num_key_value_heads": kv[1],
+        "mamba_num_heads": mamba,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "num_experts_per_tok": 6,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+    } | experts
+
+
+NANO = nemotron(
+    2688, "ME" * 23 + "*" * 6, (32, 2), 64, n_routed_experts=128, moe_intermediate_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+)  # fmt: skip
+SUPER = nemotron(
+    4096, "ME" * 40 + "*" * 8, (32, 2), 128, n_routed_experts=512, moe_intermediate_size=2688,
+    moe_shared_expert_intermediate_size=5376, moe_latent_size=1024,
+)  # fmt: skip
+
+
 def inside(kind: str, text: dict[str, Any]) -> dict[str, Any]:
     """The model that sees, around a text model."""
     return {"model_type": kind, "text_config": text, "vision_config": {}}
@@ -126,6 +153,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "DeepSeek-V3.1": (DEEPSEEK, (94_307_328, 2_440_000, 136_448)),
     "Kimi-K2": (KIMI, (144_583_680, 1_940_288, 171_008)),
     "Kimi-K2.5": (inside("kimi_k25", KIMI), (144_583_680, 1_940_288, 171_008)),
+    "Nemotron-3-Nano-30B-A3B": (NANO, (11_346_176, 584_832, 133_760)),
+    "Nemotron-3-Super-120B-A12B": (SUPER, (111_349_760, 1_675_264, 135_168)),
     "GLM-5.3": (GLM, (121_356_288, 2_920_320, 161_024)),
 }
 

@@ -304,10 +304,26 @@ _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "layer_norm_epsilon": 1e-2,
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _EXPERTS),
     "qwen3_next": ("Qwen3Next", _HYBRID | _EXPERTS | {"mlp_only_layers": [1]}),
+    "nemotron3": ("NemotronH", _NEMOTRON),
+    "nemotron3 latent": ("NemotronH", _NEMOTRON | {"moe_latent_size": 24, "use_bias": True}),
     "granite4": ("GraniteMoeHybrid", _GRANITE),
     "granite4 dense": (
         "GraniteMoeHybrid",

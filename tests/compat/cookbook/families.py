@@ -82,6 +82,17 @@ _KIMI_TOWER: dict[str, Any] = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 # The class of transformers, the fields that differ from those above, and those of the part that sees.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "meta-llama/Llama-3.2-1B": ("Llama", {"tie_word_embeddings": True}, None),
@@ -117,6 +128,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "zai-org/GLM-5.3": (
         "GlmMoeDsa",
         {**_LATENT, "head_dim": 8, "index_topk": 2048, "index_head_dim": 16, "index_n_heads": 2},
+        None,
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("NemotronH", _NEMOTRON, None),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (
+        "NemotronH",
+        {**_NEMOTRON, "moe_latent_size": 20},
         None,
     ),
 }  # fmt: skip

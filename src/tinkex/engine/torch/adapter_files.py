@@ -147,7 +147,7 @@ def load_adapter(
     # What hosted Tinker calls lm_head has a name of its own; gpt-oss' attention is "attn" there.
     tensors = {
         name.replace("model.unembed_tokens", "lm_head").replace(".attn.", ".self_attn."): tensor
-        for name, tensor in _read_tensors(weights).items()
+        for name, tensor in present(_read_tensors(weights)).items()
     }
     # PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's.
     given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
@@ -203,6 +203,11 @@ def _lora_config(directory: Path, facts: Mapping[str, Any], names: set[str], sit
         return LoraConfig(peft.get("r"), **flags)  # type: ignore[arg-type]
     except ValueError as error:
         raise user_error(f"{directory / CONFIG}: {error}") from None
+
+
+def present(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the empty w3 that hosted Tinker writes for experts that have no gate."""
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel() or ".experts.w3." not in name}
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tinkex.engine.torch.adapter_files import (
     CONFIG,
     WEIGHTS,
     new_directory,
+    present,
     read_peft_config,
     verify,
     write_json,
@@ -106,7 +107,7 @@ def _deltas(adapter_dir: Path, base: ModelConfig | None) -> dict[str, Delta]:
     peft = read_peft_config(adapter_dir)
     scale = peft["lora_alpha"] / peft["r"]
     deltas: dict[str, Delta] = {}
-    tensors, suffix = load_file(adapter_dir / WEIGHTS), ".lora_A.weight"
+    tensors, suffix = present(load_file(adapter_dir / WEIGHTS)), ".lora_A.weight"
     tensors = join_qkv(tensors, base.stored_key_heads if base else 0) or tensors
     for key, a in tensors.items():
         if not key.endswith(suffix):

@@ -25,6 +25,7 @@ from tinkex.engine.torch.adapter_files import (
     CONFIG,
     WEIGHTS,
     new_directory,
+    present,
     read_facts,
     read_peft_config,
     verify,
@@ -53,20 +54,25 @@ def export_peft(
     >>> export_peft(Path("adapters/final"), Path("adapters/final-peft"))    # doctest: +SKIP
     """
     verify(adapter_dir, (WEIGHTS, CONFIG))
-    config, tensors = read_peft_config(adapter_dir), load_file(adapter_dir / WEIGHTS)
+    config, tensors = read_peft_config(adapter_dir), present(load_file(adapter_dir / WEIGHTS))
     if nested:
         inner = "base_model.model.model.language_model."
         tensors = {name.replace("base_model.model.model.", inner, 1): tensors[name] for name in tensors}
+    if stems := [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]:
+        rows = _in_proj_rows(adapter_dir, base_dir)
+        for stem in stems:
+            _join_rows(tensors, stem, ("gate_proj", "x_proj"), "in_proj", rows)
     stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
     # gpt-oss has the rows of gate and up in turn; an adapter's file names its base's architecture
     base = read_facts(adapter_dir).get("base", {}).get("fingerprint", "")
-    in_turn = base.startswith("gpt_oss-")
+    in_turn, gated = base.startswith("gpt_oss-"), False
     for stem in stems:
-        pairs = {part: _pair(tensors, f"{stem}.{part}") for part in ("w1", "w2", "w3")}
-        (a1, b1), (a3, b3) = pairs["w1"], pairs["w3"]
-        gate_up = torch.cat((a1, a3), 1), _block_diagonal(b1, b3, in_turn)
+        first, down = _pair(tensors, f"{stem}.w1"), _pair(tensors, f"{stem}.w2")
+        if gated := f"{stem}.w3.lora_A.weight" in tensors:
+            (a1, b1), (a3, b3) = first, _pair(tensors, f"{stem}.w3")
+            first = torch.cat((a1, a3), 1), _block_diagonal(b1, b3, in_turn)
         # PEFT wraps a module once for each parameter: the first of them is the innermost.
-        for name, (a_ERI, b_EOR) in ((f"{stem}.base_layer", gate_up), (stem, pairs["w2"])):
+        for name, (a_ERI, b_EOR) in ((f"{stem}.base_layer", first), (stem, down)):
             tensors[f"{name}.lora_A.weight"] = a_ERI.flatten(0, 1).contiguous()
             tensors[f"{name}.lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1).contiguous()
     if stems:
@@ -75,19 +81,16 @@ def export_peft(
         dense = [name for name in parts if name in ("gate_proj", "up_proj", "down_proj")]
         config["target_modules"] = [name for name in parts if name not in (*dense, "experts", "base_layer")]
         experts = _EXPERTS.strip(".")
-        config["target_parameters"] = [f"{experts}.down_proj", f"{experts}.gate_up_proj"]
+        config["target_parameters"] = [f"{experts}.down_proj", f"{experts}.{'gate_' if gated else ''}up_proj"]
         config["target_parameters"] += [f"{name}.weight" for name in dense]
-        # gate and up side by side: twice the rank at the same scale
-        config["rank_pattern"] = {f"{experts}.gate_up_proj": 2 * config["r"]}
-        config["alpha_pattern"] = {f"{experts}.gate_up_proj": 2 * config["lora_alpha"]}
+        if gated:  # gate and up side by side: twice the rank at the same scale
+            config["rank_pattern"] = {f"{experts}.gate_up_proj": 2 * config["r"]}
+            config["alpha_pattern"] = {f"{experts}.gate_up_proj": 2 * config["lora_alpha"]}
     key_heads = _base(adapter_dir, base_dir).stored_key_heads if base.startswith("qwen3_next-") else 0
     if fused := join_qkv(tensors, key_heads):
         tensors, parts = fused, "qkvz" if key_heads else "qkv"
         _retarget(config, tuple(f"in_proj_{part}" for part in parts), f"in_proj_{parts}")
-    if stems := [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]:
-        rows = _in_proj_rows(adapter_dir, base_dir)
-        for stem in stems:
-            _join_rows(tensors, stem, ("gate_proj", "x_proj"), "in_proj", rows)
+    if any(".in_proj.lora_A." in name for name in tensors):
         _retarget(config, ("gate_proj", "x_proj"), "in_proj")
     if nested:  # not the modules of the same names in its tower
         heads = [name for name in config["target_modules"] if name == "lm_head"]

@@ -72,6 +72,7 @@ class AttentionConfig:
     k_as_v: bool = False  # there is no v_proj: the projected key is the value as well
     share: int | None = None  # the earlier layer whose keys and values it attends to: it has none of its own
     value_dim: int | None = None  # None: head_dim
+    name: str = "self_attn"
 
     @property
     def kv_shape(self) -> KvShape | None:

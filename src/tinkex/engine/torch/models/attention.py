@@ -27,7 +27,7 @@ class Attention(Block):
     def __init__(self, model: ModelConfig, config: AttentionConfig, layer: int) -> None:
         super().__init__()
         c, self.config, self.layer, self.norm = config, config, layer, model.norm
-        self.name = f"model.layers.{layer}.self_attn"
+        self.name = f"model.layers.{layer}.{c.name}"
         self.rope = None if c.rope is None else model.ropes.index(c.rope)
         # what `split_rotate` does in one step
         self.direct = c.rope is not None and c.rope.whole(c.head_dim) and c.qk_norm != "whole"

@@ -38,6 +38,12 @@ _PREFIXES = {
     "language_model.model.blocks.": "model.layers.",  # as transformers saves Kimi-K2.5
     "language_model.model.": "model.",
     "language_model.": "",
+    # Nemotron's, as released and as transformers calls them
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+    "model.embeddings.": "model.embed_tokens.",
+    "model.norm_f.": "model.norm.",
 }
 # Of models that see: their towers are not read. Of models with heads for several tokens: neither are those.
 TOWERS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
@@ -574,7 +580,21 @@ def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> Mode
     width, count = integer(fields, "moe_intermediate_size"), layer_count(fields)
     dense = fields.get("first_k_dense_replace", 1 if fields["model_type"] == "glm4_moe_lite" else 3)
     types = fields.get("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(count)]
-    router = RouterConfig(
+    shared = fields.get("n_shared_experts") or 0
+    experts = ExpertsConfig(
+        count=integer(fields, "n_routed_experts"),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=width,
+        router=_sigmoid_router(fields),
+        shared=SharedExpert(width * shared) if shared else None,
+    )
+    mlp = mlp_of(fields)
+    stack = [LayerConfig(mixer, mlp if kind == "dense" else experts) for kind in types]
+    return assembled(fields, stack, skipped=(f"model.layers.{count}.",))  # a head for a further token
+
+
+def _sigmoid_router(fields: Fields) -> RouterConfig:
+    return RouterConfig(
         "sigmoid",
         normalise=bool(fields.get("norm_topk_prob", True)),
         selection_bias=True,
@@ -582,17 +602,6 @@ def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> Mode
         kept_groups=fields.get("topk_group") or 1,
         scale=float(fields.get("routed_scaling_factor", 1.0)),
     )
-    shared = fields.get("n_shared_experts") or 0
-    experts = ExpertsConfig(
-        count=integer(fields, "n_routed_experts"),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=width,
-        router=router,
-        shared=SharedExpert(width * shared) if shared else None,
-    )
-    mlp = mlp_of(fields)
-    stack = [LayerConfig(mixer, mlp if kind == "dense" else experts) for kind in types]
-    return assembled(fields, stack, skipped=(f"model.layers.{count}.",))  # a head for a further token
 
 
 def qwen3_5(fields: Fields) -> ModelConfig:
@@ -631,6 +640,62 @@ def qwen3_next(fields: Fields) -> ModelConfig:
     return replace(config, stack=tuple(stack))
 
 
+def nemotron_h(fields: Fields) -> ModelConfig:
+    """Nemotron-H and Nemotron-3: a layer is Mamba2, attention without positions, an MLP or experts alone."""
+    refuse(fields, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, sliding_window=None)
+    fields = {"head_dim": 128, "norm_topk_prob": True, **fields}
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    types = fields.get("layers_block_type") or fields.get("layer_types")
+    types = _older_types(types) or [letters.get(c, c) for c in fields.get("hybrid_override_pattern") or ""]
+    if not types or (unknown := set(types) - {*letters.values()}):
+        given = f"of unknown kinds {sorted(unknown)}" if types else "missing"
+        raise InvalidInputError(f"layers_block_type is {given}; allowed: {', '.join(letters.values())}")
+    layers = {kind: _nemotron_layer(fields, kind) for kind in dict.fromkeys(types)}
+    norm = NormConfig(float(fields.get("layer_norm_epsilon", 1e-5)), "wide")
+    return assembled(fields, [layers[kind] for kind in types], norm=norm, skipped=MTP)
+
+
+def _nemotron_layer(fields: Fields, kind: str) -> LayerConfig:
+    before_mixer, before_mlp = NormPlacement("norm", before_mlp=None), NormPlacement(None, before_mlp="norm")
+    if kind == "full_attention":
+        return LayerConfig(replace(attention_of(fields), rope=None, name="mixer"), None, before_mixer)
+    if kind == "moe":
+        return LayerConfig(None, _nemotron_experts(fields), before_mlp)
+    if kind == "mlp":
+        width, bias = integer(fields, "intermediate_size"), bool(fields.get("mlp_bias", False))
+        mlp = MlpConfig(width, bias, activation="relu2", gated=False, name="mixer")
+        return LayerConfig(None, mlp, before_mlp)
+    groups = fields.get("n_groups", 8)
+    mamba = MambaConfig(
+        integer(fields, "mamba_num_heads"),
+        integer(fields, "mamba_head_dim"),
+        integer(fields, "ssm_state_size"),
+        groups,
+        fields.get("conv_kernel", 4),
+        conv_bias=bool(fields.get("use_conv_bias", True)),
+        bias=bool(fields.get("use_bias", False)),
+        norm_groups=groups,
+        step_limits=_step_limits(fields),
+        name="mixer",
+    )
+    return LayerConfig(mamba, None, before_mixer)
+
+
+def _nemotron_experts(fields: Fields) -> ExpertsConfig:
+    refuse(fields, mlp_bias=False)
+    return ExpertsConfig(
+        count=integer(fields, "n_routed_experts"),
+        per_token=integer(fields, "num_experts_per_tok"),
+        width=integer(fields, "moe_intermediate_size"),
+        router=_sigmoid_router(fields),
+        activation="relu2",
+        gated=False,
+        shared=SharedExpert(integer(fields, "moe_shared_expert_intermediate_size")),
+        latent_width=fields.get("moe_latent_size"),
+        name="mixer",
+    )
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -665,4 +730,5 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "kimi_k2": deepseek_v3,
     "kimi_k25": deepseek_v3,
     "glm_moe_dsa": glm_moe_dsa,
+    "nemotron_h": nemotron_h,
 }

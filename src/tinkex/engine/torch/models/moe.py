@@ -223,7 +223,7 @@ def per_expert(
     """
     for old, new in _RENAMED.get(experts.name if experts else "mlp", ()):
         name = re.sub(old, new, name)
-    found = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|\.bias|\.weight)?", name)
+    found = re.fullmatch(r"(.*\.experts)\.((?:gate_)?up_proj|down_proj)(_bias|\.bias|\.weight)?", name)
     if found is None:
         return [(name, tensor)]
     stem, part, end = found.groups()
@@ -232,7 +232,7 @@ def per_expert(
         side = 1 if part == "gate_up_proj" else 2  # where the width is if it is transposed
         if experts.transposed != "either" or tensor.shape[side] == width != tensor.shape[3 - side]:
             tensor = tensor.transpose(1, 2) if isinstance(tensor, Tensor) else tensor.transpose()
-    views = {"down_proj": tensor}
+    views = {part: tensor}
     if part == "gate_up_proj":
         half, in_turn = tensor.shape[1] // 2, experts is not None and experts.interleaved
         slices = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(half), slice(half, None))
