@@ -82,11 +82,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> I
 
 
 @contextmanager
-def serving(models: dict[str, Path], home: Path) -> Iterator[tuple[str, list[str]]]:
+def serving(models: dict[str, Path], home: Path, *options: str) -> Iterator[tuple[str, list[str]]]:
     """A `tinkex serve` process: its URL, and what it has said. It must end cleanly, without a traceback."""
     command = [
         sys.executable, "-m", "tinkex.cli", "serve", *(f"--model={name}={models[name]}" for name in models),
-        "--port", "0", "--home", str(home), "--device", "cpu", "--drain", "0.5",
+        "--port", "0", "--home", str(home), "--device", "cpu", "--drain", "0.5", *options,
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,

@@ -26,7 +26,7 @@ COOKBOOK = "`tinker-cookbook` 0.5.8"
 # What it is, how it is used, and which tests show it (a pattern of test names).
 ROWS = [
     ("official `tinker` SDK 0.36.0", SERVED,
-     r"compat\.test_(clones|failures|losses|loss_graphs|rest|sampling|training|traps)::"),
+     r"compat\.test_(clones|failures|limits|losses|loss_graphs|rest|sampling|training|traps)::"),
     *((f"official `tinker` SDK {v}", SERVED, OLDER + re.escape(v)) for v in ("0.26.0", "0.13.1", "0.4.1")),
     ("official `tinker` command line 0.36.0", "side by side with ours, on one server", r"compat\.test_cli::"),
     (f"{COOKBOOK}: recipes, export, evaluation", SERVED,
