@@ -22,6 +22,7 @@ from tinkex import (
     BadRequestError,
     ClientClosedError,
     Datum,
+    ImageChunk,
     LoraConfig,
     ModelInput,
     NotFoundError,
@@ -311,6 +312,17 @@ def test_sampled_logprobs_are_the_trainers(run: TrainingClient):
     trained = run.forward([datum(0)], "cross_entropy").result(SECONDS).loss_fn_outputs[0]["logprobs"]
     assert scored[0] is None
     assert np.allclose(scored[1:], trained.to_numpy(), atol=1e-5)
+
+
+def test_images_are_refused_in_the_same_words_everywhere(run: TrainingClient):
+    image = ModelInput([ImageChunk(b"pixels", "png", expected_tokens=2)])
+    words = "holds ImageChunk; this base model reads text only"
+    with pytest.raises(RequestFailedError, match=words) as failed:
+        run.forward_backward([Datum(image, {"target_tokens": [1, 2]})], "cross_entropy").result(SECONDS)
+    assert failed.value.category == RequestErrorCategory.User
+    sampler = run.save_weights_and_get_sampling_client()
+    with pytest.raises(BadRequestError, match=words):
+        sampler.sample(image, 1, SamplingParams(max_tokens=2)).result(SECONDS)
 
 
 def test_a_prompt_that_is_too_long_is_a_400_with_the_hosted_services_words(client: ServiceClient):

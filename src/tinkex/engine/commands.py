@@ -21,9 +21,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 
 from tinkex.engine import protocol as p
-from tinkex.engine.request import user_error
+from tinkex.engine.request import token_ids, user_error
 from tinkex.errors import InvalidInputError
-from tinkex.types.data import Datum, EncodedTextChunk
+from tinkex.types.data import Datum
 from tinkex.types.losses import check_inputs, filled_inputs, loss_settings, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.tensor import TensorData
@@ -136,12 +136,7 @@ def check_size(work: p.Pass) -> None:
 
 
 def _tokens(datum: Datum, vocab: int, context: int) -> np.ndarray:
-    for chunk in datum.model_input.chunks:
-        if not isinstance(chunk, EncodedTextChunk):
-            raise InvalidInputError(
-                f"model_input holds {type(chunk).__name__}; this base model reads text only"
-            )
-    tokens = datum.model_input.to_numpy()
+    tokens = token_ids(datum.model_input, "model_input")
     if not tokens.size:
         raise InvalidInputError("model_input is empty")
     if tokens.size > context:

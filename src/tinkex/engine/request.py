@@ -17,6 +17,7 @@ from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork
 from tinkex.engine.rng import stream_keys
 from tinkex.errors import InvalidInputError
 from tinkex.types import outputs
+from tinkex.types.data import EncodedTextChunk, ModelInput
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopDetail, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
@@ -27,6 +28,14 @@ _ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past
 
 def user_error(message: str) -> EngineError:
     return EngineError(message, "user")
+
+
+def token_ids(given: ModelInput, what: str) -> np.ndarray:
+    """What the engine reads of an input, which `what` names. The one place that refuses images."""
+    for chunk in given.chunks:
+        if not isinstance(chunk, EncodedTextChunk):
+            raise InvalidInputError(f"{what} holds {type(chunk).__name__}; this base model reads text only")
+    return given.to_numpy()
 
 
 def check_work(work: SampleWork, vocab: int, padded_vocab: int, context: int) -> int:

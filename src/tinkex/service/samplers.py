@@ -20,6 +20,7 @@ from typing import Protocol
 
 from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineError, EngineLost, SampledTokens, SampleWork
+from tinkex.engine.request import token_ids
 from tinkex.errors import InvalidInputError
 from tinkex.service.access import Access
 from tinkex.service.activity import Activity
@@ -393,9 +394,9 @@ def _check(request: types.SampleRequest, limit: int | None) -> int:
     if request.num_samples > MAX_SAMPLES:
         raise Refusal(400, f"num_samples must be at most {MAX_SAMPLES}, got {request.num_samples}")
     try:
-        length = len(request.prompt.to_numpy())
+        length = len(token_ids(request.prompt, "prompt"))
     except InvalidInputError as error:
-        raise Refusal(400, f"this model reads text alone: {error}") from None
+        raise Refusal(400, str(error)) from None
     tokens = request.sampling_params.max_tokens or 1
     # Scoring a prompt draws one token that is not returned, and needs no room for it.
     scoring = tokens == 1 and bool(
