@@ -83,7 +83,7 @@ _KIMI_TOWER: dict[str, Any] = {
     "pos_emb_width": 4,
 }
 _NEMOTRON: dict[str, Any] = {
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
     "mamba_num_heads": 4,
     "mamba_head_dim": 12,
     "ssm_state_size": 8,
@@ -164,6 +164,10 @@ def _as_released(path: Path, name: str) -> None:
         tensors = {layers.sub("language_model.model.layers.", key): tensors[key] for key in tensors}
     elif config["model_type"] == "glm_moe_dsa":
         del config["layer_types"]  # the cookbook's transformers does not know them
+    elif config["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "moe": "E", "full_attention": "*"}
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in config.pop("layers_block_type"))
+        del config["mtp_layers_block_type"]
     elif config["model_type"] == "qwen3_5_moe":
         tensors = _stacked(tensors)
     elif config["model_type"] == "qwen3_vl_moe":

@@ -51,6 +51,18 @@ MODELS: dict[str, tuple[str, str, int, str]] = {
     "zai-org/GLM-5.3": (
         "zai-org/GLM-5.3", "stand-in", 320, "glm5_3_max_reasoning glm5_3_low_reasoning glm5_3_high_reasoning",
     ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "stand-in", 320,
+        "nemotron3 nemotron3_disable_thinking nemotron3_preserve_thinking",
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "stand-in", 320, "nemotron3_low_thinking",
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "stand-in", 320,
+        "nemotron3_ultra nemotron3_ultra_disable_thinking nemotron3_ultra_medium_thinking "
+        "nemotron3_ultra_preserve_thinking",
+    ),
     "meta-llama/Llama-3.1-8B-Instruct": ("meta-llama/Llama-3.1-8B-Instruct", "stand-in", 320, "llama3"),
     "meta-llama/Llama-3.2-1B": ("meta-llama/Llama-3.2-1B", "stand-in", 320, "role_colon"),
 }  # fmt: skip
@@ -58,7 +70,6 @@ ROWS = [f"{model}:{renderer}" for model, row in MODELS.items() for renderer in r
 # Renderers of models that we do not load, and why.
 NOT_TRIED = {
     "deepseekv4_1": "DeepSeek-V4.1 (deepseek_v4) is not loaded",
-    "nemotron3": "Nemotron-3 (nemotron_h) is not loaded",
     "tml_v0": "Inkling (inkling_mm_model) is not loaded",
 }
 

