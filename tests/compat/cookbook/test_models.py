@@ -16,7 +16,7 @@ import transformers
 
 from tests.compat.cookbook.kitchen import OFFICIAL, Kitchen
 from tests.compat.environments import ROOT, interpreter
-from tests.engine.test_parameter_counts import MODELS as SHAPES
+from tests.engine.released_shapes import MODELS as SHAPES
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.load import outline
 from tinkex.errors import InvalidInputError
