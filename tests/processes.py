@@ -1,4 +1,4 @@
-"""Start child processes that Ctrl-C can end.
+"""Start child processes that Ctrl-C can end, or in a terminal.
 
 A shell that starts a command in the background, and `nohup`, make it ignore SIGINT, and every process that it
 starts inherits that. A test that sends SIGINT to a child starts it with `interruptible`.
@@ -6,6 +6,9 @@ starts inherits that. A test that sends SIGINT to a child starts it with `interr
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
 import sys
 
 _RESTORE = (
@@ -22,3 +25,19 @@ def interruptible(command: list[str]) -> list[str]:
     KeyboardInterrupt, only if it is started with the default action.
     """
     return [sys.executable, "-I", "-S", "-c", _RESTORE, *command]
+
+
+def in_terminal(command: list[str], env: dict[str, str]) -> str:
+    """What a command writes to a terminal of 80 columns."""
+    mother, child = pty.openpty()
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env={**env, "COLUMNS": "80"})
+    os.close(child)
+    said = b""
+    try:
+        while piece := os.read(mother, 65536):
+            said += piece
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    process.wait(30)
+    os.close(mother)
+    return said.decode().replace("\r\n", "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -19,7 +18,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tests.processes import interruptible
+from tests.processes import in_terminal, interruptible
 from tests.stub import Stub, delay
 from tests.stub.api import Run
 from tinkex.cli import COMMANDS, main
@@ -33,22 +32,6 @@ TINKEX = [sys.executable, "-m", "tinkex.cli"]
 def clean_env(home: Path, **more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKE", "COLUMNS", "NO_COLOR"))}
     return {**kept, "HOME": str(home), "TERM": "xterm-256color", **more}
-
-
-def in_terminal(command: list[str], env: dict[str, str]) -> str:
-    """What a command writes to a terminal of 80 columns."""
-    mother, child = pty.openpty()
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env={**env, "COLUMNS": "80"})
-    os.close(child)
-    said = b""
-    try:
-        while piece := os.read(mother, 65536):
-            said += piece
-    except OSError:  # how a terminal says that nobody writes to it any more
-        pass
-    process.wait(30)
-    os.close(mother)
-    return said.decode().replace("\r\n", "\n")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any, Literal
 Match = Literal["values", "fields", "text", "columns"]
 OFFICIAL_HAS_NO_JSON = "official ignores the format here; ours prints an object"
 MORE = "ours adds status and status_reason"
+FACTS = "ours adds what the model is and takes"
 PARTIAL = "something was not deleted: ours exits with 1, official with 0"
 
 
@@ -103,8 +104,8 @@ CASES = [
     Case("checkpoint delete, of nothing", "checkpoint delete"),
     Case("checkpoint delete, both ways", "checkpoint delete tinker://{own}/weights/final --run-id {own} -y"),
     Case("checkpoint push-hf, no token", "checkpoint push-hf tinker://{run}/weights/final -r a/b"),
-    Case("model list", "-f json model list", match="values"),
-    Case("model list SUBSTRING", "-f json model list BASE", match="values"),
+    Case("model list", "-f json model list", FACTS, match="values"),
+    Case("model list SUBSTRING", "-f json model list BASE", FACTS, match="values"),
     Case("model list, none matches", "-f json model list zzz"),
     Case("run list", "-f json run list", MORE, match="values"),
     Case("run list --limit 1", "-f json run list --limit 1", MORE, match="values"),

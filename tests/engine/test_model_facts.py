@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny import tiny_model
+from tests.processes import in_terminal
 from tinkex.engine.protocol import EngineConfig
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.load import load_decoder
@@ -59,3 +60,35 @@ def test_the_command(tmp_path: Path) -> None:
     assert broken.returncode == 1
     assert "is quantised (hqq, by its config.json), which is not read; what loads: " in broken.stderr
     assert "Traceback" not in broken.stderr
+
+
+@pytest.mark.slow
+def test_clients_and_the_list_are_told(tmp_path: Path) -> None:
+    """Through the embedded service, which loads nothing for it; a broken model is listed without facts."""
+    models = tmp_path / "home" / "models"
+    path = tiny_model(models, "qwen3_moe").rename(models / "small")
+    (models / "broken").mkdir()
+    (models / "broken" / "config.json").write_text('{"model_type": "qwen3"}')
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKE", "HF_", "COLUMNS"))}
+    env = clean | {"TINKEX_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "tinkex.cli", "model", "list"]
+
+    def run(*words: str) -> str:
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=100, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    broken, small = json.loads(run("-f", "json"))["models"]
+    facts = model_facts(path, EngineConfig("", device="cpu"))
+    assert "family" not in broken
+    assert (small["family"], small["parameters"]) == ("qwen3_moe", facts.parameters)
+    assert small["active_parameters"] == facts.active_parameters < facts.parameters
+    assert (small["quantisation"], small["fits"], small["max_context_length"]) == ("none", True, 256)
+    assert small["memory_bytes"] == facts.weight_bytes + facts.kv_bytes
+    _, names, _, row = run().splitlines()
+    expected = ["Model", "Context", "Family", "Parameters", "Active", "Quantisation", "Memory", "Fits"]
+    assert names.split()[:8] == expected
+    assert row.split()[:4] == ["small", "256", "qwen3_moe", f"{facts.parameters / 1e3:.1f}"]
+    narrow = in_terminal(command, env)
+    assert all(len(line) <= 80 for line in narrow.splitlines() if str(tmp_path) not in line)
+    assert "family qwen3_moe · parameters" in narrow

@@ -25,13 +25,14 @@ def model() -> None:
 def list_models(substring: str) -> None:
     """List the base models of the server in use; without one, those on this machine.
 
-    SUBSTRING filters by name, ignoring case. The name is what base_model= takes.
+    SUBSTRING filters by name, ignoring case. The name is what base_model= takes. Memory is
+    that of the weights and of one full context.
     """
     from tinkex.models import DEFAULT, listed
     from tinkex.wire import ops
 
     offered = call(ops.GET_SERVER_CAPABILITIES).supported_models
-    found = [m.model_dump() for m in offered if substring.lower() in (m.model_name or "").lower()]
+    found = [_fields(m) for m in offered if substring.lower() in (m.model_name or "").lower()]
     if substring and not found:
         raise click.ClickException(
             f"no model's name contains {substring!r} {where()}; `tinkex model list` shows all there are"
@@ -43,13 +44,36 @@ def list_models(substring: str) -> None:
         details = [_file_cells(m) for m in found]
     else:
         details = [{"Trainable": m["trainable"], "Sampleable": m["sampleable"]} for m in found]
+    described = any("family" in m for m in found)
     rows = [
-        {"Model": m["model_name"], "Context": m["max_context_length"], **more}
+        {
+            "Model": m["model_name"],
+            "Context": m["max_context_length"],
+            **(_facts(m) if described else {}),
+            **more,
+        }
         for m, more in zip(found, details, strict=True)
     ]
     show({"models": found}, f"{count} {where()}", rows)
     if not found and is_local():
         note(f"`tinkex model pull` fetches {DEFAULT}; a directory or a hub id (ORG/NAME) is a name too")
+
+
+def _fields(offered: Any) -> dict[str, Any]:
+    """A model as the official command prints it, and what else is known of it."""
+    own = ("model_name", "max_context_length", "trainable", "sampleable")
+    return {name: value for name, value in offered.model_dump().items() if name in own or value is not None}
+
+
+def _facts(m: dict[str, Any]) -> dict[str, Any]:
+    counts = {"Parameters": m.get("parameters"), "Active": m.get("active_parameters")}
+    return {
+        "Family": m.get("family"),
+        **{name: None if count is None else _count(count) for name, count in counts.items()},
+        "Quantisation": m.get("quantisation"),
+        "Memory": size(m.get("memory_bytes")),
+        "Fits": m.get("fits"),
+    }
 
 
 @model.command("list-local")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -292,6 +293,24 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """A model directory or GGUF file in numbers, before it is loaded; bytes are those of one engine."""
+
+    family: str
+    parameters: int
+    active_parameters: int  # of one token
+    layers: int
+    context: int
+    quantisation: str  # of its files; "" if none
+    lora_per_rank: dict[str, int]  # by attn, mlp and unembed
+    weight_bytes: int
+    kv_bytes: int  # of one full context
+    free_bytes: int
+    fits: bool  # the weights and one full context
+    limits: tuple[str, ...] = ()  # what it cannot do, in words
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """An engine's state as it last reported it, at most about a second ago unless a command takes longer."""
 
@@ -333,3 +352,12 @@ def build_engine(config: EngineConfig) -> Engine:
             from tinkex.engine.torch.engine import TorchEngine
 
             return TorchEngine(config)
+
+
+def describe(config: EngineConfig) -> ModelFacts | None:
+    """What the model of `config` is, from its files; None for kind "fake". Heavy imports happen here."""
+    if config.kind == "fake":
+        return None
+    from tinkex.engine.torch.model_facts import model_facts
+
+    return model_facts(Path(config.model), config)

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from tinkex import models
-from tinkex.engine.protocol import Command, Engine, EngineConfig, EngineError, build_engine
+from tinkex.engine.protocol import (
+    Command,
+    Engine,
+    EngineConfig,
+    EngineError,
+    ModelFacts,
+    build_engine,
+    describe,
+)
 from tinkex.engine.token_bytes import token_bytes
 from tinkex.errors import InvalidInputError, ModelError
 from tinkex.service.config import ServiceConfig
@@ -33,6 +41,7 @@ log = logging.getLogger("tinkex.service")
 R = TypeVar("R")
 T = TypeVar("T")
 MAX_LOSSES, LOSS_WINDOW = 3, 3600.0  # engines lost within so many seconds before a model is given up
+_PATIENCE = 5.0  # seconds that an answer waits for the facts of a model
 _unpacking = threading.Lock()  # a tokenizer that is inside a GGUF file: many may ask for it at once
 
 
@@ -75,6 +84,7 @@ class ServedModel:
         self.closing = False  # load no engine from now on; that the present one ends is expected
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)  # when engines were lost
         self._why_lost = ""
+        self._facts: asyncio.Task[ModelFacts | None] | None = None
         self._token_bytes: list[bytes] | None = None
         self._reading = asyncio.Lock()  # of the token bytes
 
@@ -165,6 +175,23 @@ class ServedModel:
             return self._config.max_context
         own = config.get("max_position_embeddings")
         return min((n for n in (own, self._config.max_context) if n is not None), default=None)
+
+    async def facts(self) -> ModelFacts | None:
+        """What it is, read from its files once; None if they are not here, cannot be read, or take long."""
+        if self._config.kind != "torch" or not self.place.exists():
+            return None
+        if self._facts is None:
+            self._facts = asyncio.get_running_loop().create_task(in_daemon_thread(self._describe))
+        await asyncio.wait([self._facts], timeout=_PATIENCE)
+        found = self._facts.result() if self._facts.done() else None
+        return found if found is None or self.engine is None else replace(found, fits=True)
+
+    def _describe(self) -> ModelFacts | None:
+        try:
+            return describe(replace(self._config, model=str(self.place)))
+        except Exception as error:  # who loads it is told why
+            log.debug("nothing is known of %s: %s", self.name, error)
+            return None
 
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a sample, once the engine is there to say."""
@@ -309,13 +336,28 @@ class Capabilities:
         return types.HealthResponse()
 
     async def get_server_capabilities(self, request: types.EmptyRequest, caller: Caller):
-        models = [
-            types.SupportedModel(
-                model_name=model.name, max_context_length=model.max_context(), trainable=True, sampleable=True
-            )
-            for model in self._models
-        ]
+        models = await asyncio.gather(*map(self._supported, self._models))
         return types.GetServerCapabilitiesResponse(supported_models=models)
+
+    async def _supported(self, model: ServedModel) -> types.SupportedModel:
+        facts, context = await model.facts(), model.max_context()
+        known = types.SupportedModel(
+            model_name=model.name, max_context_length=context, trainable=True, sampleable=True
+        )
+        if facts is None:
+            return known
+        kept = self._config.engine.quantize
+        return known.model_copy(
+            update={
+                "family": facts.family,
+                "parameters": facts.parameters,
+                "active_parameters": facts.active_parameters,
+                "quantisation": kept if kept not in ("none", "file") else facts.quantisation or "none",
+                "memory_bytes": facts.weight_bytes + facts.kv_bytes,
+                "fits": facts.fits,
+                "max_context_length": context or facts.context,
+            }
+        )
 
     async def get_tokenizer_file(self, request: types.TokenizerFileRequest, caller: Caller) -> bytes:
         """A file of a base model's tokenizer, for clients that have no other way to it."""

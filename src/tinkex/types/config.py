@@ -98,6 +98,13 @@ class SupportedModel(ReplyModel):
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
+    # Our extension; None where a server does not say it.
+    family: str | None = None
+    parameters: int | None = None
+    active_parameters: int | None = None
+    quantisation: str | None = None
+    memory_bytes: int | None = None
+    fits: bool | None = None
 
 
 class GetServerCapabilitiesResponse(ReplyModel):

@@ -5,10 +5,9 @@ Read from its configuration alone, on tensors without memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.engine.protocol import EngineConfig
+from tinkex.engine.protocol import EngineConfig, ModelFacts
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.adapters import lay_out
 from tinkex.engine.torch.backend import Backend
@@ -23,24 +22,6 @@ from tinkex.types.params import LoraConfig
 
 _BYTES = {"nf4": 0.5 + 4 / 64, "fp8": 1.0, "int8": 1.0}  # of a packed value; a row's scale is little
 _KINDS = ("attn", "mlp", "unembed")
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model directory or GGUF file in numbers; bytes are those of one engine."""
-
-    family: str
-    parameters: int
-    active_parameters: int  # of one token
-    layers: int
-    context: int
-    quantisation: str  # of its files; "" if none
-    lora_per_rank: dict[str, int]  # by attn, mlp and unembed
-    weight_bytes: int
-    kv_bytes: int  # of one full context
-    free_bytes: int
-    fits: bool  # the weights and one full context
-    limits: tuple[str, ...] = ()  # what it cannot do, in words
 
 
 def model_facts(path: Path, engine: EngineConfig) -> ModelFacts:
