@@ -4,9 +4,10 @@
 
 The peer, in the same run, is what people write without a service: a plain peft loop and `generate`, on the
 same weights and threads. A batch is 8 sequences of 128 tokens, rank 8. The sides alternate over rounds, and
-the table shows medians. Each of the four tenants is a process of its own, as users are. A missed goal does
-not fail the run; a crash does. On a busy machine the figures mean little: the first line has the load
-average.
+the table shows medians. Each of the four tenants is a process of its own, as users are. There are two
+servers: goals hold for `--durability process`, and the column `power` is the other, with its clients. A
+missed goal does not fail the run; a crash does. On a busy machine the figures mean little: the first line
+has the load average.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ ROWS = [
     Row("one-token sample, ms", "one_token.ms", at_most=20.0),
     Row("sample 8x64, tokens/s: generate", "sample.rate", "generate.rate", at_least=3.0),
     Row("4 runs of 2x16 tokens, tokens/s: one alone", "tenants.together", "tenants.alone", at_least=1.5),
+    Row("  their requests/s", "tenants.requests"),
+    Row("  CPU of the server a request, ms", "tenants.cpu_ms"),
 ]
 
 
@@ -84,6 +87,10 @@ class Child:
             raise SystemExit(f"{self.process.args}: exit status {self.process.wait()}")
         return json.loads(line)
 
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
 
 @contextlib.contextmanager
 def child(*command: str, **environment: str) -> Iterator[Child]:
@@ -111,65 +118,91 @@ def ours(python: Path, *arguments: str) -> Iterator[Child]:
 # -- measuring -----------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace, model: str, home: str) -> dict[str, float]:
-    seen: dict[str, list[float]] = defaultdict(list)
-    threads = str(options.threads)
-    with (
-        ours(options.ours, "peer", model, threads) as peer,
-        official(options.official) as client,
-        contextlib.ExitStack() as stack,
-    ):
+@dataclass(frozen=True)
+class Side:
+    """A server and its clients."""
+
+    durability: str
+    server: Child
+    client: Child
+    tenants: list[Child]
+    first: Figures
+
+
+@contextlib.contextmanager
+def serving(options: argparse.Namespace, model: str, home: str, durability: str) -> Iterator[Side]:
+    with official(options.official) as client, contextlib.ExitStack() as stack:
         tenants = [stack.enter_context(official(options.official)) for _ in range(TENANTS)]
-        for other in (peer, client, *tenants):
+        for other in (client, *tenants):
             other.hear()  # all is imported on both sides: the server has the machine to itself
-        with ours(options.ours, "serve", home, model, threads) as server:
+        home, threads = f"{home}-{durability}", str(options.threads)
+        with ours(options.ours, "serve", home, model, threads, durability) as server:
             torch_at = server.hear()["torch_at"]
             ready = server.hear()
-            seen["first.ready_s"] = [ready["at"] - torch_at]
             client.ask(ready["url"])
-            seen["first.seconds"] = [client.ask("first")["at"] - torch_at]
+            first = {"ready_s": ready["at"] - torch_at, "seconds": client.ask("first")["at"] - torch_at}
             for tenant in tenants:
                 tenant.ask(ready["url"])
-            for turn in range(-1, options.rounds):  # the first one warms both sides up
-                for name, figures in one_round(client, peer, tenants, turn):
-                    if turn >= 0:
-                        for key, value in figures.items():
-                            seen[f"{name}.{key}"].append(value)
-    found = {key: statistics.median(values) for key, values in seen.items()}
-    found["optim_step.more_ms"] = found["optim_step.ms"] - found["optim_step.nothing_ms"]
+            yield Side(durability, server, client, tenants, first)
+
+
+def measure(options: argparse.Namespace, model: str, home: str) -> dict[str, Figures]:
+    """By the server's durability; what the peer does is with `process`."""
+    seen: dict[str, dict[str, list[float]]] = {"process": defaultdict(list), "power": defaultdict(list)}
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(ours(options.ours, "peer", model, str(options.threads)))
+        peer.hear()
+        sides = [stack.enter_context(serving(options, model, home, durability)) for durability in seen]
+        for turn in range(-1, options.rounds):  # the first one warms all sides up
+            for durability, name, figures in one_round(sides, peer, turn):
+                if turn >= 0:
+                    for key, value in figures.items():
+                        seen[durability][f"{name}.{key}"].append(value)
+    found = {d: {key: statistics.median(values) for key, values in seen[d].items()} for d in seen}
+    for side in sides:
+        figures = found[side.durability]
+        figures |= {f"first.{key}": value for key, value in side.first.items()}
+        figures["optim_step.more_ms"] = figures["optim_step.ms"] - figures["optim_step.nothing_ms"]
     return found
 
 
-def one_round(client: Child, peer: Child, tenants: list[Child], turn: int) -> Iterator[tuple[str, Figures]]:
-    pairs = [("train", "peft", "train"), ("sample", "generate", "sample")]
-    for name, peer_name, peer_measure in pairs:
-        if turn % 2:  # nobody always goes first
-            yield peer_name, peer.ask(peer_measure)
-            yield name, client.ask(name)
-        else:
-            yield name, client.ask(name)
-            yield peer_name, peer.ask(peer_measure)
+def one_round(sides: list[Side], peer: Child, turn: int) -> Iterator[tuple[str, str, Figures]]:
+    sides = sides[:: -1 if turn % 2 else 1]  # nobody always goes first
+    for name, peer_name, peer_measure in (("train", "peft", "train"), ("sample", "generate", "sample")):
+        if turn % 2:
+            yield "process", peer_name, peer.ask(peer_measure)
+        for side in sides:
+            yield side.durability, name, side.client.ask(name)
+        if not turn % 2:
+            yield "process", peer_name, peer.ask(peer_measure)
     for name in ("optim_step", "one_token"):
-        yield name, client.ask(name)
-    yield "tenants", {"alone": small_steps(tenants[:1]), "together": small_steps(tenants)}
+        for side in sides:
+            yield side.durability, name, side.client.ask(name)
+    for side in sides:
+        alone = small_steps(side, 1)["together"]
+        yield side.durability, "tenants", {"alone": alone, **small_steps(side, TENANTS)}
 
 
-def small_steps(tenants: list[Child]) -> float:
-    """Tokens a second of all of them together."""
+def small_steps(side: Side, count: int) -> Figures:
+    """Tokens and requests a second of so many tenants together, and what a request costs the server."""
+    tenants = side.tenants[:count]
     for tenant in tenants:
         tenant.ask("warm")
+    before = side.server.cpu_seconds()
     for tenant in tenants:
         tenant.tell("small")
     heard = [tenant.hear() for tenant in tenants]
+    cpu = side.server.cpu_seconds() - before
     seconds = max(h["ended"] for h in heard) - min(h["began"] for h in heard)
-    return sum(h["tokens"] for h in heard) / seconds
+    tokens, requests = (sum(h[key] for h in heard) for key in ("tokens", "requests"))
+    return {"together": tokens / seconds, "requests": requests / seconds, "cpu_ms": cpu / requests * 1e3}
 
 
 # -- telling -------------------------------------------------------------------------------------------------
 
 
-def summary(figures: Figures) -> list[dict[str, Any]]:
-    found = []
+def summary(measured: dict[str, Figures]) -> list[dict[str, Any]]:
+    found, figures = [], measured["process"]
     for row in ROWS:
         value, base = figures[row.ours], figures.get(row.peer)
         ratio = value / base if base else None
@@ -178,6 +211,7 @@ def summary(figures: Figures) -> list[dict[str, Any]]:
         met = None if goal is None else (judged >= goal if row.at_least else judged <= goal)
         found.append(
             {"title": row.title, "base": base, "ours": value, "ratio": ratio, "goal": _goal(row), "met": met}
+            | {"power": measured["power"][row.ours]}
         )
     return found
 
@@ -193,13 +227,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
-    head = f"{'measure':<50}{'base':>9}{'ours':>9}{'ratio':>8}  {'goal':<8}met"
+    head = f"{'measure':<50}{'base':>9}{'ours':>9}{'ratio':>8}  {'goal':<8}{'met':<5}{'power':>7}"
     lines = [head, "-" * len(head)]
     for row in rows:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
         met = {True: "yes", False: "NO", None: ""}[row["met"]]
         numbers = f"{number(row['base']):>9}{number(row['ours']):>9}{ratio:>8}"
-        lines.append(f"{row['title']:<50}{numbers}  {row['goal']:<8}{met}".rstrip())
+        lines.append(f"{row['title']:<50}{numbers}  {row['goal']:<8}{met:<5}{number(row['power']):>7}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Two processes of bench/line.py: our server, and the peer that it is compared with.
 
-    line_child.py serve HOME MODEL THREADS      says when torch is imported, and its port once it is ready
-    line_child.py peer MODEL THREADS            runs one measure for each name on stdin
+    line_child.py serve HOME MODEL THREADS DURABILITY   says when torch is imported, and its URL when ready
+    line_child.py peer MODEL THREADS                    runs one measure for each name on stdin
 
 The peer is what people write without a service: transformers' model with a peft adapter on every linear layer
 and the head, fused AdamW, one padded batch; `generate` for sampling. Knows nothing of the client.
@@ -26,7 +26,7 @@ def say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def serve(home: str, model: str, threads: int) -> None:
+def serve(home: str, model: str, threads: int, durability: Any) -> None:
     import torch  # noqa: F401
 
     say(torch_at=time.time())
@@ -40,7 +40,9 @@ def serve(home: str, model: str, threads: int) -> None:
             say(url=found.group(1), at=time.time())
 
     engine = EngineConfig("", device="cpu", dtype="float32", threads=threads)
-    service = ServiceConfig(Path(home), models={MODEL: model}, engine=engine, preload=True)
+    service = ServiceConfig(
+        Path(home), models={MODEL: model}, engine=engine, preload=True, durability=durability
+    )
     serve_it(ServerConfig(service, port=0), heard)
 
 
@@ -95,8 +97,8 @@ class Peer:
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["serve", home, model, threads]:
-            serve(home, model, int(threads))
+        case ["serve", home, model, threads, durability]:
+            serve(home, model, int(threads), durability)
         case ["peer", model, threads]:
             peer = Peer(model, int(threads))
             say(ready=True)

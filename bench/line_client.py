@@ -118,12 +118,13 @@ class Client:
         return {}
 
     def small(self, steps: int = 24) -> dict[str, float]:
-        """Steps of small batches, each awaited: how many tokens, from when until when."""
+        """Steps of small batches, each awaited: how many tokens and requests, from when until when."""
         data = batch(SMALL_BATCH, SMALL_LENGTH)
         began = time.time()
         for _ in range(steps):
             wait(step(self.run, data))
-        return {"tokens": steps * SMALL_BATCH * SMALL_LENGTH, "began": began, "ended": time.time()}
+        tokens = steps * SMALL_BATCH * SMALL_LENGTH
+        return {"tokens": tokens, "requests": 2 * steps, "began": began, "ended": time.time()}
 
 
 def main() -> None:
