@@ -39,7 +39,7 @@ else:
 BIG = 64 * 1024  # bytes from which a response is encoded on a thread, and is worth compressing
 PARSED_HERE = 16 * 1024  # bytes up to which a body is parsed on the event loop, in 10 ms at worst
 MAX_BODY = 256 * 1024 * 1024
-MAX_JSON = 32 * 1024 * 1024  # of any request: its parser holds the GIL, for 0.3 s per 32 MiB of numbers
+MAX_JSON = 32 * 1024 * 1024  # of any request: parsing it takes a second of a thread
 MAX_SMALL_BODY = 512 * 1024  # of a request that is no pass, sample or uploaded loss
 MAX_TELEMETRY = 4 * 1024 * 1024
 MAX_UNDECODED = 2 * 1024**3  # bytes of all bodies that are being received, or wait to be decoded

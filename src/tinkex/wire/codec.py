@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http import HTTPStatus
 from types import NoneType
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from tinkex.types.checkpoints import CopyWeightsRequest
 from tinkex.types.data import as_tokens
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.types.training import ForwardBackwardRequest
-from tinkex.wire import json_codec, ops, proto_codec
+from tinkex.wire import json_codec, large_json, ops, proto_codec
 from tinkex.wire.ops import Op
 
 if sys.version_info >= (3, 14):
@@ -155,7 +156,8 @@ def decode_request(
             body = unpack(body, encoding, max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
-        fields = load_object(body or b"{}")
+        has_tensors = op.request in (ForwardBackwardRequest, SampleRequest)
+        fields = load_object(body or b"{}", partial(large_json.loads, arrays=has_tensors))
         if query or path_params:
             fields = {**(query or {}), **fields, **(path_params or {})}
         if op.request is ForwardBackwardRequest:
@@ -177,7 +179,7 @@ def peek_turn(
         body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_turn(body)
-        fields = load_object(body)
+        fields = load_object(body, partial(large_json.loads, arrays=True))
     except (ValueError, MemoryError):
         return None
     run, seq_id = fields.get("model_id"), fields.get("seq_id")
@@ -190,10 +192,10 @@ def _refusal(op: Op[Any, Any], error: BaseException) -> InvalidInputError:
     return InvalidInputError(f"{op.name}: {error}")
 
 
-def load_object(body: bytes | str) -> dict[str, Any]:
+def load_object(body: bytes | str, loads: Callable[[Any], AnyJson] = orjson.loads) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        value: AnyJson = orjson.loads(body)
+        value = loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidInputError(f"not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -25,6 +25,8 @@ from tinkex.types.outputs import TOPK_PADDING
 MAX_CHUNKS = 4096  # of one model input
 MAX_PASS_DATUMS = 4096  # of one request
 
+_NUMBERS = (list, np.ndarray)  # the second if they are many: see large_json.py
+
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ def _get(obj: AnyJson, key: str, kind: type[T] | tuple[type, ...], where: str, d
         return default
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        names = " or ".join(k.__name__ for k in kinds)
+        names = " or ".join(k.__name__ for k in kinds if k is not np.ndarray)
         raise InvalidInputError(f"{where}.{key} must be {names}, got {type(value).__name__}")
     return value
 
@@ -78,7 +80,7 @@ def _chunk_kind(obj: Any, where: str) -> str:
 def read_chunk(obj: Any, where: str) -> t.ModelInputChunk:
     kind = _chunk_kind(obj, where)
     if kind == "encoded_text":
-        return at(f"{where}.tokens", t.EncodedTextChunk, _get(obj, "tokens", list, where))
+        return at(f"{where}.tokens", t.EncodedTextChunk, _get(obj, "tokens", _NUMBERS, where))
     if kind == "dmel":
         return t.DmelChunk(_bytes(obj, "dmel", where))
     if kind not in ("image", "image_asset_pointer"):
@@ -114,10 +116,13 @@ def write_tensor(value: t.TensorData) -> Json:
 
 
 def read_tensor(obj: Any, where: str) -> t.TensorData:
-    names = ("shape", "sparse_crow_indices", "sparse_col_indices")
-    lists = (_get(obj, name, list, where, None) for name in names)
+    names = ("sparse_crow_indices", "sparse_col_indices")
+    shape, indices = (
+        _get(obj, "shape", list, where, None),
+        (_get(obj, n, _NUMBERS, where, None) for n in names),
+    )
     dtype = _get(obj, "dtype", str, where, None)
-    return at(where, t.TensorData, _get(obj, "data", list, where), dtype, *lists)
+    return at(where, t.TensorData, _get(obj, "data", _NUMBERS, where), dtype, shape, *indices)
 
 
 # -- passes ----------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import CreateSamplingSessionRequest, GetSamplerRequest, SampleRequest
 from tinkex.types.sessions import CreateSessionRequest
-from tinkex.wire import ops
+from tinkex.wire import large_json, ops
 
 CACHED_SAMPLERS = 1024
 MAX_BODY = 8 * 1024 * 1024
@@ -195,7 +195,7 @@ async def _complete(
 
 def _fields(body: bytes) -> dict[str, Any]:
     try:
-        fields: AnyJson = orjson.loads(body)
+        fields: AnyJson = large_json.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidInputError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
