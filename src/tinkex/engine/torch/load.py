@@ -92,7 +92,7 @@ def fill(
     if missing or unexpected:
         raise InvalidInputError(
             f"{source}: the weights do not fit config.json ({config.arch}); "
-            f"missing: {_some(missing)}; unexpected: {_some(unexpected)}"
+            f"missing: {_some(missing)}; unexpected: {_some(unexpected)}. Are both whole, and of one model?"
         )
     decoder.settle()
     return decoder
@@ -185,10 +185,13 @@ def read_tensors(directory: Path, *, expand: bool = True) -> Iterator[tuple[str,
 def _weight_files(directory: Path) -> list[Path]:
     index, whole = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
-        names = sorted(set(_json(index)["weight_map"].values()))
+        placed = _json(index).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+            raise InvalidInputError(f"{index} has no weight_map from tensors to files; fetch it again")
+        names = sorted(set(placed.values()))
         if absent := [name for name in names if not (directory / name).is_file()]:
             raise InvalidInputError(
-                f"{directory}: {index.name} names files that are not there: {_some(absent)}"
+                f"{directory}: {index.name} names files that are not there: {_some(absent)}; fetch them too"
             )
         return [directory / name for name in names]
     if whole.is_file():
@@ -211,6 +214,9 @@ def tokenizer_size(directory: Path) -> int | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InvalidInputError(f"{file} is not valid JSON: {error}") from error
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # bytes that are no text too
+        raise InvalidInputError(f"{file} is not valid JSON: {error}; fetch it again") from error
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"{file} must be a JSON object, got {type(found).__name__}")
+    return found

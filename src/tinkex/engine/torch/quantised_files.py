@@ -98,7 +98,9 @@ class QuantisedFiles:
                 try:
                     self._open[path] = stack.enter_context(safe_open(path, framework="pt"))
                 except SafetensorError as error:
-                    raise InvalidInputError(f"{path} is corrupted or cut short: {error}") from error
+                    raise InvalidInputError(
+                        f"{path} is corrupted or cut short: {error}; fetch it again"
+                    ) from error
                 self._names |= dict.fromkeys(self._open[path].keys(), path)
             groups = {name: found for name in self._names if (found := self._group(name))}
             used = {name for _, beside in groups.values() for name in beside.values()}
@@ -121,7 +123,7 @@ class QuantisedFiles:
         try:
             return self._open[path].get_tensor(name)
         except SafetensorError as error:
-            raise InvalidInputError(f"{path} is corrupted or cut short: {error}") from error
+            raise InvalidInputError(f"{path} is corrupted or cut short: {error}; fetch it again") from error
 
     def _group(self, name: str) -> tuple[str, dict[str, str]] | None:
         """The weight that `name` holds the codes of, and the tensors beside it by their endings."""
