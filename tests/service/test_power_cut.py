@@ -18,6 +18,7 @@ from tinkex.config import Settings
 from tinkex.local import service_config
 from tinkex.types import training
 from tinkex.types.checkpoints import CheckpointRequest
+from tinkex.types.sessions import DeleteSessionRequest
 from tinkex.wire import ops
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -117,3 +118,35 @@ async def test_a_checkpoint_keeps_its_files_until_its_deletion_is_on_the_disk(
         disk.go.set()
         await deletion
         assert not (home / row.directory).exists()
+
+
+@pytest.mark.parametrize("what", ["run", "sampler", "session"])
+async def test_files_stay_until_the_deletion_of_their_row_is_on_the_disk(
+    home: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    async with serving(home, durability="power") as service:
+        user = User(service)
+        session = await user.session()
+        run = await user.run(session)
+        await user.unnamed_sampler(run, 1, 0)
+        row = service.ledger.run(run)
+        assert row is not None
+        if what == "session":
+            assert await service.runs.close(row)
+            await service.samplers.clean(session, ended=True)
+        disk = SlowDisk(monkeypatch)
+        if what == "run":
+            place, deleting = service.home.run_dir(run) / "journal", service.runs.close(row)
+        elif what == "sampler":
+            place = service.home.run_dir(run) / "ephemeral" / "0"
+            deleting = service.samplers.clean(session, ended=True)
+        else:
+            place = home / "runs" / session
+            deleting = user.call(ops.DELETE_SESSION, DeleteSessionRequest(session_id=session))
+        deletion = asyncio.create_task(deleting)
+        await asyncio.sleep(0.3)
+        assert not deletion.done()
+        assert place.exists()  # a power cut now may leave it listed
+        disk.go.set()
+        await deletion
+        assert not place.exists()

@@ -28,6 +28,7 @@ from tinkex.service.adapter_cache import AdapterCaches, adapter_name
 from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.futures import ACTIVE, Completions, Future, Futures, failure
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
@@ -73,6 +74,7 @@ class Samplers:
     config: ServiceConfig
     _ledger: Ledger
     _home: Home
+    _disk: GroupCommit
     _access: Access
     _activity: Activity
     _models: ServedModels
@@ -321,6 +323,7 @@ class Samplers:
                 self._removals.add(removal)  # it ends when no sample uses the adapter any more
                 removal.add_done_callback(self._removals.discard)
         if row.adapter_dir is not None:
+            await self._disk.synced()  # else a power cut could bring back the row alone
             await asyncio.to_thread(shutil.rmtree, self._home.root / row.adapter_dir, True)
 
     @property

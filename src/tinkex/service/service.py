@@ -125,7 +125,7 @@ class Service:
             config, ledger, home, disk, access, activity, models, futures, self.runs
         )
         self.samplers = samplers = Samplers(
-            config, ledger, home, access, activity, models, futures, self.completions, adapters,
+            config, ledger, home, disk, access, activity, models, futures, self.completions, adapters,
             [traces, *observers],
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
@@ -264,6 +264,7 @@ class Service:
         for sampler in self.ledger.samplers_of_session(session_id):
             self.access.delete_sampler(sampler.sampler_id)
         self.ledger.delete_session(session_id)
+        await self.disk.synced()  # else a power cut could bring back the session without its files
         await asyncio.to_thread(shutil.rmtree, self.home.root / "runs" / session_id, True)
         self.activity.audit(caller, "sessions.delete", details={"session_id": session_id})
 

@@ -291,6 +291,7 @@ class RunManager:
         if run is not None and not await self.evict(run):
             return False
         self.ledger.update_run(row.run_id, state="closed")
+        await self.disk.synced()  # else a power cut could bring back the run without its journal
         directory = self.home.run_dir(row.run_id) / "journal"
         await asyncio.to_thread(lambda: directory.is_dir() and delete(directory))
         return True
