@@ -99,7 +99,9 @@ def with_deltas(reference: Any, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
         if getattr(modules[experts], "is_concatenated", True) is False:
             gate_up = torch.stack((w1, w3), dim=2).flatten(1, 2)
         for part, delta in (("gate_up_proj", gate_up), ("down_proj", w2)):
-            turned = delta.transpose(1, 2) if getattr(modules[experts], "is_transposed", False) else delta
+            kind = modules[experts]
+            transposed = getattr(kind, "is_transposed", type(kind).__name__ == "Llama4TextExperts")
+            turned = delta.transpose(1, 2) if transposed else delta
             weights[f"{experts}.{part}"] = weights[f"{experts}.{part}"] + turned
     return weights | {f"{name}.weight": weights[f"{name}.weight"] + delta for name, delta in deltas.items()}
 
@@ -175,6 +177,27 @@ def test_files_are_read_by_us_by_peft_and_by_transformers(models: Any, family: s
     torch.testing.assert_close(their_logits(reference_model(tmp_path / "merged")), ours, atol=1e-4, rtol=0)
     reread = make_trainer(tmp_path / "merged")
     torch.testing.assert_close(our_logits(reread, None), ours, atol=1e-4, rtol=0)
+
+
+def test_llama_4_inside_the_model_that_sees(tmp_path: Path) -> None:
+    """Released files hold it so: it is read, merged into them, and exported for the whole model."""
+    path, adapter, exported = (
+        tiny_model(tmp_path, "llama4 that sees"),
+        tmp_path / "adapter",
+        tmp_path / "exported",
+    )
+    trainer = make_trainer(path)
+    torch.testing.assert_close(
+        our_logits(trainer, None), their_logits(reference_model(path)), atol=1e-4, rtol=0
+    )
+    do(trainer, SaveAdapter("run", str(adapter)))
+    ours = our_logits(trainer, "run")
+    merge_adapter(path, adapter, tmp_path / "merged")
+    torch.testing.assert_close(their_logits(reference_model(tmp_path / "merged")), ours, atol=1e-4, rtol=0)
+    export_peft(adapter, exported, nested=True)
+    model = peft.PeftModel.from_pretrained(reference_model(path), str(exported))
+    assert not any(".lora_" in name and "vision" in name for name, _ in model.named_parameters())
+    torch.testing.assert_close(their_logits(model), ours, atol=1e-4, rtol=0)
 
 
 def test_gpt_oss_is_read_from_mxfp4_files(models: Any, tmp_path: Path) -> None:

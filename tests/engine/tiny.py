@@ -337,11 +337,32 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Qwen3.5-MoE with its tower: `test_hybrids` exports its adapters.
+# With their towers: `test_hybrids` and `test_expert_families` export their adapters.
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe that sees": (
         "Qwen3_5Moe",
         _HYBRID | _EXPERTS | {"vision_config": _QWEN3_VL["vision_config"]},
+    ),
+    "llama4 that sees": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 56,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 12,
+            "vision_config": {
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "intermediate_size": 64,
+                "image_size": 28,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        },
     ),
 }
 # With experts: `test_expert_families` asks them all of that.
@@ -378,6 +399,26 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0,
             "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32,
             "tie_word_embeddings": False,
+        },
+    ),
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 56, "interleave_moe_layer_step": 2, "attention_chunk_size": 12,
+            "no_rope_layer_interval": 4, "floor_scale": 7, "attn_scale": 0.3,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama4 of two experts": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 56, "use_qk_norm": False, "attention_chunk_size": 40,
+            "no_rope_layers": [0, 1], "attn_temperature_tuning": False,
         },
     ),
     "glm4_moe_lite": ("Glm4MoeLite", _LATENT),

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.models.architecture import KvShape
-from tinkex.engine.torch.models.attend import softmax_attention
+from tinkex.engine.torch.models.attend import Chunk, softmax_attention
 
 PAGE = 16  # tokens
 
@@ -208,20 +208,22 @@ class _SpanGroup:
         self.table_BN = torch.from_numpy(table).to(device)
         self.starts_B = torch.tensor([p.start for p in pieces], device=device)
         self.no_history = max(p.start for p in pieces) == 0
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, bool], Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """0 at visible positions, -inf elsewhere: [B, 1, new, L]."""
-        if window not in self._masks:
+        if (kind := (window, isinstance(window, Chunk))) not in self._masks:
             device = self.starts_B.device
             at = self.starts_B[:, None, None, None] + torch.arange(self.new, device=device)[:, None]
             seen = torch.arange(self.table_BN.shape[1] * PAGE, device=device)
             hidden = seen > at
-            if window is not None:
+            if isinstance(window, Chunk):
+                hidden |= seen < at - at % window
+            elif window is not None:
                 hidden |= seen <= at - window
             shown = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            self._masks[window] = shown.masked_fill_(hidden, float("-inf"))
-        return self._masks[window]
+            self._masks[kind] = shown.masked_fill_(hidden, float("-inf"))
+        return self._masks[kind]
 
 
 class PagedAttend:

@@ -55,16 +55,19 @@ def export_peft(
     """
     verify(adapter_dir, (WEIGHTS, CONFIG))
     config, tensors = read_peft_config(adapter_dir), present(load_file(adapter_dir / WEIGHTS))
+    # an adapter's file names its base's architecture
+    base = read_facts(adapter_dir).get("base", {}).get("fingerprint", "")
     if nested:
-        inner = "base_model.model.model.language_model."
-        tensors = {name.replace("base_model.model.model.", inner, 1): tensors[name] for name in tensors}
+        outer, inner = "base_model.model.model.", "base_model.model.model.language_model."
+        if base.startswith("llama4"):  # which has the head inside too
+            outer, inner = "base_model.model.", "base_model.model.language_model."
+        tensors = {name.replace(outer, inner, 1): tensors[name] for name in tensors}
     if stems := [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]:
         rows = _in_proj_rows(adapter_dir, base_dir)
         for stem in stems:
             _join_rows(tensors, stem, ("gate_proj", "x_proj"), "in_proj", rows)
     stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
-    # gpt-oss has the rows of gate and up in turn; an adapter's file names its base's architecture
-    base = read_facts(adapter_dir).get("base", {}).get("fingerprint", "")
+    # gpt-oss has the rows of gate and up in turn
     in_turn, gated = base.startswith("gpt_oss-"), False
     for stem in stems:
         first, down = _pair(tensors, f"{stem}.w1"), _pair(tensors, f"{stem}.w2")
@@ -73,6 +76,8 @@ def export_peft(
             first = torch.cat((a1, a3), 1), _block_diagonal(b1, b3, in_turn)
         # PEFT wraps a module once for each parameter: the first of them is the innermost.
         for name, (a_ERI, b_EOR) in ((f"{stem}.base_layer", first), (stem, down)):
+            if base.startswith("llama4"):  # stored [E, in, out], which PEFT takes for [E, out, in]
+                a_ERI, b_EOR = b_EOR.transpose(1, 2), a_ERI.transpose(1, 2)
             tensors[f"{name}.lora_A.weight"] = a_ERI.flatten(0, 1).contiguous()
             tensors[f"{name}.lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1).contiguous()
     if stems:
@@ -93,9 +98,9 @@ def export_peft(
     if any(".in_proj.lora_A." in name for name in tensors):
         _retarget(config, ("gate_proj", "x_proj"), "in_proj")
     if nested:  # not the modules of the same names in its tower
-        heads = [name for name in config["target_modules"] if name == "lm_head"]
+        heads = [r"(.*\.)?lm_head" for name in config["target_modules"] if name == "lm_head"]
         inner = "|".join(name for name in config["target_modules"] if name != "lm_head")
-        config["target_modules"] = "|".join([rf".*\.language_model\..*\.({inner})", *heads])
+        config["target_modules"] = "|".join([rf"(.*\.)?language_model\..*\.({inner})", *heads])
     with new_directory(out_dir, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
         write_json(temporary / CONFIG, config)

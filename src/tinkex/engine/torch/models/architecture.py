@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from tinkex.engine.torch.models.attend import Chunk
 from tinkex.engine.torch.models.rotary import Rope
 
 
@@ -51,6 +52,14 @@ class KvShape(NamedTuple):
     values_in_keys: bool = False  # a value is the first numbers of its key
 
 
+class Temperature(NamedTuple):
+    """Queries of long contexts are multiplied with 1 + β·ln(1 + ⌊(position + offset) / length⌋)."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention, grouped by kv heads."""
@@ -59,12 +68,13 @@ class AttentionConfig:
     kv_heads: int
     head_dim: int
     rope: Rope | None
-    window: int | None = None  # how many positions, itself included, a token sees; None: all
-    qk_norm: Literal["head", "whole"] | None = None  # over each head, or over all heads together
+    window: int | None = None  # how many positions, itself included, a token sees, or a `Chunk`; None: all
+    # over each head, or over all heads together, or over each head after its rotation and without a weight
+    qk_norm: Literal["head", "whole", "rotated"] | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     scale: float | None = None  # of the logits; None: head_dim^-½
-    temperature: tuple[float, int] | None = None  # (β, n): q times 1 + β·ln(1 + ⌊position / n⌋)
+    temperature: Temperature | None = None
     sinks: bool = False  # a logit per query head that takes its share of the softmax and has no value
     gate: bool = False  # q_proj also gives, per head, a gate whose sigmoid multiplies the head's output
     fused: bool = False  # stored as one qkv_proj
@@ -199,6 +209,7 @@ class RouterConfig:
     scale: float = 1.0  # of the weights
     norm: bool = False  # it reads x̂ times a stored vector and width^-½
     expert_scale: bool = False  # a stored number for each expert multiplies its weight
+    on_input: bool = False  # the weights multiply what experts read, not what they give
 
 
 class SharedExpert(NamedTuple):
@@ -254,7 +265,7 @@ class ExpertsConfig:
             self.activation == "silu"
             and self.gated
             and not (self.bias or self.shared or self.latent_width)
-            and not (self.norms or self.router.norm or self.router.expert_scale)
+            and not (self.norms or self.router.norm or self.router.expert_scale or self.router.on_input)
         )
 
 
@@ -352,7 +363,7 @@ class ModelConfig:
         first = self.attention[0] if self.attention else None
         if first is None or first.rope is None or not first.rope.whole(first.head_dim):
             return False
-        norm = None if first.qk_norm == "whole" else first.qk_norm
+        norm = first.qk_norm if first.qk_norm == "head" else None
         like = AttentionConfig(first.heads, first.kv_heads, first.head_dim, first.rope, None, norm,
                                first.qkv_bias, first.o_bias)  # fmt: skip
         mlps = [layer.mlp for layer in self.stack if isinstance(layer.mlp, MlpConfig)]
@@ -368,6 +379,7 @@ class ModelConfig:
             and scales == (1.0, 1.0, 1.0)
             and self.logit_softcap is None
             and not self.layer_scalars
+            and not any(isinstance(window, Chunk) for window in self.windows)
         )
 
     @property

@@ -23,13 +23,20 @@ def turn(x_TNC: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     return torch.cat((pairs, rest), dim=-1) if rest.shape[-1] else pairs
 
 
+class Chunk(int):
+    """A window that begins anew every so many positions: a query sees those of its own chunk."""
+
+
 def attend(
     q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """softmax(q·k / √C)·v. A query sees itself and earlier positions, `window` in all."""
+    """softmax(q·k / √C)·v. A query sees itself and earlier positions, `window` in all or of its `Chunk`."""
     length = q_BLHC.shape[1]
     if window is None or window >= length:
         return _fused(q_BLHC, k_BLGC, v_BLGC, sinks=sinks)
+    if isinstance(window, Chunk):
+        chunks = zip(*(x.split(window, dim=1) for x in (q_BLHC, k_BLGC, v_BLGC)), strict=True)
+        return torch.cat([_fused(*chunk, sinks=sinks) for chunk in chunks], dim=1)
     blocks = []
     for start in range(0, length, window):  # queries in blocks, each with the keys that any of them sees
         stop, first = min(start + window, length), max(0, start - window + 1)

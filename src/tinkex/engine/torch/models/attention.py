@@ -30,7 +30,7 @@ class Attention(Block):
         self.name = f"model.layers.{layer}.{c.name}"
         self.rope = None if c.rope is None else model.ropes.index(c.rope)
         # what `split_rotate` does in one step
-        self.direct = c.rope is not None and c.rope.whole(c.head_dim) and c.qk_norm != "whole"
+        self.direct = c.rope is not None and c.rope.whole(c.head_dim) and c.qk_norm in (None, "head")
         self.direct = self.direct and not (c.gate or c.v_norm or c.k_as_v) and c.share is None
         kv = c.head_dim * c.kv_heads if c.share is None else 0
         self.sizes = c.heads * c.head_dim * (1 + c.gate), kv, 0 if c.k_as_v else kv
@@ -47,8 +47,9 @@ class Attention(Block):
         out = Part(f"{self.name}.o_proj", model.width, "attn")
         self.o = Projection(Site(layer, "o"), c.heads * c.head_dim, (out,), c.o_bias)
         q_width, k_width = (c.heads, c.kv_heads) if c.qk_norm == "whole" else (1, 1)
-        self.q_norm = frozen_parameter(q_width * c.head_dim) if c.qk_norm else None
-        self.k_norm = frozen_parameter(k_width * c.head_dim) if c.qk_norm and kv else None
+        weighted = c.qk_norm in ("head", "whole")
+        self.q_norm = frozen_parameter(q_width * c.head_dim) if weighted else None
+        self.k_norm = frozen_parameter(k_width * c.head_dim) if weighted and kv else None
         self.sinks = frozen_parameter(c.heads) if c.sinks else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
@@ -88,8 +89,7 @@ class Attention(Block):
             (k if c.k_as_v else v).unflatten(-1, (-1, c.head_dim)),
         )
         if c.v_norm:
-            ones = torch.ones(c.head_dim, device=v_TGC.device)
-            v_TGC = rms_norm(Stream(v_TGC), ones, self.norm.eps, context.backend.elementwise)
+            v_TGC = self._unit(v_TGC, context)
         return q_THC, k_TGC, v_TGC, gate_THC
 
     def _rotated(self, x: Tensor, norm: Tensor | None, context: ForwardContext) -> Tensor:
@@ -100,9 +100,14 @@ class Attention(Block):
         if norm is not None:
             x = rms_norm(Stream(x), self.norm.factor(norm), self.norm.eps, impl)
         x = x if x.dim() == 3 else x.unflatten(-1, (-1, c.head_dim))
-        return (
-            x if c.rope is None or self.rope is None else turn(x, *context.angles[self.rope], c.rope.adjacent)
-        )
+        if c.rope is not None and self.rope is not None:
+            x = turn(x, *context.angles[self.rope], c.rope.adjacent)
+        return self._unit(x, context) if c.qk_norm == "rotated" else x
+
+    def _unit(self, x_TNC: Tensor, context: ForwardContext) -> Tensor:
+        """The norm of every head, without a weight."""
+        ones = torch.ones(self.config.head_dim, device=x_TNC.device)
+        return rms_norm(Stream(x_TNC), ones, self.norm.eps, context.backend.elementwise)
 
     def _query_factor(self, context: ForwardContext) -> Tensor | float | None:
         """What q is multiplied with, so that attention may scale by C^-½ always."""
@@ -110,9 +115,9 @@ class Attention(Block):
         factor = None if c.scale is None else c.scale * c.head_dim**0.5
         if c.temperature is None:
             return factor
-        beta, length = c.temperature
+        beta, length, offset = c.temperature
         assert context.positions is not None
-        hotter_T = 1 + beta * torch.log1p((context.positions.float() / length).floor())
+        hotter_T = 1 + beta * torch.log1p(((context.positions + offset).float() / length).floor())
         return (hotter_T * (factor or 1.0))[:, None, None].to(context.angles[0][0].dtype)
 
     def _norms(self) -> tuple[Tensor, Tensor] | None:

@@ -26,7 +26,9 @@ from tinkex.engine.torch.models.architecture import (
     NormPlacement,
     RouterConfig,
     SharedExpert,
+    Temperature,
 )
+from tinkex.engine.torch.models.attend import Chunk
 from tinkex.engine.torch.models.rotary import read_rope, rope_fields
 from tinkex.errors import InvalidInputError
 
@@ -496,9 +498,49 @@ def ministral3(fields: Fields) -> ModelConfig:
     fields = {"rms_norm_eps": 1e-5, "head_dim": 128, **fields}
     rope = rope_fields(fields)
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    hotter = None if beta is None or length is None else (float(beta), int(length))
+    hotter = None if beta is None or length is None else Temperature(float(beta), int(length))
     attention = attention_of(fields, window=fields.get("sliding_window"), temperature=hotter)
     return assembled(fields, [LayerConfig(attention, mlp_of(fields))] * layer_count(fields))
+
+
+def llama4(fields: Fields) -> ModelConfig:
+    """Llama 4 (Scout, Maverick): rotated layers see chunks, every fourth one all; top-1 experts."""
+    fields, count = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, **fields}, layer_count(fields)
+    every, bias = fields.get("no_rope_layer_interval", 4), bool(fields.get("attention_bias", False))
+    rotated = fields.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+    types = layer_types(
+        fields, ("chunked_attention" if one else "full_attention" for one in rotated), ("chunked_attention",)
+    )
+    norm: Literal["rotated"] | None = "rotated" if fields.get("use_qk_norm", True) else None
+    attention = attention_of(
+        fields, qk_norm=norm, qkv_bias=bias, o_bias=bias,
+        rope=read_rope(fields, fields["head_dim"], adjacent=True),
+    )  # fmt: skip
+    hotter = Temperature(fields.get("attn_scale", 0.1), fields.get("floor_scale", 8192), offset=1)
+    hotter = hotter if fields.get("attn_temperature_tuning", True) else None
+    plain = replace(attention, rope=None, qk_norm=None, temperature=hotter)
+    size = fields.get("attention_chunk_size", 8192)
+    width = integer(fields, "intermediate_size")
+    experts = ExpertsConfig(
+        count=integer(fields, "num_local_experts"),
+        per_token=fields.get("num_experts_per_tok", 1),
+        width=width,
+        router=RouterConfig("sigmoid", normalise=False, on_input=True),
+        shared=SharedExpert(width, "shared_expert"),
+        transposed=True,
+        name="feed_forward",
+    )
+    dense = MlpConfig(integer(fields, "intermediate_size_mlp"), name="feed_forward")
+    step, sparse = fields.get("interleave_moe_layer_step", 1), fields.get("moe_layers")
+    sparse = range(step - 1, count, step) if sparse is None else sparse
+    activation_of(fields)
+    stack = []
+    for i, (turned, kind) in enumerate(zip(rotated, types, strict=False)):
+        mixer = attention if turned else plain
+        if kind == "chunked_attention" and size is not None:
+            mixer = replace(mixer, window=Chunk(size))
+        stack.append(LayerConfig(mixer, experts if i in sparse else dense))
+    return assembled(fields, stack)
 
 
 def olmoe(fields: Fields) -> ModelConfig:
@@ -720,6 +762,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "granitemoehybrid": granite4,
     "smollm3": smollm3,
     "glm4": glm4,
+    "llama4": llama4,
+    "llama4_text": llama4,
     "ministral3": ministral3,
     "mistral3": ministral3,
     "olmoe": olmoe,

@@ -105,9 +105,13 @@ class ExpertMlp(Block):
             return y if lora is None else lora(Site(self.layer, group), x, y, rows=rows_N, experts=expert_N)
 
         x_ND = _Gather.apply(x_TD, rows_N, place_TK)
+        if self.experts.router.on_input:
+            x_ND = x_ND * weight_TK.flatten()[order_N][:, None]
         gate_up = project("experts_gate_up", x_ND, self.gate_up, self.gate_up_bias)
         y_ND = project("experts_down", self._activate(gate_up, context), self.down, self.down_bias)
         y_TKD = _Gather.apply(y_ND, place_TK, order_N[:, None])
+        if self.experts.router.on_input:
+            return y_TKD.sum(1)
         return torch.einsum("tkd,tk->td", y_TKD, weight_TK)
 
     def _activate(self, gate_up: Tensor, context: ForwardContext) -> Tensor:
@@ -251,6 +255,7 @@ _RENAMED = {
         (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
     ),
     "": ((r"(\.layers\.\d+)\.router\.(proj\.)?", r"\1.gate."),),
+    "feed_forward": ((r"\.feed_forward\.router\.", ".feed_forward.gate."),),
     "block_sparse_moe": (
         (r"\.block_sparse_moe\.router\.(layer\.)?", ".block_sparse_moe.gate."),
         (r"\.block_sparse_moe\.input_linear\.", ".block_sparse_moe.experts.gate_up_proj."),
