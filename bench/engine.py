@@ -95,7 +95,15 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Measure("train-small", "train", "small", mixed, peer=FORMS),
         Measure("train-even", "train", "small", [256] * 8, peer=FORMS),
         Measure("train-smollm2", "train", smol, spread(32, 256, 8), peer=FORMS),
-        Measure("train-quantised", "train", smol, [256] * 8, ours=("plain", "nf4", "fp8", "int8")),
+        Measure("train-quantised", "train", "small", [256] * 4, ours=("plain", "nf4", "fp8", "int8")),
+        Measure(
+            "sample-quantised",
+            "sample",
+            "small",
+            [64] * 4,
+            ours=("plain", "nf4", "fp8", "int8"),
+            new_tokens=32,
+        ),
         *(
             Measure(name, "tenants", shape, [n // 2] * 16, peer=("in turn",), adapters=8, rank=rank)
             for name, shape, rank, n in TENANTS
@@ -119,13 +127,11 @@ def cpu_plan() -> tuple[list[Measure], list[Row]]:
         Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", PADDED, at_least=1.1),
         Row("train-smollm2", "train, SmolLM2-135M, 32-256 tokens: peft", BEST, at_least=1.1),
         *(
-            Row(
-                "train-quantised",
-                f"train, SmolLM2, {way} / plain",
-                PLAIN,
-                ("ours", way),
-                at_least=0.7,
-            )
+            Row("train-quantised", f"train, 25 M Llama, {way} / plain", PLAIN, ("ours", way), at_least=0.7)
+            for way in ("nf4", "fp8", "int8")
+        ),
+        *(
+            Row("sample-quantised", f"sample 4 requests, 25 M Llama, {way} / plain", PLAIN, ("ours", way))
             for way in ("nf4", "fp8", "int8")
         ),
         *(

@@ -31,15 +31,16 @@ ADAM = AdamParams(learning_rate=1e-4)
 
 
 def _engine(task: Task, **settings: Any) -> Engine:
+    """The way may say how the base model is kept."""
+    kept = {"quantize": task.way} if task.way in ("nf4", "fp8", "int8") else {}
     return build_engine(
-        EngineConfig(task.model, device=task.device, threads=task.threads or None, **settings)
+        EngineConfig(task.model, device=task.device, threads=task.threads or None, **kept, **settings)
     )
 
 
 def _trainer(task: Task) -> Engine:
     """An engine with `task.adapters` runs and little KV cache."""
-    kept = {"quantize": task.way} if task.way in ("nf4", "fp8", "int8") else {}
-    engine = _engine(task, kv_bytes=KV_BYTES, **kept)
+    engine = _engine(task, kv_bytes=KV_BYTES)
     for i in range(task.adapters):
         engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=task.rank, seed=i))).result()
     return engine

@@ -18,6 +18,7 @@ from tests.engine.packers import FORMATS
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import (
     CreateAdapter,
+    Engine,
     EngineConfig,
     EngineError,
     ExportAdapter,
@@ -101,6 +102,35 @@ def test_experts_are_kept_quantised_too(tmp_path: Path) -> None:
     assert not load_decoder(path, quantize="file").slots()
 
 
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "deepseek_v3", "gpt_oss"])
+def test_latent_attention_and_experts_with_biases_train_and_sample_packed(
+    tmp_path: Path, family: str
+) -> None:
+    """Logits and gradients are those of the expanded model; sampled logprobs are the trainer's."""
+    path = tiny_model(tmp_path, family, hidden_size=128, vocab_size=320)
+    packed = load_decoder(path, quantize="nf4")
+    names, plain, data = packed.slots(), expanded(packed, path), sequences((5, 1, 40))
+    assert any(".experts." in name for name in names)
+    assert any("self_attn.o_proj" in name for name in names)
+    found = []
+    for decoder in (packed, plain):
+        adapter = Adapter.fresh(LoraConfig(4, seed=1), decoder.sites(), torch.device("cpu"))
+        randomise(adapter.flat, 2)
+        lora = LoraBatch([adapter, None], [6, 40], train=True)
+        logits = decoder.logits(hidden(decoder, data, lora), lora)
+        logits.square().mean().backward()
+        assert adapter.grad is not None
+        found.append((logits.detach(), adapter.grad.clone()))
+    (logits, gradient), (wanted, wanted_gradient) = found
+    assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(gradient, wanted_gradient, rtol=1e-3, atol=1e-3 * wanted_gradient.abs().max())
+    engine = build_engine(EngineConfig(str(path), device="cpu", kv_bytes=1 << 20, quantize="nf4"))
+    try:
+        check_that_samples_are_as_trained(engine)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_stacked_experts_are_split_without_expanding(interleaved: bool) -> None:
     codes = torch.randint(0, 256, (3, 12, 32), dtype=torch.uint8)
@@ -149,6 +179,19 @@ def test_tiles_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(matrix.t().product(back), whole[1], atol=1e-5)
 
 
+def check_that_samples_are_as_trained(engine: Engine) -> None:
+    do(engine.trainer, CreateAdapter("run", LoraConfig(rank=4)))
+    ids = np.arange(10, 30, dtype=np.int32)
+    asyncio.run(engine.sampler.publish("now", do(engine.trainer, ExportAdapter("run"))))
+    work = SampleWork(ids, SamplingParams(max_tokens=8, stop=[], temperature=1.0, seed=1), adapter="now")
+    drawn = asyncio.run(engine.sampler.sample(work)).sequences[0]
+    tokens = np.append(ids, drawn.tokens)
+    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:].astype(np.int64)})
+    (result,) = do(engine.trainer, ForwardBackward((Pass("run", [datum], "cross_entropy"),)))
+    logprobs = np.asarray(result.loss_fn_outputs[0]["logprobs"].to_numpy())[-8:]
+    assert np.allclose(logprobs, drawn.logprobs, atol=1e-4)
+
+
 def test_an_engine_trains_and_samples_on_it(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "llama3", hidden_size=64)
     plain = build_engine(EngineConfig(str(path), device="cpu", kv_bytes=1 << 20))
@@ -157,16 +200,7 @@ def test_an_engine_trains_and_samples_on_it(tmp_path: Path) -> None:
         assert engine.info.parameters == plain.info.parameters
         assert engine.info.fingerprint != plain.info.fingerprint
         assert engine.heartbeat().memory["weights"] < plain.heartbeat().memory["weights"]
-        do(engine.trainer, CreateAdapter("run", LoraConfig(rank=4)))
-        ids = np.arange(10, 30, dtype=np.int32)
-        asyncio.run(engine.sampler.publish("now", do(engine.trainer, ExportAdapter("run"))))
-        work = SampleWork(ids, SamplingParams(max_tokens=8, stop=[], temperature=1.0, seed=1), adapter="now")
-        drawn = asyncio.run(engine.sampler.sample(work)).sequences[0]
-        tokens = np.append(ids, drawn.tokens)
-        datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:].astype(np.int64)})
-        (result,) = do(engine.trainer, ForwardBackward((Pass("run", [datum], "cross_entropy"),)))
-        logprobs = np.asarray(result.loss_fn_outputs[0]["logprobs"].to_numpy())[-8:]
-        assert np.allclose(logprobs, drawn.logprobs, atol=1e-4)
+        check_that_samples_are_as_trained(engine)
     finally:
         engine.close()
         plain.close()
