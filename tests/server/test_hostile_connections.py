@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -49,6 +50,15 @@ def drip(sock: socket.socket, data: bytes, pause: float) -> bytes:
         except OSError:
             return b""
     raise AssertionError("the server listened to the end")
+
+
+def send_only(sock: socket.socket, data: bytes) -> None:
+    """Send and never read, for as long as the server has it."""
+    sock.settimeout(0.2)
+    sent, end = 0, time.monotonic() + 40
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):  # it reads no more requests while its answers are not taken
+            sent += sock.send(data[sent : sent + 65536] or b"\r\n")
 
 
 def test_endless_headers_are_refused_at_once(server: Running):
@@ -116,6 +126,20 @@ def test_an_idle_connection_is_kept_for_minutes_and_closed_cleanly(
     assert connection.sock.recv(1) == b""  # an end, no reset
     assert time.monotonic() - began > 0.8
     connection.close()
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_nothing_is_cut_off(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(uvicorn_protocol, "UNREAD_SECONDS", 1.0)
+    server = start()
+    assert server.ask("GET", "/metrics").status == 200
+    headers = "".join(f"{name}: {value}\r\n" for name, value in {"host": "a", **KEY}.items())
+    asks = f"GET /metrics HTTP/1.1\r\n{headers}\r\n".encode() * 20_000
+    with connect(server) as sock, pytest.raises(ConnectionError):
+        send_only(sock, asks)
+    assert is_served(server)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ MAX_FIELDS = 100  # header fields of a request, trailers included
 HEAD_SECONDS = 10.0  # from a connection's first moment, or a later request's first byte, to the head's end
 BODY_SECONDS = 30.0  # the longest silence within a body
 BODY_RATE = 500  # bytes per second of a body, on average after the first BODY_SECONDS
+UNREAD_SECONDS = 60.0  # the longest time in which a client takes nothing of what is sent to it
 DISCARD_RATE = 4 * 1024 * 1024  # bytes a second of a body that was refused before it had arrived
 LINGER_SECONDS = 5.0  # what a refused client still sends is read: a reset would destroy the answer
 
@@ -39,6 +40,7 @@ class SingleWriteProtocol(HttpToolsProtocol):
     _refused = False  # answered by `_refuse`; what still arrives is discarded
     _unread = 0  # bytes received since the last request or part of a body was complete
     _part_began, _body_bytes = 0.0, 0  # the part is a head or a body
+    _unsent, _taken, _sending_since, _taken_at = 0, 0, 0.0, 0.0  # bytes and times of what is being sent
 
     def __init__(self, *given: Any, most_connections: int = 2**31, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -126,6 +128,8 @@ class SingleWriteProtocol(HttpToolsProtocol):
 
     def expire(self, now: float, idle_early: float = 0.0) -> None:
         """Close the connection if a deadline has passed; if idle, `idle_early` seconds before it."""
+        if self._is_unread(now):
+            return self.transport.abort()
         if self._reading or self._refused:
             idle_early = 0.0
         if now + idle_early < self._deadline or self.transport.is_closing():
@@ -136,6 +140,17 @@ class SingleWriteProtocol(HttpToolsProtocol):
             self._refuse(408, "the request did not arrive in time: its connection is closed")
         else:
             self.transport.close()
+
+    def _is_unread(self, now: float) -> bool:
+        """Whether the client has stopped taking what is sent to it, or takes too little on average."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if not self._unsent:
+            return False
+        if not before:
+            self._sending_since, self._taken_at, self._taken = now, now, 0
+        elif self._unsent != before:  # it may have been filled up again
+            self._taken_at, self._taken = now, self._taken + max(0, before - self._unsent)
+        return now > min(self._sending_since + self._taken / BODY_RATE, self._taken_at) + UNREAD_SECONDS
 
     def _begin_idle(self) -> None:
         self._deadline = self.loop.time() + self.timeout_keep_alive
