@@ -32,6 +32,7 @@ from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.families import our_name
 from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.sequences import PublishedAdapter
+from tinkex.engine.torch.states import StatePool
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
@@ -101,7 +102,8 @@ def test_sampled_logprobs_equal_the_trainers(tmp_path: Path, family: str) -> Non
     config, adapter = trainer.decoder.config, trainer.adapter("run")
     cache = KVCache(config.kv_shapes, 100, torch.device("cpu"), torch.float32)
     limits = StepLimits(context=config.max_context, sequences=16, prefill_alone=40, prefill_beside=9)
-    batch = ContinuousBatch(trainer.decoder, cache, limits)
+    states = StatePool(config.state_shapes, 40, torch.device("cpu")) if config.state_shapes else None
+    batch = ContinuousBatch(trainer.decoder, cache, limits, states=states)
     prompts = [np.array(ids, np.int32) for ids in data_of(trainer.decoder, 1, 3, 15, 16, 17, 47, 80)]
     prompts.append(np.concatenate([prompts[-1][:64], prompts[0]]))
     for published in (None, PublishedAdapter("run", adapter, b"run")):

@@ -439,6 +439,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
                    "head_dim": 8},
     ),
 }  # fmt: skip
+_JAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+    "mamba_dt_rank": 4, "intermediate_size": 48, "rms_norm_eps": 1e-3, "num_experts": 1,
+}  # fmt: skip
 # Architectures that have no family of ours: transformers computes them. `test_families` asks them the same.
 UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 20, "use_bias": True, "tied": True}),
@@ -447,6 +451,8 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2, "logit_scale": 0.25},
     ),
+    "jamba": ("Jamba", _JAMBA),
+    "jamba with experts": ("Jamba", _JAMBA | {"num_experts": 4, "expert_layer_offset": 1}),
 }
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,

@@ -21,6 +21,7 @@ from tinkex.engine.torch.models.architecture import (
     MambaConfig,
     MlpConfig,
     ModelConfig,
+    RecurrentConfig,
 )
 from tinkex.engine.torch.models.delta_net import CHUNK
 
@@ -87,6 +88,8 @@ def _layer_values(config: ModelConfig, layer: LayerConfig) -> int:
             # decays and products of pairs, and states of the chunks' ends
             values += 4 * mixer.channels + 9 * mixer.width + 4 * mixer.heads * CHUNK
             values += 3 * mixer.width * mixer.state_dim // CHUNK
+        case RecurrentConfig() as mixer:  # a state of every token, its decay, and what is added to it
+            values += 3 * max(map(math.prod, mixer.state_shapes))
     match layer.mlp:
         case MlpConfig(width=width):
             values += 3 * width  # gate, up and their product

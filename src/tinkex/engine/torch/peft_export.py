@@ -62,9 +62,12 @@ def export_peft(
         if base.startswith("llama4"):  # which has the head inside too
             outer, inner = "base_model.model.", "base_model.model.language_model."
         tensors = {name.replace(outer, inner, 1): tensors[name] for name in tensors}
-    if stems := [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]:
+    stems = [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]
+    # Jamba has an x_proj too, which is a matrix of its own
+    mamba = [stem for stem in stems if f"{stem}.gate_proj.lora_A.weight" in tensors]
+    if mamba:
         rows = _in_proj_rows(adapter_dir, base_dir)
-        for stem in stems:
+        for stem in mamba:
             _join_rows(tensors, stem, ("gate_proj", "x_proj"), "in_proj", rows)
     stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
     # gpt-oss has the rows of gate and up in turn
@@ -95,7 +98,7 @@ def export_peft(
     if fused := join_qkv(tensors, key_heads):
         tensors, parts = fused, "qkvz" if key_heads else "qkv"
         _retarget(config, tuple(f"in_proj_{part}" for part in parts), f"in_proj_{parts}")
-    if any(".in_proj.lora_A." in name for name in tensors):
+    if mamba:
         _retarget(config, ("gate_proj", "x_proj"), "in_proj")
     if nested:  # not the modules of the same names in its tower
         heads = [r"(.*\.)?lm_head" for name in config["target_modules"] if name == "lm_head"]

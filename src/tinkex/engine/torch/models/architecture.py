@@ -181,6 +181,13 @@ class MambaConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentConfig:
+    """A recurrent mixer that transformers computes, known by what a sequence carries on."""
+
+    state_shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class MlpConfig:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate; "relu2" is relu(x)²."""
 
@@ -269,11 +276,14 @@ class ExpertsConfig:
         )
 
 
+_RECURRENT = DeltaConfig | MambaConfig | RecurrentConfig
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """What one layer is made of."""
 
-    mixer: AttentionConfig | LatentConfig | DeltaConfig | MambaConfig | None
+    mixer: AttentionConfig | LatentConfig | DeltaConfig | MambaConfig | RecurrentConfig | None
     mlp: MlpConfig | ExpertsConfig | None
     norms: NormPlacement = PRE_NORMS
 
@@ -318,7 +328,7 @@ class ModelConfig:
     def state_shapes(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         """By recurrent layer: the shapes of the tensors that a sequence carries on."""
         mixers = ((i, layer.mixer) for i, layer in enumerate(self.stack))
-        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, DeltaConfig | MambaConfig)}
+        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, _RECURRENT)}
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

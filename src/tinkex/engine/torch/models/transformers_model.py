@@ -1,27 +1,26 @@
 """A transformers model as a decoder, for architectures that `families` does not know.
 
 Its attention calls our `Attend` and its Linears call our adapters, so it trains and samples as our own
-decoder does. transformers is imported when such a model is loaded, and runs no code of the model's directory.
+decoder does (`transformers_blocks`). transformers is imported when such a model is loaded, and runs no code
+of the model's directory.
 
-Shapes: T tokens, N rows, D width, H query heads, G kv heads, C head dim.
+Shapes: T tokens, D width.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
-from tinkex.engine.torch.hooks import Attend, ForwardContext, LoraHook, Part, SinkAttend, Site, Sites
+from tinkex.engine.torch.hooks import Attend, ForwardContext, LoraHook, Sites
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
     ExpertsConfig,
@@ -29,210 +28,36 @@ from tinkex.engine.torch.models.architecture import (
     MlpConfig,
     ModelConfig,
     NormConfig,
+    RecurrentConfig,
 )
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.block import Block
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.models.moe import ExpertMlp
-from tinkex.engine.torch.models.projection import Projection, total
+from tinkex.engine.torch.models.transformers_blocks import (
+    AdaptedExperts,
+    AdaptedLinear,
+    HeadInput,
+    ModelPass,
+    attend_through,
+    recomputed,
+    recurrent_mixers,
+    running,
+)
 from tinkex.engine.torch.models.weights import UNEMBED
+from tinkex.engine.torch.states import StateGroup
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
     from tinkex.engine.torch.images import FeatureRows
-    from tinkex.engine.torch.states import StateGroup
 
 log = logging.getLogger("tinkex")
 
 _NAME = "tinkex"  # of our attention among transformers' implementations
-_MIXER = re.compile(r"\.(\w*attn\w*|\w*attention\w*|mixer|mamba)\.")
 _ROUTER = re.compile(r"(^|\.)(router|gate|\w+_gate)$")
 _GAIN = 50.0  # of the head's input when a model is tried, so that a softcap shows
 _TRIED = (5, 3)  # lengths of the sequences that a model is tried with
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
-
-
-class _Pass(NamedTuple):
-    """What the modules of a model need to know of the pass that runs through it."""
-
-    context: ForwardContext
-    head: list[Tensor]  # takes the head's input
-    checkpoint: bool = False
-    gain: float = 1.0
-    seen: dict[int, AttentionConfig] | None = None  # takes what attention is given, when a model is tried
-
-
-_PASS: ContextVar[_Pass] = ContextVar("pass")
-
-
-@contextlib.contextmanager
-def _running(current: _Pass) -> Iterator[None]:
-    token = _PASS.set(current)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
-
-
-# -- the modules of a model that are ours --------------------------------------------------------------
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, s_aux: Tensor | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls for every attention: the `Attend` of the pass that is running."""
-    current, layer = _PASS.get(), module.layer_idx
-    q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in (query, key, value))
-    if current.seen is not None:
-        _check_attention(module, query, key, attention_mask, options)
-        if layer in current.seen:
-            raise InvalidInputError(
-                f"two of its attentions are of layer {layer}, and our KV cache has one each"
-            )
-        (heads, dim), window = q_THC.shape[1:], _window(module, options)
-        wide = None if v_TGC.shape[-1] == dim else v_TGC.shape[-1]
-        current.seen[layer] = AttentionConfig(heads, k_TGC.shape[1], dim, None, window, value_dim=wide)
-    if scaling is not None and scaling != (own := query.shape[-1] ** -0.5):
-        q_THC = q_THC * (scaling / own)
-    attend = current.context.attend
-    if s_aux is None:
-        o_THC = attend(layer, q_THC, k_TGC, v_TGC)
-    else:
-        o_THC = cast(SinkAttend, attend)(layer, q_THC, k_TGC, v_TGC, s_aux)
-    return o_THC[None], None
-
-
-def _check_attention(
-    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]
-) -> None:
-    """Refuse attention that asks for more than `Attend` does."""
-    causal = options.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise InvalidInputError("its attention is not causal")
-    if mask is not None:
-        raise InvalidInputError("its attention has a mask of its own (such as ALiBi)")
-    if query.shape[2] != key.shape[2]:
-        raise InvalidInputError("its attention has keys that are not of its own tokens")
-    for name in ("softcap", "position_bias"):
-        if options.get(name) is not None:
-            raise InvalidInputError(f"its attention has {name}")
-
-
-def _window(module: Any, options: Mapping[str, Any]) -> int | None:
-    config, layer = module.config, module.layer_idx
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    kind = kinds[layer] if kinds else None
-    if kind == "chunked_attention":
-        raise InvalidInputError("it attends within chunks of its context")
-    if (given := options.get("sliding_window")) is not None or kind is not None:
-        return given or (window if kind == "sliding_attention" else None)
-    if window is not None and "sliding_window" not in options:
-        raise InvalidInputError("its sliding windows are in its masks alone")
-    return None
-
-
-class AdaptedLinear(Projection):
-    """A Linear of the model: one site of one part."""
-
-    def __init__(self, linear: nn.Linear, name: str) -> None:
-        kind = "attn" if _MIXER.search(name) else "mlp"
-        with torch.device("meta"):
-            part = Part(name, linear.out_features, kind)
-            super().__init__(
-                Site(_layer_of(name), name), linear.in_features, (part,), linear.bias is not None
-            )
-        self.out_features = linear.out_features
-        self.weight = nn.Parameter(linear.weight.detach().t().contiguous().t(), requires_grad=False)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        y_NO = total(super().forward(x.reshape(-1, self.in_features), _PASS.get().context))
-        return y_NO.view(*x.shape[:-1], self.out_features)
-
-
-class AdaptedExperts(ExpertMlp):
-    """Stacked experts of the model, whose own router chooses among them."""
-
-    def __init__(self, inner: Any, name: str) -> None:
-        Block.__init__(self)
-        if getattr(inner, "has_post_expert_norm", False) or not name.endswith(".experts"):
-            raise InvalidInputError(f"its experts ({name}) are not of a kind that adapters know")
-        self.layer, self.name, self.selection_bias = _layer_of(name), name.removesuffix(".experts"), None
-        self.router, self.router_bias, self.shared, self.shared_gate = None, None, None, None
-        self.router_scale = self.expert_scale = self.norms = None
-        self.in_turn = inner.has_gate and not inner.is_concatenated  # rows of gate and up
-        first = "gate_up_proj" if inner.has_gate else "up_proj"
-        self.gate_up = self._taken(inner, first, inner.is_transposed, self.in_turn)
-        self.down = self._taken(inner, "down_proj", inner.is_transposed)
-        self.gate_up_bias = self._taken(inner, f"{first}_bias", rows_in_turn=self.in_turn)
-        self.down_bias = self._taken(inner, "down_proj_bias")
-        self.inner = inner  # its activation
-        count, self.width, width = self.down.shape
-        self.experts = ExpertsConfig(count, 1, width, gated=inner.has_gate, bias=inner.has_bias)
-
-    @staticmethod
-    def _taken(inner: Any, name: str, transposed: bool = False, rows_in_turn: bool = False) -> Any:
-        """A stacked weight [E, O, I] or bias [E, O], which the model's own module then has no more."""
-        weight = getattr(inner, name, None)
-        if weight is None:
-            return None
-        delattr(inner, name)
-        weight = weight.detach().transpose(1, 2) if transposed else weight.detach()
-        if rows_in_turn:
-            weight = torch.cat((weight[:, 0::2], weight[:, 1::2]), dim=1)
-        return nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:  # type: ignore[override]
-        self.experts = replace(self.experts, per_token=expert_TK.shape[-1])
-        if x.is_meta:
-            return torch.empty_like(x)
-        x_TD, weight_TK = x.reshape(-1, self.width), weight_TK.to(x.dtype)
-        return self._routed(x_TD, weight_TK, expert_TK, _PASS.get().context).view(x.shape)
-
-    def _activate(self, gate_up: Tensor, context: ForwardContext) -> Tensor:
-        if not self.experts.gated:
-            return self.inner.act_fn(gate_up)
-        if self.in_turn:
-            gate_up = torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2)
-        return self.inner._apply_gate(gate_up)
-
-
-class HeadInput(nn.Module):
-    """In place of the head: keeps what it is given, which our own head takes."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        current = _PASS.get()
-        current.head.append(x)
-        return x * current.gain
-
-
-def _layer_of(name: str) -> int:
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found[1]) if found else -1
-
-
-def _recomputed(layer: nn.Module) -> None:
-    """Have a layer recompute itself in the backward of passes that ask for it."""
-    forward = layer.forward
-
-    def run(*args: Any, **options: Any) -> Any:
-        current = _PASS.get()
-        if not (current.checkpoint and torch.is_grad_enabled()):
-            return forward(*args, **options)
-
-        def again(*args: Any) -> Any:  # in the backward too, which may run in another thread
-            with _running(current):
-                return forward(*args, **options)
-
-        return recompute(again, *args, use_reentrant=False, preserve_rng_state=False)
-
-    layer.forward = run
 
 
 # -- the decoder ---------------------------------------------------------------------------------------
@@ -252,7 +77,9 @@ class TransformersDecoder(Decoder):
     @property
     def limits(self) -> tuple[str, ...]:
         """What it cannot do and most models can, in words."""
-        return ("plain torch: no fast path", "not deterministic on CUDA")
+        slow = "recurrent layers compute prompts one sequence after another"
+        limits = "plain torch: no fast path", "not deterministic on CUDA"
+        return (*limits, slow) if self.config.state_shapes else limits
 
     def forward(
         self,
@@ -268,7 +95,8 @@ class TransformersDecoder(Decoder):
         assert images is None, "these models read text alone"
         assert isinstance(positions, Tensor), "angles are transformers' own"
         context = ForwardContext(self.backend, (), attend, lora, {}, positions, states)
-        h_TD = run(self.model, tokens_T, positions, _Pass(context, [], checkpoint))[0]
+        current = ModelPass(context, [], checkpoint, starts=_starts(context))
+        h_TD, _ = run(self.model, tokens_T, positions, current)
         return h_TD if self.config.logit_scale == 1.0 else h_TD * self.config.logit_scale
 
     def sites(self) -> Sites:
@@ -286,9 +114,20 @@ class TransformersDecoder(Decoder):
         return own | {name: view for block in self._blocks() for name, view in block.weights().items()}
 
 
-def run(model: Any, tokens_T: Tensor, positions_T: Tensor, current: _Pass) -> tuple[Tensor, Tensor]:
+def _starts(context: ForwardContext) -> list[list[int]]:
+    """The first position of every sequence of every group of states."""
+    found = []
+    for group in context.states:
+        assert context.positions is not None
+        positions_T = context.positions if group.rows_T is None else context.positions[group.rows_T]
+        firsts = [0, *itertools.accumulate(group.lengths)][:-1]
+        found.append(positions_T[firsts].tolist())
+    return found
+
+
+def run(model: Any, tokens_T: Tensor, positions_T: Tensor, current: ModelPass) -> tuple[Tensor, Tensor]:
     """What the head of a model is given, and what the model makes of it; [T, D] both."""
-    with _running(current):
+    with running(current):
         out = model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False).logits
     (h,) = current.head
     return h[0], out[0]
@@ -355,9 +194,11 @@ def _explained(path: Path, fields: Mapping[str, Any]) -> Iterator[Any]:
             f"{ours}, and transformers {transformers.__version__} does not know it{code}; "
             "a newer one may: pip install -U transformers"
         )
+    if arch not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InvalidInputError(f"{ours}, and transformers has no causal language model of it")
     if fields.get("quantization_config"):
         raise InvalidInputError(f"{ours}: quantised files are read of those alone")
-    transformers.AttentionInterface.register(_NAME, _attention)
+    transformers.AttentionInterface.register(_NAME, attend_through)
     try:
         yield transformers
     except InvalidInputError as error:
@@ -365,7 +206,7 @@ def _explained(path: Path, fields: Mapping[str, Any]) -> Iterator[Any]:
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise InvalidInputError(
-            f"{ours}, and transformers {transformers.__version__} cannot run it: {first or error!r}"
+            f"{ours}, and transformers {transformers.__version__} cannot run it: {first or repr(error)}"
         ) from error
 
 
@@ -385,36 +226,27 @@ def _assemble(
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InvalidInputError("its head has a bias" if head else "it has no head over a vocabulary")
-    tied = head.weight is model.get_input_embeddings().weight
     head_name = next(name for name, module in model.named_modules() if module is head)
     model.set_output_embeddings(HeadInput(head.weight))
-    stacked = [(name, module) for name, module in model.named_modules() if hasattr(module, "is_transposed")]
-    experts = [AdaptedExperts(module, name) for name, module in stacked]
-    for (name, _), module in zip(stacked, experts, strict=True):
-        _replace(model, name, module)
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "is_transposed"):  # experts that are stacked tensors
+            _replace(model, name, AdaptedExperts(module, name))
     attention, rows = _try(model, backend)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    adapted = {name: module for name, module in linears.items() if rows.get(name) == {sum(_TRIED)}}
-    for name, linear in adapted.items():
-        if not _ROUTER.search(name):
-            _replace(model, name, AdaptedLinear(linear, name))
     count = getattr(text, "num_hidden_layers", 0) or 1 + max(attention, default=-1)
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    for layer in stacks[0] if stacks else ():
-        _recomputed(layer)
-    blocks = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
-    if not blocks:
-        raise InvalidInputError("it has no Linear layers for adapters")
-    if wild := [layer for layer in range(count) if layer not in attention]:
-        raise InvalidInputError(f"the attention of layer {wild[0]} does not go through AttentionInterface")
-    widths = [0] * count  # of what the Linears of a layer read and make
-    for block in blocks:
-        if 0 <= block.site.layer < count:
-            widths[block.site.layer] += block.in_features + block.out_features
-    mlps: list[MlpConfig | ExpertsConfig] = [MlpConfig(width // 3) for width in widths]
-    for module in experts:
-        mlps[module.layer] = module.experts
-    eos = fields.get("eos_token_id", getattr(text, "eos_token_id", None))
+    layers: list[nn.Module] = list(stacks[0]) if stacks else []
+    others = [i for i in range(count) if i not in attention]
+    if not attention or (others and not layers):
+        raise InvalidInputError(f"the attention of layer {others[0]} does not go through AttentionInterface")
+    mixers = recurrent_mixers(model, {i: layers[i] for i in others})
+    for layer in layers:
+        recomputed(layer)
+    for name, linear in list(model.named_modules()):
+        each_token = isinstance(linear, nn.Linear) and rows.get(name) == {sum(_TRIED)}
+        if each_token and not _ROUTER.search(name):
+            _replace(model, name, AdaptedLinear(linear, name))
+    recurrent = {i: RecurrentConfig(mixer.shapes) for i, mixer in mixers.items()}
+    mlps, eos = _mlps(model, count), fields.get("eos_token_id", getattr(text, "eos_token_id", None))
     vocab, width = head.weight.shape
     config = ModelConfig(
         arch=str(fields["model_type"]),
@@ -422,13 +254,26 @@ def _assemble(
         vocab_size=min(vocab_size or vocab, vocab),
         padded_vocab=vocab,
         max_context=_max_context(text),
-        tied=tied,
+        tied=head.weight is model.get_input_embeddings().weight,
         norm=NormConfig(),
-        stack=tuple(LayerConfig(attention[i], mlps[i]) for i in range(count)),
+        stack=tuple(LayerConfig((attention | recurrent)[i], mlps[i]) for i in range(count)),
         eos_ids=() if eos is None else tuple(eos if isinstance(eos, list | tuple) else [int(eos)]),
-        **({} if head.weight.is_meta else _of_logits(model, backend, attention)),
+        **({} if head.weight.is_meta else _of_logits(model, backend, attention, bool(mixers))),
     )
     return TransformersDecoder(config, model, head_name, backend)
+
+
+def _mlps(model: nn.Module, count: int) -> list[MlpConfig | ExpertsConfig]:
+    """What stands for the Linears of each layer in estimates of memory, or its experts."""
+    widths, experts = [0] * count, {}
+    for module in model.modules():
+        if isinstance(module, AdaptedLinear) and 0 <= module.site.layer < count:
+            widths[module.site.layer] += module.in_features + module.out_features
+        if isinstance(module, AdaptedExperts):
+            experts[module.layer] = module.experts
+    if not any(widths):
+        raise InvalidInputError("it has no Linear layers for adapters")
+    return [experts.get(i) or MlpConfig(width // 3) for i, width in enumerate(widths)]
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -437,6 +282,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _max_context(text: Any) -> int:
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # its angles change beyond, of all sequences of a batch
+        return rope.get("original_max_position_embeddings") or text.original_max_position_embeddings
     for name in _LENGTHS:
         if isinstance(length := getattr(text, name, None), int):
             return length
@@ -467,23 +315,27 @@ def _try(model: Any, backend: Backend) -> tuple[dict[int, AttentionConfig], dict
     hooks = [module.register_forward_pre_hook(recorder(name)) for name, module in linears]
     layers = 1 + max((getattr(m, "layer_idx", None) or 0 for m in model.modules()), default=0)
     attend = PackedAttend(_TRIED, [None] * layers)
-    run(model, *_tokens(model), _Pass(ForwardContext(backend, (), attend, None, {}), [], seen=seen))
+    run(model, *_tokens(model), ModelPass(ForwardContext(backend, (), attend, None, {}), [], seen=seen))
     for hook in hooks:
         hook.remove()
     return seen, rows
 
 
 @torch.no_grad()
-def _of_logits(model: Any, backend: Backend, attention: Mapping[int, AttentionConfig]) -> dict[str, Any]:
+def _of_logits(
+    model: Any, backend: Backend, attention: Mapping[int, AttentionConfig], recurrent: bool
+) -> dict[str, Any]:
     """What the model does to its head's output; refuses one that computes otherwise than by itself."""
     tokens_T, positions_T = _tokens(model)
-    windows = [attention[i].window for i in sorted(attention)]
-    context = ForwardContext(backend, (), PackedAttend(_TRIED, windows), None, {})
-    h_TD, out_TD = run(model, tokens_T, positions_T, _Pass(context, [], gain=_GAIN))
+    windows = [attention[i].window if i in attention else None for i in range(1 + max(attention))]
+    context = ForwardContext(backend, (), PackedAttend(_TRIED, windows), None, {}, positions_T)
+    packed = context._replace(states=[StateGroup(_TRIED, tokens_T.device)] if recurrent else ())
+    asked = ModelPass(packed, [], gain=_GAIN, starts=_starts(packed))
+    h_TD, out_TD = run(model, tokens_T, positions_T, asked)
     close = 1e-3 if h_TD.dtype == torch.float32 else 3e-2
     model.set_attn_implementation("eager")
     pairs = zip(tokens_T.split(_TRIED), positions_T.split(_TRIED), strict=True)
-    alone_TD = torch.cat([run(model, *pair, _Pass(context, []))[0] for pair in pairs])
+    alone_TD = torch.cat([run(model, *pair, ModelPass(context, []))[0] for pair in pairs])
     model.set_attn_implementation(_NAME)
     if not (h_TD - alone_TD).norm() <= close * alone_TD.norm():
         raise InvalidInputError("sequences of one packed batch change each other's results")
