@@ -31,6 +31,11 @@ from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
+# Families in which the tokens of an image see each other, and the fields that make it so.
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma3 that sees": {},
+    "gemma4": {"use_bidirectional_attention": "vision"},
+}
 PLACEHOLDER = 7  # the token id at an image's positions: it must not matter
 CPU = torch.device("cpu")
 Images = tuple[PlacedImage, ...]
@@ -59,12 +64,29 @@ def their_logits(model: Any, ids: np.ndarray, images: Images) -> Tensor:
         embeds[0, one.start : one.stop] = one.features_ND
         seen[0, one.start : one.stop] = True
     given: dict[str, Any] = {"inputs_embeds": embeds, "use_cache": False}
+    if model.config.model_type == "gemma3":
+        given["token_type_ids"] = seen.long()
+    if model.config.model_type == "gemma4_text":  # in its sliding layers alone
+        masks = causal(len(ids)), causal(len(ids), model.config.sliding_window, images)
+        given["attention_mask"] = dict(zip(("full_attention", "sliding_attention"), masks, strict=True))
     if not any(one.deeper for one in images):
         return model(**given).logits[0]
     given["position_ids"] = torch.arange(len(ids)).expand(3, 1, -1)
     deeper = [torch.cat(each) for each in zip(*(one.deeper for one in images), strict=True)]
     inner = model.model.language_model(visual_pos_masks=seen, deepstack_visual_embeds=deeper, **given)
     return model.lm_head(inner.last_hidden_state)[0]
+
+
+def causal(length: int, window: int | None = None, images: Images = ()) -> Tensor:
+    """A mask to add, [1, 1, length, length], in which tokens of an image see each other."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = key <= query
+    for one in images:
+        inside = [(at >= one.start) & (at < one.stop) for at in (query, key)]
+        seen = seen | (inside[0] & inside[1])
+    if window is not None:
+        seen = seen & (query - key < window)
+    return torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
 
 
 def their_logprobs(model: Any, ids: np.ndarray, images: Images) -> Tensor:
@@ -90,12 +112,12 @@ class SeeingTrainer(TorchTrainer):
         return training
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "mistral3 that sees"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "mistral3 that sees", *WHOLE])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.slow
 def test_training_equals_transformers(tmp_path: Path, family: str, recompute: bool) -> None:
     """Logprobs and the gradients of B, of a batch in which some datums have images."""
-    path = tiny_model(tmp_path, family)
+    path = tiny_model(tmp_path, family, **WHOLE.get(family, {}))
     decoder, model = load_decoder(path), reference_model(path).requires_grad_(True)
     images: list[Images] = [
         (image(decoder, 1, 3, 20), image(decoder, 2, 40, 6)), (), (image(decoder, 3, 0, 9),)
@@ -151,11 +173,11 @@ def check_response(model: Any, ids: np.ndarray, images: Images, response: Sample
         np.testing.assert_allclose(sequence.logprobs_np, want[len(ids) - 1 :], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *WHOLE])
 @pytest.mark.slow
 def test_sampling_equals_transformers(tmp_path: Path, family: str) -> None:
     """Prompts in chunks that end within images, forks, prompts with and without images in one step."""
-    path = tiny_model(tmp_path, family)
+    path = tiny_model(tmp_path, family, **WHOLE.get(family, {}))
     decoder, model = load_decoder(path), reference_model(path)
     batch = new_batch(decoder)
     images: list[Images] = [
@@ -169,10 +191,10 @@ def test_sampling_equals_transformers(tmp_path: Path, family: str) -> None:
         check_response(model, *pair, future.result(timeout=0))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *WHOLE])
 @pytest.mark.slow
 def test_prompts_of_equal_ids_share_only_pages_with_equal_images(tmp_path: Path, family: str) -> None:
-    path = tiny_model(tmp_path, family)
+    path = tiny_model(tmp_path, family, **WHOLE.get(family, {}))
     decoder, model = load_decoder(path), reference_model(path)
     batch, start = new_batch(decoder), 2 * PAGE + 3
     first, other, moved = (

@@ -24,7 +24,7 @@ from torch import Tensor
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.engine_thread import settle
-from tinkex.engine.torch.images import PlacedImage, feature_rows, page_extras
+from tinkex.engine.torch.images import PlacedImage, feature_rows, page_extras, spans_of, whole_chunk
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import TorchRows, draw_next
@@ -120,9 +120,8 @@ class ContinuousBatch:
         """
         seed, stops = seed_of(work), Stops(work, self.decoder.config.eos_ids, token_bytes)
         scores = PromptScores(work, seed)
-        request = RunningRequest(
-            work, future, published, max_tokens, seed, stops, scores, listener, images, page_extras(images)
-        )
+        shown = images, spans_of(images) if self.decoder.config.whole_images else (), page_extras(images)
+        request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, listener, *shown)
         request.sequences = [
             RunningSequence(work.first_sample + i, request=request) for i in range(work.num_samples)
         ]
@@ -277,9 +276,11 @@ class ContinuousBatch:
         for sequence in self.running:
             count = sequence.lacking
             if count > 1:
-                count = min(count, budget)
+                count = min(count, max(budget, 0))
                 if self.states is not None:
                     count = min(count, snapshot_after(sequence.computed, sequence.length) - sequence.computed)
+                if sequence.request.spans and count:
+                    count = whole_chunk(sequence.request.spans, sequence.computed, count)
                 budget -= count
             if count:
                 plan.append((sequence, count))
@@ -300,7 +301,7 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def _forward(self, plan: Plan) -> Tensor:
-        pieces = [TokenSpan(s.pages, s.computed, count) for s, count in plan]
+        pieces = [TokenSpan(s.pages, s.computed, count, s.request.spans) for s, count in plan]
         tokens = np.concatenate([s.ids(s.computed, s.computed + count) for s, count in plan])
         decoder = self.decoder
         lora = lora_of(decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])

@@ -92,11 +92,12 @@ class Attend(Protocol):
 
 
 class SinkAttend(Attend, Protocol):
-    """Attention in which each query head may have a sink; what has kernels need not know of it."""
+    """Attention with a sink for each query head, or within whole images; kernels need not know of it."""
 
     def __call__(
-        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None
-    ) -> Tensor: ...
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None,
+        whole_images: bool = False,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class ForwardContext(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.kv import PAGE
+from tinkex.engine.torch.models.attend import Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,18 @@ def feature_rows(
         return None
     features, *deeper = (torch.cat(each) for each in zip(*parts, strict=True))
     return FeatureRows(torch.cat(rows).to(device), features, tuple(deeper))
+
+
+def spans_of(images: Iterable[PlacedImage]) -> list[tuple[int, int]]:
+    return [(image.start, image.stop) for image in images]
+
+
+def whole_chunk(spans: Spans, start: int, count: int) -> int:
+    """How many tokens to compute from `start` on: about `count`, so that the chunk ends within no span."""
+    for begin, end in spans:
+        if begin < start + count < end:
+            return begin - start if begin > start else end - start
+    return count
 
 
 def page_extras(images: Iterable[PlacedImage]) -> dict[int, bytes]:

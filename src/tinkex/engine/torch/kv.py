@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch.models.architecture import KvShape
-from tinkex.engine.torch.models.attend import Chunk, softmax_attention
+from tinkex.engine.torch.models.attend import Chunk, Spans, softmax_attention, visible
 
 PAGE = 16  # tokens
 
@@ -192,6 +192,7 @@ class TokenSpan(NamedTuple):
     pages: Sequence[int]
     start: int
     new: int
+    images: Spans = ()  # of the sequence, where tokens of an image see each other; none is in two steps
 
 
 class _SpanGroup:
@@ -208,22 +209,21 @@ class _SpanGroup:
         self.table_BN = torch.from_numpy(table).to(device)
         self.starts_B = torch.tensor([p.start for p in pieces], device=device)
         self.no_history = max(p.start for p in pieces) == 0
-        self._masks: dict[tuple[int | None, bool], Tensor] = {}
+        # A token alone is at most the last of an image, and sees no later one.
+        self.images = pieces[0].images if self.new > 1 else ()
+        self._masks: dict[tuple[int | None, bool, bool], Tensor] = {}
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 at visible positions, -inf elsewhere: [B, 1, new, L]."""
-        if (kind := (window, isinstance(window, Chunk))) not in self._masks:
+    def mask(self, window: int | None, dtype: torch.dtype, spans: Spans = ()) -> Tensor:
+        """0 at visible positions, -inf elsewhere: [B, 1, new, L]. `spans` are `images` or none."""
+        key = window, isinstance(window, Chunk), bool(spans)
+        if key not in self._masks:
             device = self.starts_B.device
             at = self.starts_B[:, None, None, None] + torch.arange(self.new, device=device)[:, None]
             seen = torch.arange(self.table_BN.shape[1] * PAGE, device=device)
-            hidden = seen > at
-            if isinstance(window, Chunk):
-                hidden |= seen < at - at % window
-            elif window is not None:
-                hidden |= seen <= at - window
+            hidden = ~visible(at, seen, window, spans)
             shown = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            self._masks[kind] = shown.masked_fill_(hidden, float("-inf"))
-        return self._masks[kind]
+            self._masks[key] = shown.masked_fill_(hidden, float("-inf"))
+        return self._masks[key]
 
 
 class PagedAttend:
@@ -242,8 +242,9 @@ class PagedAttend:
         ]
 
     def __call__(
-        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None,
+        whole_images: bool = False,
+    ) -> Tensor:  # fmt: skip
         self._cache.write(layer, self._slots_T, k_TGC, v_TGC)
         o_THC = q_THC.new_empty(*q_THC.shape[:2], v_TGC.shape[-1])
         for group in self._groups:
@@ -251,7 +252,8 @@ class PagedAttend:
                 o_THC[group.rows_B] = self._decode(group, layer, q_THC[group.rows_B], sinks)
             else:
                 at = slice(group.first, group.first + group.new)
-                o_THC[at] = self._prefill(group, layer, q_THC[at], k_TGC[at], v_TGC[at], sinks)
+                qkv, spans = (q_THC[at], k_TGC[at], v_TGC[at]), group.images if whole_images else ()
+                o_THC[at] = self._prefill(group, layer, *qkv, sinks, spans)
         return o_THC
 
     def _decode(self, group: _SpanGroup, layer: int, q_BHC: Tensor, sinks: Tensor | None) -> Tensor:
@@ -265,14 +267,15 @@ class PagedAttend:
         return F.scaled_dot_product_attention(q, k_BGLC, v_BGLC, attn_mask=mask).reshape(B, H, -1)
 
     def _prefill(
-        self, group: _SpanGroup, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+        self, group: _SpanGroup, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor,
+        sinks: Tensor | None, spans: Spans,
+    ) -> Tensor:  # fmt: skip
         """Many queries of one sequence; earlier keys and values are read from the cache."""
         window, (q, k, v) = self._windows[layer], (x.transpose(0, 1)[None] for x in (q_THC, k_TGC, v_TGC))
         causal, mask = group.no_history and (window is None or group.new <= window), None
-        if not causal:
+        if spans or not causal:
             k, v = self._cache.read(layer, group.table_BN)
-            mask = group.mask(window, q.dtype)
+            mask = group.mask(window, q.dtype, spans)
         return softmax_attention(q, k, v, mask, sinks)[0].transpose(0, 1)
 
 

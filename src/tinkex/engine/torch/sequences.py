@@ -14,6 +14,7 @@ from tinkex.engine.request import PromptScores, Sample, Stops
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.images import PlacedImage
+from tinkex.engine.torch.models.attend import Spans
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class RunningRequest:
     scores: PromptScores
     listener: Listener | None = None
     images: Sequence[PlacedImage] = ()  # of its prompt
+    spans: Spans = ()  # of its images, if the model's layers attend within whole ones
     extras: Mapping[int, bytes] = field(default_factory=dict)  # `page_extras` of them
     sequences: list[RunningSequence] = field(default_factory=list)
     unforked: list[RunningSequence] = field(default_factory=list)  # start when the first's prompt is computed

@@ -31,7 +31,7 @@ from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
-from tinkex.engine.torch.images import FeatureRows, feature_rows
+from tinkex.engine.torch.images import FeatureRows, feature_rows, spans_of
 from tinkex.engine.torch.logprobs import GradOf, Targets, logprob_chunk, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.loss_graph import (
@@ -43,6 +43,7 @@ from tinkex.engine.torch.loss_graph import (
     read_loss_graph,
 )
 from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
+from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
 from tinkex.engine.torch.states import packed_states
@@ -241,10 +242,12 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, LoraBatch] | None:
         """The hidden states and the adapters' hook; None if memory is short for so many tokens at once."""
-        backend = self.decoder.backend
+        backend, windows = self.decoder.backend, self.decoder.config.windows
         adapters = [self.adapter(item.training.run) for item in batch.items]
         lora = backend.lora(adapters, batch.lengths, train=batch.backward)
-        attend = backend.packed_attend(batch.lengths, self.decoder.config.windows)
+        attend = backend.packed_attend(batch.lengths, windows)
+        if batch.images is not None and self.decoder.config.whole_images:  # of which kernels do not know
+            attend = PackedAttend(batch.lengths, windows, [spans_of(i.example.images) for i in batch.items])
         try:
             with torch.set_grad_enabled(batch.backward):
                 read = batch.tokens_T, batch.positions_T

@@ -78,6 +78,7 @@ class AttentionConfig:
     sinks: bool = False  # a logit per query head that takes its share of the softmax and has no value
     gate: bool = False  # q_proj also gives, per head, a gate whose sigmoid multiplies the head's output
     fused: bool = False  # stored as one qkv_proj
+    whole_images: bool = False  # a token of an image also sees the later ones of that image
     v_norm: bool = False  # values are normalised too, without a weight
     k_as_v: bool = False  # there is no v_proj: the projected key is the value as well
     share: int | None = None  # the earlier layer whose keys and values it attends to: it has none of its own
@@ -334,6 +335,11 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, as `AttentionConfig.window`."""
         return tuple(getattr(layer.mixer, "window", None) for layer in self.stack)
+
+    @cached_property
+    def whole_images(self) -> bool:
+        """Whether some layer attends within whole images."""
+        return any(mixer.whole_images for mixer in self.attention)
 
     @cached_property
     def kv_shapes(self) -> tuple[KvShape | None, ...]:

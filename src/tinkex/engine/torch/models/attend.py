@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Spans = Sequence[tuple[int, int]]  # (start, stop) of positions that see each other, later ones too
+_QUERIES = 1024  # whose masks are in memory at once
+
 
 def turn(x_TNC: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     """Rotate the first dimensions of every head, as many as there are angles, and leave the others."""
@@ -27,22 +30,35 @@ class Chunk(int):
     """A window that begins anew every so many positions: a query sees those of its own chunk."""
 
 
+def visible(query: Tensor, key: Tensor, window: int | None, spans: Spans = ()) -> Tensor:
+    """Which keys each query sees: its own, earlier ones by `window` or `Chunk`, later ones of its span."""
+    last = query
+    for start, stop in spans:
+        last = torch.where((query >= start) & (query < stop), stop - 1, last)
+    if window is None:
+        return key <= last
+    begin = query - query % window if isinstance(window, Chunk) else query - window + 1
+    return (key <= last) & (key >= begin)
+
+
 def attend(
-    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """softmax(q·k / √C)·v. A query sees itself and earlier positions, `window` in all or of its `Chunk`."""
+    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, window: int | None = None, sinks: Tensor | None = None,
+    spans: Spans = (),
+) -> Tensor:  # fmt: skip
+    """softmax(q·k / √C)·v over the keys that are `visible`."""
     length = q_BLHC.shape[1]
-    if window is None or window >= length:
+    if not spans and (window is None or window >= length):
         return _fused(q_BLHC, k_BLGC, v_BLGC, sinks=sinks)
-    if isinstance(window, Chunk):
+    if isinstance(window, Chunk) and not spans:
         chunks = zip(*(x.split(window, dim=1) for x in (q_BLHC, k_BLGC, v_BLGC)), strict=True)
         return torch.cat([_fused(*chunk, sinks=sinks) for chunk in chunks], dim=1)
-    blocks = []
-    for start in range(0, length, window):  # queries in blocks, each with the keys that any of them sees
-        stop, first = min(start + window, length), max(0, start - window + 1)
+    blocks, size = [], window or _QUERIES
+    for start in range(0, length, size):  # queries in blocks, each with the keys that any of them sees
+        stop, first = min(start + size, length), 0 if window is None else max(0, start - window + 1)
+        last = max([stop, *(end for begin, end in spans if begin < stop)])
         query = torch.arange(start, stop, device=q_BLHC.device)[:, None]
-        key = torch.arange(first, stop, device=q_BLHC.device)
-        keys, mask = (k_BLGC[:, first:stop], v_BLGC[:, first:stop]), (key <= query) & (key > query - window)
+        key = torch.arange(first, last, device=q_BLHC.device)
+        keys, mask = (k_BLGC[:, first:last], v_BLGC[:, first:last]), visible(query, key, window, spans)
         blocks.append(_fused(q_BLHC[:, start:stop], *keys, mask, sinks))
     return torch.cat(blocks, dim=1)
 
@@ -86,23 +102,30 @@ def softmax_attention(
 
 
 class PackedAttend:
-    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer."""
+    """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer.
 
-    def __init__(self, lengths: Sequence[int], windows: Sequence[int | None]) -> None:
-        self.windows = windows
+    `spans` are those of each sequence's images, if any has one.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[int | None], spans: Sequence[Spans] = ()
+    ) -> None:
+        self.windows, self._spans = windows, spans
         # Neighbours of equal length share one call: (count, length).
         self.groups = [(len(list(group)), length) for length, group in groupby(lengths)]
+        if spans:
+            self.groups = [(1, length) for length in lengths]
 
     def __call__(
-        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None,
+        whole_images: bool = False,
+    ) -> Tensor:  # fmt: skip
+        of_groups = self._spans if whole_images and self._spans else [()] * len(self.groups)
         sizes = [count * length for count, length in self.groups]
         pieces = [
-            attend(*(x.unflatten(0, group) for x in qkv), window=self.windows[layer], sinks=sinks).flatten(
-                0, 1
-            )
-            for group, *qkv in zip(
-                self.groups, q_THC.split(sizes), k_TGC.split(sizes), v_TGC.split(sizes), strict=True
+            attend(*(x.unflatten(0, group) for x in qkv), self.windows[layer], sinks, spans).flatten(0, 1)
+            for group, spans, *qkv in zip(
+                self.groups, of_groups, *(x.split(sizes) for x in (q_THC, k_TGC, v_TGC)), strict=True
             )
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

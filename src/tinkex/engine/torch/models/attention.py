@@ -64,11 +64,11 @@ class Attention(Block):
             q_THC = q_THC * factor
         if self.lends:
             context.lent[self.layer] = k_TGC, v_TGC
-        if self.sinks is None:
-            at = self.layer if self.config.share is None else self.config.share
+        at, whole = self.layer if self.config.share is None else self.config.share, self.config.whole_images
+        if self.sinks is None and not whole:
             o_THC = context.attend(at, q_THC, k_TGC, v_TGC)
         else:
-            o_THC = cast(SinkAttend, context.attend)(self.layer, q_THC, k_TGC, v_TGC, self.sinks)
+            o_THC = cast(SinkAttend, context.attend)(at, q_THC, k_TGC, v_TGC, self.sinks, whole)
         if gate_THC is not None:
             o_THC = o_THC * gate_THC.sigmoid()
         return self.o(o_THC.reshape(o_THC.shape[0], -1), context)

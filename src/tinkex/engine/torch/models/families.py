@@ -281,7 +281,8 @@ def gemma3(fields: Fields) -> ModelConfig:
         fields, ("full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count))
     )
     bias, scale = bool(fields.get("attention_bias", False)), fields.get("query_pre_attn_scalar", 256) ** -0.5
-    full = attention_of(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, scale=scale)
+    own = {"qkv_bias": bias, "o_bias": bias, "scale": scale, "whole_images": True}
+    full = attention_of(fields, qk_norm="head", **own)
     mixers = {"full_attention": full, "sliding_attention": sliding(full, fields, theta=1e4, window=4096)}
     return assembled(
         fields,
@@ -320,6 +321,7 @@ def gemma4(fields: Fields) -> ModelConfig:
             window=None if full else fields.get("sliding_window", 512),
             rope=read_rope(given, given["head_dim"], kind),
             share=max(j for j in range(lent) if types[j] == kind) if shares else None,
+            whole_images=not full and fields.get("use_bidirectional_attention") == "vision",
         )  # fmt: skip
         mlp = mlp_of(fields)
         double = fields.get("use_double_wide_mlp", False) and shares
