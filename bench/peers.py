@@ -20,6 +20,7 @@ from engine_child import Figures, PeakMemory, Round, Task, Timer
 
 BUCKET = 512  # tokens of a bucketed batch, padding included
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+MIXERS = ["in_proj_qkv", "in_proj_z", "out_proj"]  # of gated delta nets
 Batch = dict[str, torch.Tensor]
 
 
@@ -35,7 +36,9 @@ def _base(task: Task) -> Any:
 
 
 def _with_adapter(model: Any, task: Task) -> Any:
-    config = peft.LoraConfig(r=task.rank, lora_alpha=32, target_modules=LINEARS, task_type="CAUSAL_LM")
+    recurrent = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    targets = LINEARS + (MIXERS if recurrent else [])
+    config = peft.LoraConfig(r=task.rank, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

@@ -21,7 +21,8 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int, tied: bool):
     """`heads` are query heads, kv heads and the width of one."""
-    name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[arch]
+    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
+    name = f"{names[arch]}ForCausalLM"
     return {
         "architectures": [name],
         "model_type": arch,
@@ -42,12 +43,28 @@ def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp:
     }
 
 
+def _hybrid(width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int):
+    """Three gated delta nets of 16 heads of 128, then attention."""
+    linear = {"num_key_heads": 16, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
+    return _shape("qwen3_5_text", width, layers, heads, mlp, vocab, tied=True) | {
+        **{f"linear_{key}": value for key, value in linear.items()},
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "line": _shape("llama", 256, 4, (4, 2, 64), 768, 4096, tied=False),
     "small-10m": _shape("llama", 256, 8, (4, 2, 64), 704, 8192, tied=False),
     "small": _shape("llama", 384, 8, (6, 2, 64), 1024, 16384, tied=False),
     "smollm2-135m": _shape("llama", 576, 30, (9, 3, 64), 1536, 49152, tied=True),
     "qwen3-0.6b": _shape("qwen3", 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
+    "qwen3.5-0.8b": _hybrid(1024, 24, (8, 2, 256), 3584, 248320),
     "qwen3-8b": _shape("qwen3", 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
 }
 
