@@ -451,6 +451,10 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2, "logit_scale": 0.25},
     ),
+    "gpt_bigcode": (
+        "GPTBigCode",
+        {"n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "tied": True},
+    ),
     "jamba": ("Jamba", _JAMBA),
     "jamba with experts": ("Jamba", _JAMBA | {"num_experts": 4, "expert_layer_offset": 1}),
 }

@@ -145,8 +145,10 @@ def load_adapter(
     verify(directory, (WEIGHTS, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
     weights, facts = directory / WEIGHTS, read_facts(directory)
     # What hosted Tinker calls lm_head has a name of its own; gpt-oss' attention is "attn" there.
+    ours = any(".attn." in part.name for _, parts in sites.values() for part in parts)
+    attn = ".attn." if ours else ".self_attn."
     tensors = {
-        name.replace("model.unembed_tokens", "lm_head").replace(".attn.", ".self_attn."): tensor
+        name.replace("model.unembed_tokens", "lm_head").replace(".attn.", attn): tensor
         for name, tensor in present(_read_tensors(weights)).items()
     }
     # PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's.

@@ -34,6 +34,7 @@ from tinkex.engine.torch.quantised_files import method_name, quantisation
 from tinkex.store import CHECKSUMS
 
 _INDEX, _HEAD = "model.safetensors.index.json", "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", CHECKSUMS)
 
 Delta = tuple[Tensor, Tensor]  # A [R, I] and scale·B [O, R]
@@ -67,11 +68,15 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path, *, overwrite
         for shard, names in shards.items():
             with safe_open(base_dir / shard, framework="pt") as file:
                 tensors = {name: _merged(name, file.get_tensor(name), deltas, known) for name in names}
-                embedding = [name for name in names if our_name(name) == "model.embed_tokens.weight"]
+                embedding = [name for name in names if our_name(name) in _EMBEDDINGS]
                 if untied is not None and embedding:
                     tensors[_HEAD] = _added(file.get_tensor(embedding[0]), untied)
             save_file(tensors, temporary / shard, {"format": "pt"})
             index |= dict.fromkeys(tensors, shard)
+        if untied is not None and _HEAD not in index:
+            raise user_error(
+                f"{adapter_dir} adapts the head, and {base_dir} has no {_EMBEDDINGS[0]} to untie"
+            )
         if deltas:
             raise user_error(f"{adapter_dir} adapts {sorted(deltas)[0]}, which {base_dir} does not have")
         if len(shards) > 1:
