@@ -305,6 +305,9 @@ async def test_an_encrypted_export_can_be_read_by_its_recipients_alone(user: Use
     files.pop("SHA256SUMS")  # of the encrypted files
     assert files
     assert all(name.endswith(".age") for name in files)
+    export = checkpoints.CheckpointRequest(**name_of(saved.path))
+    offered = (await user.call(ops.GET_EXTERNAL_WEIGHTS_URLS, export)).urls
+    assert offered.keys() == files.keys()  # the cookbook refuses anything that is not encrypted
     assert b'"peft_type"' in pyrage.decrypt(files["adapter_config.json.age"].read_bytes(), [mine])
     with pytest.raises(pyrage.DecryptError):
         pyrage.decrypt(files["adapter_config.json.age"].read_bytes(), [other])

@@ -124,7 +124,9 @@ class Checkpoints:
         if row.kind != "external_weights":
             raise Refusal(400, "only exported checkpoints (external_weights/NAME) have files to download")
         directory, expires = self._home.root / row.directory, time.time() + LINK_LIFE
-        files = await asyncio.to_thread(lambda: sorted(p for p in directory.rglob("*") if p.is_file()))
+        # the checksums of encrypted files lie beside them in the open: a client expects encrypted files alone
+        wanted = "*.age" if row.encrypted else "*"
+        files = await asyncio.to_thread(lambda: sorted(p for p in directory.rglob(wanted) if p.is_file()))
         return types.ExternalWeightsUrlsResponse(
             urls={f.relative_to(directory).as_posix(): self._link(caller, f, expires) for f in files},
             expires=datetime.fromtimestamp(expires, UTC),
