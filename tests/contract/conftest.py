@@ -16,7 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests.engine.tiny import EXPERTS, FAMILIES, HYBRIDS, MORE, tiny_model
+from tests.engine.tiny import EXPERTS, FAMILIES, HYBRIDS, MORE, SEEING, UNKNOWN, tiny_model
 from tinkex.engine.protocol import (
     Command,
     CreateAdapter,
@@ -51,7 +51,7 @@ KINDS = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 _TORCH, _HYBRID = "llama3", "qwen3_5"  # the families of those kinds
-_OTHERS = (FAMILIES | MORE | HYBRIDS | EXPERTS).keys() - {_TORCH, _HYBRID}
+_OTHERS = (FAMILIES | MORE | HYBRIDS | SEEING | EXPERTS | UNKNOWN).keys() - {_TORCH, _HYBRID}
 # On a test that depends on the model itself: it also runs on every other family that we load.
 every_family = pytest.mark.parametrize(
     "config",
