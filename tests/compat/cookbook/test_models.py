@@ -28,10 +28,10 @@ PROGRAM = Path(__file__).parent / "programs" / "names.py"
 NOT_LOADED: dict[str, tuple[Callable[[], Any], str]] = {
     "deepseek-ai/DeepSeek-V4": (transformers.DeepseekV4Config, "keys that are not of its own tokens"),
     "nvidia/NVIDIA-Nemotron-3.5-Super-VL": (
-        transformers.NemotronH_Omni_Reasoning_V3_Config, "Unrecognized configuration class",
+        transformers.NemotronH_Omni_Reasoning_V3_Config, "has no causal language model of it",
     ),
-    "thinkingmachines/Inkling": (transformers.InklingConfig, "Unrecognized configuration class"),
-    "zai-org/GLM-5.3-Flash": (transformers.Glm5NextConfig, "Unrecognized configuration class"),
+    "thinkingmachines/Inkling": (transformers.InklingConfig, "has no causal language model of it"),
+    "zai-org/GLM-5.3-Flash": (transformers.Glm5NextConfig, "has no causal language model of it"),
 }  # fmt: skip
 # A model has the shape of the one of the same name without some words, or of this one (Ultra but for widths).
 SAME_SHAPE = {
