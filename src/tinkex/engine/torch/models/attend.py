@@ -122,10 +122,9 @@ class PackedAttend:
     ) -> Tensor:  # fmt: skip
         of_groups = self._spans if whole_images and self._spans else [()] * len(self.groups)
         sizes = [count * length for count, length in self.groups]
-        pieces = [
-            attend(*(x.unflatten(0, group) for x in qkv), self.windows[layer], sinks, spans).flatten(0, 1)
-            for group, spans, *qkv in zip(
-                self.groups, of_groups, *(x.split(sizes) for x in (q_THC, k_TGC, v_TGC)), strict=True
-            )
-        ]
+        split = zip(*(x.split(sizes) for x in (q_THC, k_TGC, v_TGC)), strict=True)
+        pieces: list[Tensor] = []
+        for group, spans, qkv in zip(self.groups, of_groups, split, strict=True):
+            q, k, v = (x.unflatten(0, group) for x in qkv)
+            pieces.append(attend(q, k, v, self.windows[layer], sinks, spans).flatten(0, 1))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

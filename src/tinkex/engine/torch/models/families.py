@@ -691,7 +691,8 @@ def nemotron_h(fields: Fields) -> ModelConfig:
     letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
     types = fields.get("layers_block_type") or fields.get("layer_types")
     types = _older_types(types) or [letters.get(c, c) for c in fields.get("hybrid_override_pattern") or ""]
-    if not types or (unknown := set(types) - {*letters.values()}):
+    unknown = set(types) - {*letters.values()}
+    if unknown or not types:
         given = f"of unknown kinds {sorted(unknown)}" if types else "missing"
         raise InvalidInputError(f"layers_block_type is {given}; allowed: {', '.join(letters.values())}")
     layers = {kind: _nemotron_layer(fields, kind) for kind in dict.fromkeys(types)}
