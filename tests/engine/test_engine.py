@@ -430,8 +430,9 @@ def test_a_device_that_does_not_exist_is_refused_by_name(device: str):
 
 
 def test_an_architecture_that_is_not_supported_is_the_users_error(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
-    with pytest.raises(EngineError, match=r"'mamba' \(MambaForCausalLM\).*supported: llama") as caught:
+    (tmp_path / "config.json").write_text('{"model_type": "novel", "architectures": ["NovelForCausalLM"]}')
+    why = r"'novel' \(NovelForCausalLM\) is not one of our families, and transformers .* does not know it"
+    with pytest.raises(EngineError, match=why) as caught:
         build_engine(EngineConfig(str(tmp_path), device="cpu"))
     assert caught.value.category == "user"
 
