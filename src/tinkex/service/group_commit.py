@@ -29,6 +29,8 @@ LOG = "commits"
 LOG_BYTES = 16 << 20  # of the log, before what it speaks of is synced and it begins anew
 LOGGED_BYTES = 64 << 10  # of one append: a longer one is not worth writing twice
 WAITING_BYTES = 1 << 20  # of the appends of one round: their files are synced instead of more
+# Before a round whose writers waited for the one before: they are many, and more of them share the sync.
+PAUSE = 0.001  # seconds
 Append = tuple[Path, int, bytes]
 
 
@@ -48,6 +50,7 @@ class GroupCommit:
         self._log: SegmentedLog | None = None
         self._begun = self._done = 0  # rounds
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._pause: asyncio.TimerHandle | None = None
         self._problem = ""
 
     def wrote(self, path: Path) -> None:
@@ -88,7 +91,7 @@ class GroupCommit:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiting.append((mark, waiter))
-        if self._begun == self._done:
+        if self._begun == self._done and self._pause is None:
             self._begin(loop)
         await waiter
 
@@ -97,6 +100,7 @@ class GroupCommit:
         await self.reached(self.mark())
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._pause = None
         with self._lock:
             paths, self._unsynced = self._unsynced, set()
             appends, self._appends = self._appends, []
@@ -121,7 +125,8 @@ class GroupCommit:
             else:
                 self._waiting.append((mark, waiter))
         if self._waiting:
-            self._begin(syncing.get_loop())
+            loop = syncing.get_loop()
+            self._pause = loop.call_later(PAUSE, self._begin, loop)
 
     # -- on a thread -------------------------------------------------------------------------------------
 
@@ -162,6 +167,8 @@ class GroupCommit:
 
     def close(self) -> None:
         """Wait for the round under way; then leave no log."""
+        if self._pause is not None:
+            self._pause.cancel()
         self._rounds.shutdown()
         if self._log is not None and not self._problem:
             self._sync(self._named)
