@@ -53,6 +53,23 @@ def expanded(decoder: Decoder, path: Path) -> Decoder:
     return plain
 
 
+def check_that_it_computes_as_expanded(packed: Decoder, path: Path) -> None:
+    """Logits and gradients of a quantised model are those of its weights expanded."""
+    plain, data = expanded(packed, path), sequences((5, 1, 40))
+    found = []
+    for decoder in (packed, plain):
+        adapter = Adapter.fresh(LoraConfig(4, seed=1), decoder.sites(), torch.device("cpu"))
+        randomise(adapter.flat, 2)
+        lora = LoraBatch([adapter, None], [6, 40], train=True)
+        logits = decoder.logits(hidden(decoder, data, lora), lora)
+        logits.square().mean().backward()
+        assert adapter.grad is not None
+        found.append((logits.detach(), adapter.grad.clone()))
+    (logits, gradient), (wanted, wanted_gradient) = found
+    assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(gradient, wanted_gradient, rtol=1e-3, atol=1e-3 * wanted_gradient.abs().max())
+
+
 def quantised_file(path: Path, name: str) -> None:
     """Quantise the projections of a model in place, all but one."""
     scheme, pack = FORMATS[name]
@@ -76,19 +93,7 @@ def test_logits_and_gradients_are_those_of_the_expanded_model(tmp_path: Path, sc
         quantised_file(path, scheme)
     packed = load_decoder(path, quantize=scheme if scheme in SCHEMES else "file")
     assert packed.slots()
-    plain, data = expanded(packed, path), sequences((5, 1, 40))
-    found = []
-    for decoder in (packed, plain):
-        adapter = Adapter.fresh(LoraConfig(4, seed=1), decoder.sites(), torch.device("cpu"))
-        randomise(adapter.flat, 2)
-        lora = LoraBatch([adapter, None], [6, 40], train=True)
-        logits = decoder.logits(hidden(decoder, data, lora), lora)
-        logits.square().mean().backward()
-        assert adapter.grad is not None
-        found.append((logits.detach(), adapter.grad.clone()))
-    (logits, gradient), (wanted, wanted_gradient) = found
-    assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(gradient, wanted_gradient, rtol=1e-3, atol=1e-3 * wanted_gradient.abs().max())
+    check_that_it_computes_as_expanded(packed, path)
 
 
 def test_experts_are_kept_quantised_too(tmp_path: Path) -> None:
@@ -109,21 +114,10 @@ def test_latent_attention_and_experts_with_biases_train_and_sample_packed(
     """Logits and gradients are those of the expanded model; sampled logprobs are the trainer's."""
     path = tiny_model(tmp_path, family, hidden_size=128, vocab_size=320)
     packed = load_decoder(path, quantize="nf4")
-    names, plain, data = packed.slots(), expanded(packed, path), sequences((5, 1, 40))
+    names = packed.slots()
     assert any(".experts." in name for name in names)
     assert any("self_attn.o_proj" in name for name in names)
-    found = []
-    for decoder in (packed, plain):
-        adapter = Adapter.fresh(LoraConfig(4, seed=1), decoder.sites(), torch.device("cpu"))
-        randomise(adapter.flat, 2)
-        lora = LoraBatch([adapter, None], [6, 40], train=True)
-        logits = decoder.logits(hidden(decoder, data, lora), lora)
-        logits.square().mean().backward()
-        assert adapter.grad is not None
-        found.append((logits.detach(), adapter.grad.clone()))
-    (logits, gradient), (wanted, wanted_gradient) = found
-    assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(gradient, wanted_gradient, rtol=1e-3, atol=1e-3 * wanted_gradient.abs().max())
+    check_that_it_computes_as_expanded(packed, path)
     engine = build_engine(EngineConfig(str(path), device="cpu", kv_bytes=1 << 20, quantize="nf4"))
     try:
         check_that_samples_are_as_trained(engine)

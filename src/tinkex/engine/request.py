@@ -22,7 +22,6 @@ from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, 
 from tinkex.types.tensor import TensorData
 
 _DRAWN = 1 << 20  # tokens drawn for one prompt: all other requests wait meanwhile
-_NO_IDS: frozenset[int] = frozenset()
 _ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past any sample's index
 
 
@@ -53,8 +52,9 @@ def check_work(work: SampleWork, vocab: int, padded_vocab: int, context: int) ->
     if work.num_samples < 1:
         raise user_error(f"num_samples must be at least 1, got {work.num_samples}")
     if min(work.topk_prompt_logprobs, work.topk_sample_logprobs, work.prompt_alt_tokens_k) < 0:
-        names = "topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k"
-        raise user_error(f"{names} must be at least 0")
+        names = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        name = next(name for name in names if getattr(work, name) < 0)
+        raise user_error(f"{name} must be at least 0, got {getattr(work, name)}")
     if work.prompt_alt_tokens_k > (most := _DRAWN // length):
         got = work.prompt_alt_tokens_k
         raise user_error(f"prompt_alt_tokens_k must be 0 to {most} for this request, got {got}")
@@ -120,7 +120,7 @@ class Stops:
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...], token_bytes: Sequence[bytes] = ()) -> None:
         given = work.params.stop
         self._sequences, self._table = work.stop_bytes, token_bytes
-        self._given = frozenset(s for s in given if isinstance(s, int)) if given else _NO_IDS
+        self._given = frozenset(s for s in given or () if isinstance(s, int))
         never = not self._sequences and given is not None and len(given) == 0
         self._ids = self._given if never else self._given.union(eos_ids)
         self._keep = max(map(len, self._sequences), default=0)

@@ -46,6 +46,7 @@ MAX_BODY = 256 * 1024 * 1024  # of a request, in bytes after decompression
 _ACCESS_TOKEN = "x-tinker-weights-access-token"  # a header, to keep the secret out of logged bodies
 
 Headers = Mapping[str, str]
+_with_arrays = partial(large_json.loads, arrays=True)
 T = TypeVar("T")
 
 
@@ -157,7 +158,7 @@ def decode_request(
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
         has_tensors = op.request in (ForwardBackwardRequest, SampleRequest)
-        fields = load_object(body or b"{}", partial(large_json.loads, arrays=has_tensors))
+        fields = load_object(body or b"{}", _with_arrays if has_tensors else large_json.loads)
         if query or path_params:
             fields = {**(query or {}), **fields, **(path_params or {})}
         if op.request is ForwardBackwardRequest:
@@ -179,7 +180,7 @@ def peek_turn(
         body = unpack(body, headers.get("content-encoding", ""), max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_turn(body)
-        fields = load_object(body, partial(large_json.loads, arrays=True))
+        fields = load_object(body, _with_arrays)
     except (ValueError, MemoryError):
         return None
     run, seq_id = fields.get("model_id"), fields.get("seq_id")

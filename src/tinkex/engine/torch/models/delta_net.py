@@ -149,6 +149,24 @@ class Chunks:
         x = x.flatten(0, 1)
         return x if self.whole else _Move.apply(x, self.place_T, len(self.place_T), False)
 
+    def scan(
+        self, step: Callable[..., tuple[Tensor, Tensor]], state_B: Tensor, *inputs_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`step` maps a state and one chunk's inputs to its output and the next state.
+
+        Returns the outputs of all chunks, and the states after the last tokens.
+        """
+        state = state_B if self.sorted else state_B[self.order_B]
+        ended, outputs = list[Tensor](), list[Tensor]()
+        for inputs in zip(*(x.split(self.steps) for x in inputs_N), strict=True):
+            if len(inputs[0]) < len(state):
+                ended.append(state[len(inputs[0]) :])
+                state = state[: len(inputs[0])]
+            output, state = step(state, *inputs)
+            outputs.append(output)
+        final = torch.cat([state, *reversed(ended)]) if ended else state
+        return torch.cat(outputs), final if self.sorted else final[self.rank_B]
+
 
 class _Move(Function):
     """Rows to `places` of a larger tensor of zeros, or (not `out`) back from there."""
@@ -170,6 +188,13 @@ def _move(x: Tensor, places: Tensor, rows: int, out: bool) -> Tensor:
     return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, places, x)
 
 
+def decay_between(decayed: Tensor) -> Tensor:
+    """e^(sum of the decays after token j up to token i), 0 for j > i; `decayed` [..., C] are running sums."""
+    size = decayed.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=decayed.device).triu(1)
+    return (decayed[..., None] - decayed[..., None, :]).masked_fill(later, float("-inf")).exp()
+
+
 def delta_chunks(
     q_TKD: Tensor,
     k_TKD: Tensor,
@@ -186,8 +211,7 @@ def delta_chunks(
     v = chunks.split(v_THV).unflatten(2, (K, R)).permute(0, 2, 3, 1, 4)  # [N, K, R, C, V]
     decayed = chunks.split(g_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1).cumsum(-1)  # [N, K, R, C]
     beta = chunks.split(beta_TH).unflatten(2, (K, R)).permute(0, 2, 3, 1)[..., None]
-    later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    decay = (decayed[..., None] - decayed[..., None, :]).masked_fill(later, float("-inf")).exp()
+    decay = decay_between(decayed)
     k_t = k.transpose(2, 3)
     system = (k @ k_t)[:, :, None] * decay * beta
     seen = (q @ k_t)[:, :, None] * decay
@@ -201,22 +225,15 @@ def delta_chunks(
     end = decayed[..., -1:]
     k_t = (k * (end - decayed).exp()[..., None]).reshape(heads).transpose(2, 3)
     end = end.exp().reshape(N, H, 1, 1)
-    if state_BHDV is None:
-        state = v_THV.new_zeros(chunks.steps[0], H, D, V)
-    else:
-        state = state_BHDV if chunks.sorted else state_BHDV[chunks.order_B]
-    ended, out = [], []
-    steps = zip(*(x.split(chunks.steps) for x in (u, w, q, seen, k_t, end)), strict=True)
-    for u, w, q, seen, k_t, end in steps:
-        if len(u) < len(state):
-            ended.append(state[len(u) :])
-            state = state[: len(u)]
+
+    def step(state: Tensor, u: Tensor, w: Tensor, q: Tensor, seen: Tensor, k_t: Tensor, end: Tensor):
         new = u - w @ state
-        out.append(q @ state + seen @ new)
-        state = state * end + k_t @ new
-    final = torch.cat([state, *reversed(ended)]) if ended else state
-    o = torch.cat(out).transpose(1, 2)  # [N, C, H, V]
-    return chunks.join(o), final if chunks.sorted else final[chunks.rank_B]
+        return q @ state + seen @ new, state * end + k_t @ new
+
+    if state_BHDV is None:
+        state_BHDV = v_THV.new_zeros(len(chunks.lengths), H, D, V)
+    o, final = chunks.scan(step, state_BHDV, u, w, q, seen, k_t, end)
+    return chunks.join(o.transpose(1, 2)), final  # [N, C, H, V]
 
 
 def delta_step(

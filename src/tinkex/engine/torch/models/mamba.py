@@ -20,7 +20,7 @@ from torch import Tensor
 from tinkex.engine.torch.hooks import ForwardContext, Part, PartialProjection, Site
 from tinkex.engine.torch.models.architecture import MambaConfig, ModelConfig
 from tinkex.engine.torch.models.block import Block, frozen_parameter
-from tinkex.engine.torch.models.delta_net import Chunks, conv_silu, mix_groups
+from tinkex.engine.torch.models.delta_net import Chunks, conv_silu, decay_between, mix_groups
 from tinkex.engine.torch.models.projection import Projection, total
 
 if TYPE_CHECKING:
@@ -109,33 +109,22 @@ def mamba_chunks(
 ) -> tuple[Tensor, Tensor]:
     """y_THP and the states after the last tokens; sequences start at `state_BHSP`, or at zero."""
     (_, G, S), (_, H, P) = b_TGS.shape, dx_THP.shape
-    N, C, R = chunks.count, chunks.size, H // G
+    N, R = chunks.count, H // G
     b, c = (chunks.split(x).transpose(1, 2) for x in (b_TGS, c_TGS))  # [N, G, C, S]
     dx = chunks.split(dx_THP).unflatten(2, (G, R)).permute(0, 2, 3, 1, 4)  # [N, G, R, C, P]
     decayed = chunks.split(a_TH).unflatten(2, (G, R)).permute(0, 2, 3, 1).cumsum(-1)  # [N, G, R, C]
-    later = torch.ones(C, C, dtype=torch.bool, device=b.device).triu(1)
-    decay = (decayed[..., None] - decayed[..., None, :]).masked_fill(later, float("-inf")).exp()
     end = decayed[..., -1:]
-    y = ((c @ b.transpose(2, 3))[:, :, None] * decay) @ dx
+    y = ((c @ b.transpose(2, 3))[:, :, None] * decay_between(decayed)) @ dx
     left = dx * (end - decayed).exp()[..., None]  # of each token at the chunk's end
     added = (b.transpose(2, 3)[:, :, None] @ left).reshape(N, H, S, P)
     end = end.exp().reshape(N, H, 1, 1)
     if state_BHSP is None:
-        state = dx_THP.new_zeros(chunks.steps[0], H, S, P)
-    else:
-        state = state_BHSP if chunks.sorted else state_BHSP[chunks.order_B]
-    ended, starts = [], []
-    for more, kept in zip(added.split(chunks.steps), end.split(chunks.steps), strict=True):
-        if len(more) < len(state):
-            ended.append(state[len(more) :])
-            state = state[: len(more)]
-        starts.append(state)
-        state = state * kept + more
-    final = torch.cat([state, *reversed(ended)]) if ended else state
-    start = torch.cat(starts).unflatten(1, (G, R))
+        state_BHSP = dx_THP.new_zeros(len(chunks.lengths), H, S, P)
+    start, final = chunks.scan(lambda state, more, kept: (state, state * kept + more), state_BHSP, added, end)
+    start = start.unflatten(1, (G, R))
     y = y + (c[:, :, None] @ start) * decayed.exp()[..., None]
     y = y.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [N, C, H, P]
-    return chunks.join(y), final if chunks.sorted else final[chunks.rank_B]
+    return chunks.join(y), final
 
 
 def mamba_step(dx_BHP: Tensor, a_BH: Tensor, b_BGS: Tensor, c_BGS: Tensor, state_BHSP: Tensor) -> Tensor:
