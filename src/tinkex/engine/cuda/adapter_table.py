@@ -1,7 +1,7 @@
 """Adapters and rows as kernels see them: a table of addresses on the device, and tiles of one adapter's rows.
 
 A table has a row (slot) for each adapter. Its columns are the adapter's rank and, for each site, the address
-of A and of each part's Bᵀ. Knows no kernel; `grouped_lora` fills the tables.
+of A and of each part's Bᵀ; of experts, of the first expert's. Knows no kernel; `grouped_lora` fills the tables.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.adapters import Adapter, SiteShape
 from tinkex.engine.torch.hooks import Site
 
 ALIGNED = 128  # rows: no tile crosses a multiple of it
-_GROUPS = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "unembed": 0}
-_COLUMNS = 4  # of a site: the addresses of A and of up to three parts' Bᵀ
+# Where a site's columns are among its layer's: a layer has one mixer, and one MLP or experts beside a shared one.
+_GROUPS = {
+    "qkv": 0, "qkvz": 0, "o": 1, "delta_out": 1, "gate_up": 2, "experts_gate_up": 2, "down": 3,
+    "experts_down": 3, "shared_gate_up": 4, "shared_down": 5, "unembed": 0,
+}  # fmt: skip
+_SITES = 6  # of a layer, at most
+_COLUMNS = 5  # of a site: the addresses of A and of up to four parts' Bᵀ
 _VECTOR = 8  # elements: every matrix begins at a multiple of 16 bytes
 
 
@@ -101,18 +106,22 @@ class SiteAdapters:
 
 def column_of(site: Site) -> int:
     """A site's first column in a table of addresses; column 0 is the rank."""
-    return 1 + _COLUMNS * (len(_GROUPS) - 1) * (site.layer + 1) + _COLUMNS * _GROUPS[site.group]
+    return 1 + _COLUMNS * (_SITES * (site.layer + 1) + _GROUPS[site.group])
+
+
+def has_column(site: Site, shape: SiteShape) -> bool:
+    """Whether a table has the site; of experts that share no factor it has none."""
+    return site.group in _GROUPS and (shape.experts == 1 or bool(shape.shared))
 
 
 def offsets_of(adapter: Adapter) -> np.ndarray:
     """Where in an adapter's flat buffer each column's matrix begins; -1 where it has none."""
     if adapter.offsets is None:
-        dense = {site: shape for site, shape in adapter.shapes.items() if site.group in _GROUPS}
-        last = max((site.layer for site in dense), default=-1)
+        read = {site: shape for site, shape in adapter.shapes.items() if has_column(site, shape)}
+        last = max((site.layer for site in read), default=-1)
         offsets = np.full(column_of(Site(last + 1, "qkv")), -1, np.int64)
-        for site, shape in dense.items():
-            sizes = [len(shape.parts) * shape.in_features, *shape.outs[:-1]]
-            starts = shape.start + shape.rank * np.cumsum([0, *sizes])
+        for site, shape in read.items():
+            starts = shape.start + np.cumsum([0, shape.a_size, *(shape.rank * out for out in shape.outs[:-1])])
             offsets[column_of(site) : column_of(site) + len(starts)] = starts
         adapter.offsets = offsets
     return adapter.offsets

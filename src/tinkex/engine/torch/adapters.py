@@ -55,10 +55,11 @@ class SiteShape:
 
     @property
     def size(self) -> int:
-        return self._a_size + self._count("B") * self.rank * sum(self.outs)
+        return self.a_size + self._count("B") * self.rank * sum(self.outs)
 
     @property
-    def _a_size(self) -> int:
+    def a_size(self) -> int:
+        """Elements of all A, which come first."""
         return self._count("A") * len(self.parts) * self.rank * self.in_features
 
     def _count(self, side: str) -> int:
@@ -69,7 +70,7 @@ class SiteShape:
 
         E is 1 on the shared side.
         """
-        r, a_size = self.rank, self._a_size
+        r, a_size = self.rank, self.a_size
         a, b_t = flat[self.start : self.start + self.size].split([a_size, self.size - a_size])
         pieces = b_t.view(self._count("B"), -1).split([r * out for out in self.outs], 1)
         a = a.view(self._count("A"), -1, self.in_features)
