@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
+from tinkex.service.ledger_schema import MIGRATIONS, migrate, version
 from tinkex.service.rows import (
-    MIGRATIONS,
     TABLES,
     AuditRow,
     CheckpointRow,
@@ -35,8 +35,6 @@ from tinkex.service.rows import (
     SessionRow,
     Storage,
     UsageRow,
-    migrate,
-    version,
 )
 from tinkex.types.params import LoraConfig
 from tinkex.types.sessions import (
@@ -658,8 +656,16 @@ def test_a_full_disk_has_its_own_error_and_loses_nothing(ledger):
 
 
 def test_migrations_are_applied_once_in_order_and_whole():
-    first, second = ["CREATE TABLE t (a)"], ["INSERT INTO t VALUES (1)"]
-    fails = ["INSERT INTO t VALUES (2)", "INSERT INTO halfway VALUES (3)"]
+    def first(execute):
+        execute("CREATE TABLE t (a)")
+
+    def second(execute):
+        execute("INSERT INTO t VALUES (1)")
+
+    def fails(execute):
+        execute("INSERT INTO t VALUES (2)")
+        execute("INSERT INTO halfway VALUES (3)")
+
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
         migrate(db, [first])
         assert version(db) == 1

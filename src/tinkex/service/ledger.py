@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tinkex.errors import TinkerError
-from tinkex.service import rows
+from tinkex.service import ledger_schema, rows
 from tinkex.service.rows import CheckpointRow, KeyRow, RunRow, SamplerRow, Scope, SessionRow
 from tinkex.store import sync_path
 from tinkex.types.sessions import ClientFinishedSessionStatusQuery, SessionSearchRequest, UserSearchOwner
@@ -68,17 +68,18 @@ class Ledger:
                 for file in (path, *path.parent.glob(f"{path.name}-*")):  # its -wal and -shm
                     with suppress(OSError):  # another user's
                         file.chmod(0o600)
-            self._db = rows.connect(str(path), timeout=BUSY_SECONDS, check_same_thread=False)
+            self._db = ledger_schema.connect(str(path), timeout=BUSY_SECONDS, check_same_thread=False)
         except (sqlite3.Error, OSError, UnicodeError) as error:
             raise self._error(error) from error
         try:
             synchronous = f"synchronous = {'FULL' if wrote is None else 'NORMAL'}"
             for pragma in ("journal_mode = WAL", synchronous, "foreign_keys = ON", "temp_store = MEMORY"):
                 self._db.execute(f"PRAGMA {pragma}")
-            rows.migrate(self._db)
-            rows.keep_checksums(self._db)
+            ledger_schema.migrate(self._db)
+            ledger_schema.keep_checksums(self._db)
             self._is_whole = {
-                kind: f"checksum IS {rows.checksum(self._db, table)}" for kind, table in rows.TABLES.items()
+                kind: f"checksum IS {ledger_schema.checksum(self._db, table)}"
+                for kind, table in rows.TABLES.items()
             }
             self._note_write()
         except sqlite3.Error as error:
@@ -116,23 +117,23 @@ class Ledger:
     def _check(self) -> None:
         # Read-only: even closing a writable connection would fold the write-ahead log into a damaged file.
         uri = f"{self.path.absolute().as_uri()}?mode=ro"
-        with closing(rows.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
-            ours = db.execute("PRAGMA application_id").fetchone()[0] == rows.APPLICATION_ID
+        with closing(ledger_schema.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
+            ours = db.execute("PRAGMA application_id").fetchone()[0] == ledger_schema.APPLICATION_ID
             if not ours and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise LedgerError(f"{self.path} is another program's database: give Tinkex a home of its own")
-            if (seen := rows.version(db)) > (known := len(rows.MIGRATIONS)):
+            if (seen := ledger_schema.version(db)) > (known := len(ledger_schema.MIGRATIONS)):
                 raise LedgerError(
                     f"{self.path} was written by a newer Tinkex (schema {seen}; this one knows up to "
                     f"{known}): upgrade Tinkex, or use another home"
                 )
             if not seen:  # the first page is there, and what followed it is not
                 self._refuse_if_lost()
-            if not rows.has_our_schema(db):
+            if not ledger_schema.has_our_schema(db):
                 raise sqlite3.DatabaseError("its tables are not those of its version")
             (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
-            for table, rowid in rows.damaged_rows(db):
+            for table, rowid in ledger_schema.damaged_rows(db):
                 raise sqlite3.DatabaseError(f"row {rowid} of {table} does not match its checksum")
 
     def close(self) -> None:
@@ -475,12 +476,14 @@ def salvage(damaged: Path, ledger: Ledger) -> Iterator[str]:
     """
     if not damaged.exists():
         return
-    with closing(rows.connect(str(damaged))) as old:
+    with closing(ledger_schema.connect(str(damaged))) as old:
         for kind, table in rows.TABLES.items():
             found = 0
             try:
                 columns = {name for _, name, *_ in old.execute(f"PRAGMA table_info({table})")}
-                is_whole = f"checksum IS {rows.checksum(old, table)}" if "checksum" in columns else "1"
+                is_whole = (
+                    f"checksum IS {ledger_schema.checksum(old, table)}" if "checksum" in columns else "1"
+                )
                 names = ", ".join([is_whole, "rowid", *rows.columns(kind)])
                 for whole, rowid, *values in old.execute(f"SELECT {names} FROM {table}"):
                     if not whole:
