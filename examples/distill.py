@@ -11,6 +11,7 @@ import argparse
 import numpy as np
 
 import tinkex
+from tinkex.rl import rl_datum
 
 PROMPTS = ["Why is the sky blue?", "How do magnets work?", "What is a prime number?", "Why do leaves fall?"]
 
@@ -50,17 +51,7 @@ def main() -> None:
                 mine = np.array(sequence.logprobs, np.float32)
                 theirs = np.array(future.result()[len(prompt) :], np.float32)
                 distances.append(float(np.mean(mine - theirs)))
-                tokens, before = [*prompt, *sequence.tokens], np.zeros(len(prompt) - 1, np.float32)
-                data.append(
-                    tinkex.Datum(
-                        tinkex.ModelInput.from_ints(tokens[:-1]),
-                        {
-                            "target_tokens": np.array(tokens[1:]),
-                            "logprobs": np.concatenate([before, mine]),
-                            "advantages": np.concatenate([before, theirs - mine]),
-                        },
-                    )
-                )
+                data.append(rl_datum(prompt, sequence, theirs - mine))
             run.forward_backward(data, "importance_sampling")
             run.optim_step(tinkex.AdamParams(learning_rate=options.learning_rate)).result()
             print(f"step {step:3d}   KL(student, teacher) per token {np.mean(distances):.4f}")

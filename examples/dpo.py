@@ -13,14 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import tinkex
-
-
-def answer(tokenizer, prompt: str, text: str) -> tuple[list[int], int]:
-    """The tokens of prompt and answer, and where the answer begins."""
-    messages = [{"role": "user", "content": prompt}]
-    start = len(tinkex.render_chat(tokenizer, messages))
-    messages.append({"role": "assistant", "content": text})
-    return tinkex.render_chat(tokenizer, messages, add_generation_prompt=False), start
+from tinkex.data import chat_datum
 
 
 def dpo(references: np.ndarray, beta: float):
@@ -58,15 +51,11 @@ def main() -> None:
         for line in options.pairs.read_text().splitlines():
             pair = json.loads(line)
             for text in (pair["chosen"], pair["rejected"]):
-                tokens, start = answer(tokenizer, pair["prompt"], text)
-                weights = np.zeros(len(tokens) - 1, np.float32)
-                weights[start - 1 :] = 1.0
-                data.append(
-                    tinkex.Datum(
-                        tinkex.ModelInput.from_ints(tokens[:-1]),
-                        {"target_tokens": np.array(tokens[1:]), "weights": weights},
-                    )
+                asked, said = (
+                    {"role": "user", "content": pair["prompt"]},
+                    {"role": "assistant", "content": text},
                 )
+                data.append(chat_datum(tokenizer, [asked, said]))
         before = run.forward(data, "cross_entropy").result().loss_fn_outputs
         references = np.array([
             np.dot(output["logprobs"].to_numpy(), datum.loss_fn_inputs["weights"].to_numpy())

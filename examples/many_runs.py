@@ -11,18 +11,10 @@ import argparse
 import asyncio
 from collections import Counter
 
-import numpy as np
-
 import tinkex
+from tinkex.data import weighted_datum
 
 TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-def read_datum(tokens: list[int]) -> tinkex.Datum:
-    return tinkex.Datum(
-        tinkex.ModelInput.from_ints(tokens[:-1]),
-        {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
-    )
 
 
 async def train(
@@ -30,7 +22,7 @@ async def train(
 ) -> tuple[float, float]:
     """One run of the sweep: its learning rate and its last loss."""
     rate = float(10 ** (-4 + 2 * number / max(1, options.runs - 1)))
-    data = [read_datum(text)]
+    data = [weighted_datum(text)]
     loss = 0.0
     for _ in range(options.steps):
         passed = await run.forward_backward_async(data, "cross_entropy")

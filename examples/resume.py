@@ -10,9 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
-
 import tinkex
+from tinkex.data import weighted_datum
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away into the deep dark wood "
 
@@ -20,7 +19,7 @@ TEXT = "the quick brown fox jumps over the lazy dog and runs away into the deep 
 def batch_of(tokenizer, step: int) -> list[tinkex.Datum]:
     """The data of a step: a function of the step alone."""
     tokens = tokenizer.encode(TEXT[step % 10 :] + TEXT)
-    return [tinkex.Datum(tinkex.ModelInput.from_ints(tokens[:-1]), {"target_tokens": np.array(tokens[1:])})]
+    return [weighted_datum(tokens)]
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import importlib
 import numpy as np
 
 import tinkex
+from tinkex.rl import group_advantages, has_signal, rl_datum
 
 PROMPTS = [
     "Name a colour.", "Name an animal.", "What is the capital of France?", "Name a fruit.",
@@ -23,20 +24,6 @@ PROMPTS = [
 def reward(text: str) -> float:
     """1 for one word; less the more words there are."""
     return 1.0 / max(1, len(text.split()))
-
-
-def read_datum(prompt: list[int], sequence: tinkex.SampledSequence, advantage: float) -> tinkex.Datum:
-    """The prompt has advantage 0: only what was sampled is learnt from."""
-    tokens = [*prompt, *sequence.tokens]
-    nothing = np.zeros(len(prompt) - 1, np.float32)
-    return tinkex.Datum(
-        tinkex.ModelInput.from_ints(tokens[:-1]),
-        {
-            "target_tokens": np.array(tokens[1:]),
-            "logprobs": np.concatenate([nothing, np.array(sequence.logprobs, np.float32)]),
-            "advantages": np.concatenate([nothing, np.full(len(sequence.tokens), advantage, np.float32)]),
-        },
-    )
 
 
 def main() -> None:
@@ -65,13 +52,11 @@ def main() -> None:
             rewards, data = [], []
             for prompt, future in zip(prompts, asked, strict=True):
                 sequences = future.result().sequences
-                group = np.array(
-                    [reward(tokenizer.decode(s.tokens, skip_special_tokens=True)) for s in sequences]
-                )
-                rewards.extend(group)
-                for sequence, advantage in zip(sequences, group - group.mean(), strict=True):
-                    if advantage:  # a group that agrees teaches nothing
-                        data.append(read_datum(prompt, sequence, float(advantage)))
+                group = [reward(tokenizer.decode(s.tokens, skip_special_tokens=True)) for s in sequences]
+                rewards += group
+                if has_signal(group):  # a group that agrees teaches nothing
+                    pairs = zip(sequences, group_advantages(group), strict=True)
+                    data += [rl_datum(prompt, sequence, float(advantage)) for sequence, advantage in pairs]
             print(f"step {step:3d}   reward {np.mean(rewards):.3f}   {len(data)} answers to learn from")
             if tracker:
                 tracker.log({"reward": float(np.mean(rewards)), "answers": len(data)}, step=step)

@@ -13,26 +13,8 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
-
 import tinkex
-
-
-def read_datum(tokenizer, messages: list[dict]) -> tinkex.Datum:
-    """One conversation: every token is an input, and what the assistant says has weight 1."""
-    tokens, weights = [], []
-    for turn, message in enumerate(messages):
-        assistant = message["role"] == "assistant"
-        so_far = (
-            tinkex.render_chat(tokenizer, messages[:turn], add_generation_prompt=assistant) if turn else []
-        )
-        upto = tinkex.render_chat(tokenizer, messages[: turn + 1], add_generation_prompt=False)
-        weights += [0.0] * (len(so_far) - len(tokens)) + [float(assistant)] * (len(upto) - len(so_far))
-        tokens = upto
-    return tinkex.Datum(
-        tinkex.ModelInput.from_ints(tokens[:-1]),
-        {"target_tokens": np.array(tokens[1:]), "weights": np.array(weights[1:], np.float32)},
-    )
+from tinkex.data import chat_datum, learnt_tokens
 
 
 def main() -> None:
@@ -53,7 +35,7 @@ def main() -> None:
         run = service.create_lora_training_client(options.model, rank=options.rank)
         tokenizer = run.get_tokenizer()
         lines = options.data.read_text().splitlines()
-        data = [read_datum(tokenizer, json.loads(line)["messages"]) for line in lines if line.strip()]
+        data = [chat_datum(tokenizer, json.loads(line)["messages"]) for line in lines if line.strip()]
         random.seed(0)
         if tracker:
             tracker.init(project="sft", config={name: str(value) for name, value in vars(options).items()})
@@ -61,8 +43,7 @@ def main() -> None:
             batch = random.sample(data, min(options.batch, len(data)))
             passed = run.forward_backward(batch, "cross_entropy")
             stepped = run.optim_step(tinkex.AdamParams(learning_rate=options.learning_rate))  # pipelined
-            tokens = sum(float(np.sum(datum.loss_fn_inputs["weights"].to_numpy())) for datum in batch)
-            row = {"step": step, "nll": passed.result().metrics["loss:sum"] / tokens}
+            row = {"step": step, "nll": passed.result().metrics["loss:sum"] / learnt_tokens(batch)}
             stepped.result()
             with Path("metrics.jsonl").open("a") as log:
                 print(json.dumps(row), file=log)

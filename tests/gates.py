@@ -38,6 +38,7 @@ SHARED_MODULE_NAMES = {
     "billing": "usage: the service's operations, the command",
     "checkpoints": "saved adapters: the values, the service's operations, the client's calls",
     "config": "settings: of the process, of the service, and those that a server sends to its clients",
+    "data": "training examples: the values, and what makes them",
     "demo": "the package, and the command that runs it",
     "engine": "the package, and the engine that torch implements",
     "futures": "promised results: the values, and where the service keeps them",

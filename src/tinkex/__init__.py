@@ -13,9 +13,11 @@ from tinkex._version import __version__
 
 if TYPE_CHECKING:
     from tinkex import auth as auth
+    from tinkex import data as data
     from tinkex import errors as errors
     from tinkex import recovery as recovery
     from tinkex import regularizers as regularizers
+    from tinkex import rl as rl
     from tinkex import types as types
     from tinkex.client.admin import AdminClient as AdminClient
     from tinkex.client.custom_loss import LossHandle as LossHandle
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __title__ = "tinkex"
 
-_MODULES = ("auth", "errors", "recovery", "regularizers", "types")
+_MODULES = ("auth", "data", "errors", "recovery", "regularizers", "rl", "types")
 _NAMES = {
     "client.admin": "AdminClient",
     "client.custom_loss": "LossHandle PerDatumLossFn",

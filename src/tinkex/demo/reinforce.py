@@ -17,6 +17,7 @@ from typing import Any
 import tinkex
 from tinkex.demo import Demo, ctrl_c
 from tinkex.demo.screen import Screen
+from tinkex.rl import group_advantages, rl_datum
 
 
 def five_words(sample: str, words: int = 5) -> float:
@@ -36,8 +37,7 @@ class ScoredSample:
     """A prompt, what the model sampled, and its reward."""
 
     prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
+    sequence: tinkex.SampledSequence
     text: str
     reward: float
 
@@ -103,10 +103,8 @@ class Reinforce(Demo):
         for prompt, future in zip(prompts, waiting, strict=True):
             groups.append([])
             for sequence in future.result().sequences:
-                assert sequence.logprobs is not None  # sampled tokens always have them
                 text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
-                tokens, logprobs = list(sequence.tokens), list(sequence.logprobs)
-                groups[-1].append(ScoredSample(prompt, tokens, logprobs, text, self.reward(text)))
+                groups[-1].append(ScoredSample(prompt, sequence, text, self.reward(text)))
         return groups
 
     def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> tuple[float, str]:
@@ -120,16 +118,6 @@ class Reinforce(Demo):
 
 def group_data(group: list[ScoredSample]) -> list[tinkex.Datum]:
     """One subject's samples as training data, with advantages normalised within the group."""
-    mean = statistics.mean(each.reward for each in group)
-    spread = statistics.pstdev(each.reward for each in group) + 1e-6
-    return [datum(each, (each.reward - mean) / spread) for each in group]
-
-
-def datum(sampled: ScoredSample, advantage: float) -> tinkex.Datum:
-    tokens, before = sampled.prompt + sampled.tokens, [0.0] * (len(sampled.prompt) - 1)
-    inputs: dict[str, Any] = {
-        "target_tokens": tokens[1:],
-        "logprobs": before + sampled.logprobs,  # of the policy that sampled it
-        "advantages": before + [advantage] * len(sampled.tokens),
-    }
-    return tinkex.Datum(tinkex.ModelInput.from_ints(tokens[:-1]), inputs)
+    advantages = group_advantages([each.reward for each in group], divide_by_std=True)
+    pairs = zip(group, advantages.tolist(), strict=True)
+    return [rl_datum(each.prompt, each.sequence, advantage) for each, advantage in pairs]
