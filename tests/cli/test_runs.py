@@ -27,7 +27,7 @@ def test_runs_are_listed(place: Place) -> None:
     assert title.startswith("1 run ")
     curve = ["Loss"] if place.running is None else []  # of a server, only if asked for: it is a request a run
     assert head.split() == ["Run", "Model", "Rank", "Updated", "Status", *curve]
-    assert row.split()[:6] == [place.run, MODEL, "4", "just", "now", "OK"]
+    assert row.split()[:6] == [place.run, MODEL, "4", "just", "now", "Running"]
     assert [len(cell) for cell in row.split()[6:]] == [STEPS] * len(curve)
 
 

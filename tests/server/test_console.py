@@ -54,7 +54,7 @@ def test_a_runs_page_tells_what_it_is_and_how_far_it_got(server: Running, traine
     assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     page = Words(answer.body)
     assert f"Run {trained.model_id}" in page.text
-    for fact in (f"Base model {MODEL}", "LoRA rank 4", "Status ok", "Steps 3", "learning_rate 0.25"):
+    for fact in (f"Base model {MODEL}", "LoRA rank 4", "Status running", "Steps 3", "learning_rate 0.25"):
         assert fact in re.sub(r"\s+", " ", page.text)
     assert f"tinker://{trained.model_id}/weights/half-way" in page.text
     assert "svg" in page.tags

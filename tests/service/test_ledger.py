@@ -29,6 +29,7 @@ from tinkex.service.rows import (
     AuditRow,
     CheckpointRow,
     CustomLossRow,
+    RunQuery,
     RunRow,
     SamplerRow,
     Scope,
@@ -699,3 +700,59 @@ def test_what_was_written_survives_a_kill(path):
         last = [100, *(int(line) for line in writer.stdout if line.endswith("\n"))][-1]
     with closing(Ledger(path)) as ledger:
         assert ledger.sessions(ANN, limit=1).total >= last
+
+
+def test_runs_are_found_by_what_is_known_of_them_and_in_any_order(ledger: Ledger):
+    now = 1000.0
+    ledger.add_session(SessionRow("s", "ann", 1.0, 950.0))
+    ledger.add_session(SessionRow("t", "ann", 1.0, 100.0))
+    ledger.add_session(SessionRow("u", "bob", 1.0, 950.0))
+    ledger.add_run(run("s", 0, at=990.0, name="first 100%", tags=["math", "é"], steps=7))
+    ledger.add_run(run("s", 1, at=500.0, name="first_100x", steps=3, loss=0.5))
+    ledger.add_run(run("t", 0, at=100.0, tags=["maths"], steps=9, loss=0.1))
+    ledger.add_run(run("u", 0, at=990.0, owner="bob"))
+    for number, end in enumerate(("finished", "interrupted", "failed"), 2):
+        ledger.add_run(run("s", number, at=10.0 * number, ended=end))
+    ledger.add_run(run("s", 9, at=1.0, ended="finished", corrupted=True))
+
+    def found(**query: Any) -> list[str]:
+        asked = RunQuery(active_since=now - 60, heard_since=now - 300, **query)
+        page = ledger.find_runs(asked, Scope("ann"), limit=50)
+        assert page.total == len(page.rows)
+        return [row.run_id for row in page.rows]
+
+    assert found(text="00%") == ["s:train:0"], "a wildcard is a character like any other"
+    assert found(text="T_100") == ["s:train:1"]
+    assert found(tag="math") == ["s:train:0"]
+    assert found(tag="é") == ["s:train:0"]
+    assert found(state="running") == ["s:train:0"]
+    assert found(state="idle") == ["s:train:1"]
+    assert found(state="idle", busy=("s:train:1",)) == []
+    assert found(state="interrupted") == ["t:train:0", "s:train:3"], "one of them is not heard of any more"
+    assert found(state="finished") == ["s:train:2"]
+    assert found(state="failed") == ["s:train:4", "s:train:9"]
+    assert found(order="steps")[:3] == ["t:train:0", "s:train:0", "s:train:1"]
+    assert found(order="loss", descending=False)[:2] == ["t:train:0", "s:train:1"], "those without come last"
+    second = ledger.find_runs(RunQuery(order="steps"), Scope("ann"), limit=1, offset=1)
+    assert ([row.run_id for row in second.rows], second.total) == (["s:train:0"], 7)
+
+
+def test_a_run_is_called_by_its_name_or_by_the_beginning_of_its_id(ledger: Ledger):
+    for session, owner in (("abc", "ann"), ("abd", "ann"), ("xyz", "bob")):
+        ledger.add_session(SessionRow(session, owner, 1.0, 1.0))
+        ledger.add_run(run(session, 0, owner=owner, name="mine"))
+    called = ledger.runs_called
+    assert [row.run_id for row in called("abc", Scope("ann"))] == ["abc:train:0"]
+    assert len(called("ab", Scope("ann"))) == len(called("mine", Scope("ann"))) == 2
+    assert called("xyz", Scope("ann")) == []
+    assert [row.run_id for row in called("mine", Scope("bob"))] == ["xyz:train:0"]
+
+
+def test_a_run_is_deleted_with_its_unnamed_samplers_alone(ledger: Ledger):
+    ledger.add_session(SessionRow("s", "ann", 1.0, 1.0))
+    for number in (1, 11):
+        ledger.add_run(run("s", number))
+        place = f"runs/s/train-{number}/ephemeral/0"
+        ledger.add_sampler(SamplerRow(f"s:sample:{number}", "s", "ann", "tiny", 1.0, adapter_dir=place))
+    assert ledger.delete_run("s:train:1")
+    assert [row.sampler_id for row in ledger.samplers_of_session("s")] == ["s:sample:11"]

@@ -63,7 +63,7 @@ async def test_a_run_whose_creation_was_not_accepted_is_not_listed(
         assert (await user.result(await user.call(ops.CREATE_MODEL, creating(session)))).model_id
 
 
-async def test_a_run_is_active_until_its_session_ends_and_then_says_how(user: User):
+async def test_a_run_is_running_until_its_session_ends_and_then_says_how(user: User):
     ends = {
         "finished": sessions.ClientSessionFinishSuccess(),
         "interrupted": sessions.ClientSessionFinishInterrupted(),
@@ -71,7 +71,7 @@ async def test_a_run_is_active_until_its_session_ends_and_then_says_how(user: Us
     }
     for status, reason in ends.items():
         run = await user.run()
-        assert (await shown(user, run)).status == "active"
+        assert (await shown(user, run)).status == "running"
         request = sessions.FinishSessionRequest(session_id=run.split(":")[0], reason=reason)
         await user.call(ops.FINISH_SESSION, request)
         ended = await shown(user, run)

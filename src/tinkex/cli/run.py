@@ -87,8 +87,7 @@ def _loss_curve(run: TrainingRun, client: RestClient) -> str | None:
 
 def _status(run: TrainingRun) -> str:
     """In one word; servers other than ours only say whether a run is corrupted."""
-    status = run.status or ("failed" if run.corrupted else "active")
-    return "OK" if status == "active" else status.capitalize()
+    return (run.status or ("failed" if run.corrupted else "active")).capitalize()
 
 
 @run.command("info")

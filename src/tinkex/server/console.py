@@ -130,7 +130,7 @@ def _steps(lines: bytes) -> list[dict[str, Any]]:
 
 
 def _status(run: TrainingRun) -> str:
-    status = "ok" if run.status in (None, "active") else run.status
+    status = run.status or "active"
     return f"{status}: {run.status_reason}" if run.status_reason else status
 
 

@@ -313,12 +313,51 @@ class Ledger:
         return self._update(RunRow, "run_id = ?", [run_id], changes)
 
     def delete_run(self, run_id: str) -> bool:
-        return self._do("DELETE FROM runs WHERE run_id = ?", [run_id])
+        """With its unnamed samplers; its checkpoints must be gone."""
+        session_id, _, number = run_id.rpartition(":train:")
+        place = f"runs/{session_id}/train-{number}/"  # as Home.run_dir names it
+        with self.transaction():
+            beneath = "session_id = ? AND substr(adapter_dir, 1, ?) = ?"
+            self._do(f"DELETE FROM samplers WHERE {beneath}", [session_id, len(place), place])
+            return self._do("DELETE FROM runs WHERE run_id = ?", [run_id])
 
     def runs(
         self, scope: Scope, *, limit: int, offset: int = 0, project_id: str | None = None
     ) -> rows.RowPage[RunRow]:
         return self._page(RunRow, *_within(scope, project_id), "rowid", limit, offset)
+
+    def find_runs(
+        self, query: rows.RunQuery, scope: Scope, *, limit: int, offset: int = 0
+    ) -> rows.RowPage[RunRow]:
+        """Those that match, in the order that is asked for."""
+        where, values = _within(scope)
+        for clause, *given in _run_clauses(query):
+            where, values = f"{where} AND {clause}", [*values, *given]
+        assert query.order in rows.RUN_ORDERS, query.order
+        way = "DESC" if query.descending else "ASC"
+        ((total,),) = self._read(f"SELECT count(*) FROM runs WHERE {where}", values)
+        order = f"{query.order} IS NULL, {query.order} {way}, created_at DESC, run_id DESC"
+        rest = f"WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        found = self._select(RunRow, rest, [*values, min(limit, MAX_PAGE), min(offset, _BIGGEST)])
+        return rows.RowPage(found, total)
+
+    def run_models(self, scope: Scope) -> list[str]:
+        """The base models that there are runs of."""
+        where, values = _within(scope)
+        found = self._read(f"SELECT DISTINCT base_model FROM runs WHERE {where} ORDER BY base_model", values)
+        return [name for (name,) in found]
+
+    def runs_called(self, text: str, scope: Scope) -> list[RunRow]:
+        """Those of that name, or whose id begins so: two at most, to tell whether it is one."""
+        where, values = _within(scope)
+        where = f"{where} AND (name = ? OR substr(run_id, 1, ?) = ?)"
+        rest = f"WHERE {where} ORDER BY created_at DESC LIMIT 2"
+        return self._select(RunRow, rest, [*values, text, len(text), text])
+
+    def end_runs(self, session_id: str, ended: rows.RunEnd, why: str) -> None:
+        """The session of these runs is over."""
+        changes = {"ended": ended, "ended_why": why}
+        self._update(RunRow, "session_id = ? AND ended = ''", [session_id], changes)
 
     def runs_of_session(self, session_id: str) -> list[RunRow]:
         """In the order of their numbers."""
@@ -521,6 +560,40 @@ def _within(scope: Scope, project_id: str | None = None) -> tuple[str, list[Any]
     elif scope.owner is not None:
         where, values = "owner = ?", [scope.owner]
     return (where, values) if project_id is None else (f"{where} AND project_id = ?", [*values, project_id])
+
+
+def _run_clauses(query: rows.RunQuery) -> Iterator[tuple[Any, ...]]:
+    if query.text:
+        columns = ("name", "run_id", "base_model", "tags", "owner")
+        clause = " OR ".join(f"lower({column}) LIKE ? ESCAPE '!'" for column in columns)
+        yield f"({clause})", *[_containing(query.text.lower())] * len(columns)
+    if query.model:
+        yield "base_model = ?", query.model
+    if query.tag:
+        yield "tags LIKE ? ESCAPE '!'", _containing(json.dumps(query.tag))
+    busy = f"(last_request_at >= ? OR run_id IN {_LISTED})"
+    heard = "(SELECT last_seen_at FROM sessions WHERE sessions.session_id = runs.session_id) >= ?"
+    at_work = query.active_since, _listed(query.busy)
+    match query.state:
+        case "running":
+            yield f"corrupted = 0 AND ended = '' AND {busy}", *at_work
+        case "idle":
+            yield f"corrupted = 0 AND ended = '' AND NOT {busy} AND {heard}", *at_work, query.heard_since
+        case "interrupted":
+            silent = f"ended = '' AND NOT {busy} AND NOT {heard}"
+            clause = f"corrupted = 0 AND (ended = 'interrupted' OR ({silent}))"
+            yield clause, *at_work, query.heard_since
+        case "finished":
+            yield ("corrupted = 0 AND ended = 'finished'",)
+        case "failed":
+            yield ("(corrupted = 1 OR ended = 'failed')",)
+        case _:
+            pass
+
+
+def _containing(text: str) -> str:
+    """What LIKE finds `text` with, whatever is in it; its escape character is "!"."""
+    return f"%{text.replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
 
 
 def _search_clauses(query: SessionSearchRequest) -> Iterator[tuple[Any, ...]]:

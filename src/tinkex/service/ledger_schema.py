@@ -97,6 +97,31 @@ def _rows_have_checksums(execute: Execute) -> None:
         execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER")
 
 
+def _runs_have_names_states_and_totals(execute: Execute) -> None:
+    for column in (
+        "name TEXT NOT NULL DEFAULT ''", "tags TEXT NOT NULL DEFAULT '[]'", "parent TEXT",
+        "ended TEXT NOT NULL DEFAULT ''", "ended_why TEXT NOT NULL DEFAULT ''",
+        "steps INTEGER NOT NULL DEFAULT 0", "tokens INTEGER NOT NULL DEFAULT 0",
+        "seconds REAL NOT NULL DEFAULT 0", "loss REAL", "curve TEXT NOT NULL DEFAULT '[]'",
+    ):  # fmt: skip
+        execute(f"ALTER TABLE runs ADD COLUMN {column}")
+    execute(
+        """UPDATE runs SET
+            ended = (SELECT CASE json_extract(s.status, '$.reason.type') WHEN 'success' THEN 'finished'
+                     WHEN 'errored' THEN 'failed' ELSE 'interrupted' END
+                     FROM sessions s WHERE s.session_id = runs.session_id),
+            ended_why = (SELECT coalesce(json_extract(s.status, '$.detail'),
+                         json_extract(s.status, '$.message'), '')
+                         FROM sessions s WHERE s.session_id = runs.session_id)
+            WHERE session_id IN (SELECT session_id FROM sessions
+                                 WHERE json_extract(status, '$.type') != 'active')"""
+    )
+
+
+def _keys_may_be_admins(execute: Execute) -> None:
+    execute("ALTER TABLE keys ADD COLUMN admin INTEGER NOT NULL DEFAULT 0")
+
+
 # Append to it; never edit what is there: it was applied to ledgers that exist. A table made later has its
 # `checksum INTEGER` column from the beginning.
 MIGRATIONS: tuple[Migration, ...] = (
@@ -104,6 +129,8 @@ MIGRATIONS: tuple[Migration, ...] = (
     _runs_know_their_base_weights,
     _runs_know_their_problem,
     _rows_have_checksums,
+    _runs_have_names_states_and_totals,
+    _keys_may_be_admins,
 )
 
 

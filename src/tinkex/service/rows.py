@@ -16,6 +16,7 @@ from tinkex.types.params import LoraConfig
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 StoredRunState = Literal["live", "evicted", "closed"]
+RunEnd = Literal["", "finished", "interrupted", "failed"]
 UsageKind = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint", "storage"
 ]
@@ -56,6 +57,16 @@ class RunRow:
     state: StoredRunState = "live"
     fingerprint: str = ""  # of the base model's weights that it was made with, once that is known
     problem: str = ""  # why it is `corrupted`
+    name: str = ""
+    tags: list[str] = field(default_factory=list[str])
+    parent: str | None = None  # the tinker:// path that it was made from
+    ended: RunEnd = ""  # how, once its session is over
+    ended_why: str = ""
+    steps: int = 0  # what it has done so far, written every few seconds
+    tokens: int = 0
+    seconds: float = 0.0  # of the engine
+    loss: float | None = None  # of the last step
+    curve: list[float] = field(default_factory=list[float])  # of the loss, a few dozen means
 
 
 @dataclass(frozen=True)
@@ -167,6 +178,7 @@ class KeyRow:
     project_id: str | None
     created_at: float
     revoked_at: float | None = None
+    admin: bool = False  # it sees what is everybody's
 
 
 Row = TypeVar("Row")
@@ -184,6 +196,26 @@ class Scope(NamedTuple):
 
     owner: str | None
     project: str | None = None
+
+
+RUN_ORDERS = (
+    "created_at", "name", "base_model", "steps", "tokens", "loss", "last_request_at", "seconds", "owner",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunQuery:
+    """Which runs a list shows; everything that is given must match."""
+
+    text: str = ""  # part of a name, an id, a model, a tag or an owner
+    state: str = ""  # running, idle, finished, interrupted or failed
+    model: str = ""
+    tag: str = ""
+    order: str = "created_at"  # one of RUN_ORDERS
+    descending: bool = True
+    active_since: float = 0.0  # a run that has not ended is running if it was asked something since then
+    heard_since: float = 0.0  # and interrupted if nothing was heard of its client since then
+    busy: tuple[str, ...] = ()  # runs that are running whatever they were asked
 
 
 class FoundSession(NamedTuple):
@@ -214,8 +246,10 @@ TABLES: dict[type, str] = {
     SessionRow: "sessions", RunRow: "runs", SamplerRow: "samplers", CheckpointRow: "checkpoints",
     CustomLossRow: "custom_losses", UsageRow: "usage", AuditRow: "audit", KeyRow: "keys",
 }  # fmt: skip
-_JSON = frozenset({"tags", "user_metadata", "status", "optimizer_config", "inputs", "nodes", "details"})
-_FLAGS = frozenset({"corrupted", "with_optimizer", "public", "encrypted"})
+_JSON = frozenset(
+    {"tags", "user_metadata", "status", "optimizer_config", "inputs", "nodes", "details", "curve"}
+)
+_FLAGS = frozenset({"corrupted", "with_optimizer", "public", "encrypted", "admin"})
 _TIMES = frozenset({"created_at", "last_seen_at", "last_request_at", "expires_at", "revoked_at", "at"})
 
 

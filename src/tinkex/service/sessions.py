@@ -22,7 +22,7 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller
-from tinkex.service.rows import SamplerRow, Scope, SessionRow, texts
+from tinkex.service.rows import RunEnd, SamplerRow, Scope, SessionRow, texts
 from tinkex.service.runs.execution import Execution
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.samplers import Outcome
@@ -75,7 +75,9 @@ class Sessions:
         self.ended.add(row.session_id)
 
     def _end(self, session_id: str, status: Any) -> None:
-        self._ledger.update_session(session_id, status=status.model_dump(mode="json"))
+        with self._ledger.transaction():
+            self._ledger.update_session(session_id, status=(said := status.model_dump(mode="json")))
+            self._ledger.end_runs(session_id, *ending(said))
         self._activity.seen.pop(session_id, None)
         self.ended.add(session_id)
 
@@ -154,6 +156,20 @@ class Sessions:
             at, last = sessions[-1].created_at, sessions[-1].session_id
             cursor = types.SessionSearchCursor(last_created_at=at, last_session_id=last)
         return types.SessionSearchResponse(sessions=sessions, next_cursor=cursor)
+
+
+def ending(status: dict[str, Any]) -> tuple[RunEnd, str]:
+    """What the end of a session, as its row tells of it, means for its runs: how they ended, and why."""
+    detail = status.get("detail") or status.get("message") or ""
+    match status.get("reason", {}).get("type"):
+        case "success":
+            return "finished", detail
+        case "errored":
+            return "failed", detail or "its script ended with an exception"
+        case "interrupted":
+            return "interrupted", detail or "its script was interrupted"
+        case _:
+            return "interrupted", detail
 
 
 # -- traces ----------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ WIRE = "wire"
 # Bytes of text in one field of a request, nested ones included; of lists that programs make.
 MAX_FIELD, MAX_LARGE = 64 * 1024, 4 * 1024 * 1024
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # sequence numbers, sizes, offsets
+# What a person calls a run, and finds it by: our extension.
+RunName = Annotated[str, Field(max_length=120)]
+RunTags = Annotated[list[Annotated[str, Field(min_length=1, max_length=60)]], Field(max_length=32)]
 AnyJson = dict[str, Any] | list[Any] | str | int | float | bool | None  # parsed JSON, not yet checked
 
 

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import JsonValue
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.base import Count, ReplyModel, RequestModel
+from tinkex.types.base import Count, ReplyModel, RequestModel, RunName, RunTags
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 
 CheckpointType = Literal["training", "sampler", "external"]
@@ -139,6 +139,8 @@ class LoadWeightsRequest(RequestModel):  # into a run, or into a new one (sessio
     optimizer: bool = True  # clients before 0.5.1 omit it and expect True
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
+    name: RunName | None = None  # our extension, for a new run
+    tags: RunTags | None = None
     type: Literal["load_weights"] = "load_weights"
 
 

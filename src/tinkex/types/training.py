@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_serializer, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
-from tinkex.types.base import AnyJson, Count, Plain, ReplyModel, RequestModel
+from tinkex.types.base import AnyJson, Count, Plain, ReplyModel, RequestModel, RunName, RunTags
 from tinkex.types.checkpoints import Checkpoint, Cursor
 from tinkex.types.data import ForwardBackwardInput
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig, OptimParams
@@ -32,6 +32,8 @@ class CreateModelRequest(RequestModel):
     user_metadata: Mapping[str, JsonValue] | None = None
     lora_config: Annotated[LoraConfig, Plain] | None = None
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    name: RunName | None = None  # our extension
+    tags: RunTags | None = None
     type: Literal["create_model"] = "create_model"
 
 
@@ -126,7 +128,8 @@ class OptimStepResponse(ReplyModel):
         return metrics and {name: n for name, n in metrics.items() if math.isfinite(n)}
 
 
-RunStatus = Literal["active", "finished", "interrupted", "failed"]
+# "active" is what older servers say of a run that is running or idle.
+RunStatus = Literal["active", "running", "idle", "finished", "interrupted", "failed"]
 
 
 class TrainingRun(ReplyModel):
@@ -143,7 +146,11 @@ class TrainingRun(ReplyModel):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     status: RunStatus | None = None  # of servers that say
-    status_reason: str | None = None  # why it failed or was interrupted
+    status_reason: str | None = None  # why it failed or was interrupted, or what it waits for
+    name: str | None = None  # our extension, as all below
+    tags: list[str] | None = None
+    steps: int | None = None
+    tokens: int | None = None
 
 
 class ListTrainingRunsRequest(RequestModel):

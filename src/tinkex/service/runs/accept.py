@@ -42,6 +42,7 @@ from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.training import ForwardBackwardRequest
 
+RUNNING_SECONDS = 60.0  # without a request, before a run counts as idle
 MANY_CHUNKS = 1024  # from which a pass is digested and journaled on a thread
 T = TypeVar("T")
 
@@ -149,7 +150,9 @@ class TrainingRequests:
         row, is_new = self.ledger.add_run(
             RunRow(
                 run_id, request.session_id, request.model_seq_id, caller.user, base_model, lora, now, now,
-                project, user_metadata=request.user_metadata,
+                project, user_metadata=request.user_metadata, name=request.name or "",
+                tags=request.tags or [],
+                parent=request.path if isinstance(request, LoadWeightsRequest) else None,
             )
         )  # fmt: skip
         try:
@@ -276,6 +279,10 @@ class TrainingRequests:
                 user_metadata=texts(row.user_metadata) or None,
                 status=status,
                 status_reason=reason,
+                name=row.name or None,
+                tags=row.tags or None,
+                steps=row.steps,
+                tokens=row.tokens,
             )
             for row in rows
             for status, reason in [self._status(row)]
@@ -283,22 +290,37 @@ class TrainingRequests:
 
     def _status(self, row: RunRow) -> tuple[training.RunStatus, str | None]:
         """Whether a run failed, was interrupted, is over or goes on; and why."""
-        if row.corrupted:
-            return "failed", row.problem or None
         session = self.ledger.session(row.session_id)
-        status: dict[str, Any] = {"type": "active"} if session is None else session.status
-        detail = status.get("detail") or status.get("message")
-        match status["type"], status.get("reason", {}).get("type"):
-            case "active", _:
-                return "active", None
-            case "client_finished", "success":
-                return "finished", detail
-            case "client_finished", "errored":
-                return "failed", detail or "its script ended with an exception"
-            case "client_finished", _:
-                return "interrupted", detail or "its script was interrupted"
-            case _:
-                return "interrupted", detail
+        seen = self.activity.seen.get(row.session_id, 0.0 if session is None else session.last_seen_at)
+        return run_status(row, seen, self.config.session_lapse, busy=self.runs.is_busy(row.run_id))
+
+
+def run_status(
+    row: RunRow, seen_at: float, lapse: float, *, busy: bool = False
+) -> tuple[training.RunStatus, str | None]:
+    """A run's state in one word, and why; `busy`: it has requests that are not done."""
+    if row.corrupted:
+        return "failed", row.problem or None
+    if row.ended:
+        return row.ended, row.ended_why or None
+    now = time.time()
+    if busy or now - row.last_request_at < RUNNING_SECONDS:
+        return "running", None
+    if now - seen_at > lapse:
+        return "interrupted", f"its client was last heard of {since(now - seen_at)} ago"
+    return "idle", f"its client has sent nothing for {since(now - row.last_request_at)}"
+
+
+def since(seconds: float) -> str:
+    """A length of time in words.
+
+    >>> since(150), since(30), since(7200)
+    ('2 min', '30 s', '2 h')
+    """
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"
 
 
 def _failing(request: ForwardBackwardRequest, why: str) -> Unreadable:
@@ -333,7 +355,7 @@ async def _digest(request: Any) -> bytes:
         return await _maybe_off_loop(request, _digest_pass)
     content = request
     if not isinstance(request, Unreadable):
-        content = sorted(request.model_dump(exclude={"sampling_session_seq_id"}).items())
+        content = sorted(request.model_dump(exclude={"sampling_session_seq_id", "name", "tags"}).items())
     return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
 

@@ -56,6 +56,10 @@ class RunManager:
     def get(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
+    def is_busy(self, run_id: str) -> bool:
+        """Has it requests that are not done?"""
+        return (run := self._runs.get(run_id)) is not None and not run.idle
+
     def queue_depths(self) -> list[tuple[str, int]]:
         """Requests accepted and not begun, by base model."""
         return [(name, loop.scheduler.waiting()) for name, loop in self._loops.items()]
