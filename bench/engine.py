@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_child import Figures, Task
-from shapes import RANK, SHAPES, step_bytes, training_flops, write_model
+from shapes import GPU_SHAPES, RANK, SHAPES, step_bytes, training_flops, write_model
 
 HERE = Path(__file__).resolve().parent
 FORMS = ("padded", "bucketed", "packed", "single")
@@ -325,7 +325,7 @@ def limits(measures: list[Measure], figures: dict[str, Seen], machine: Figures, 
                 decode = [r.get("decode_tokens", 0) / (r.get("decode_seconds") or 1) for r in rounds]
                 rate = statistics.median(decode) or middle(rounds, "tokens/s")
                 cached = sum(measure.lengths) + len(measure.lengths) * measure.new_tokens / 2
-                least = step_bytes(shape, itemsize, cached) / machine["bandwidth"]
+                least = step_bytes(shape, itemsize, cached, len(measure.lengths)) / machine["bandwidth"]
                 share = rate / len(measure.lengths) * least
                 found.append(each | {"rate": rate, "share": share, "of": "bandwidth"})
     return found
@@ -351,7 +351,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--shape", choices=("qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="on CUDA")
+    parser.add_argument("--shape", choices=GPU_SHAPES, default="qwen3-0.6b", help="on CUDA")
     parser.add_argument(
         "--threads", type=int, help="compute threads of both sides; default: as the engine chooses"
     )

@@ -21,7 +21,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int, tied: bool):
     """`heads` are query heads, kv heads and the width of one."""
-    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
+    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_5_text": "Qwen3_5"}
     name = f"{names[arch]}ForCausalLM"
     return {
         "architectures": [name],
@@ -66,7 +66,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _shape("qwen3", 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
     "qwen3.5-0.8b": _hybrid(1024, 24, (8, 2, 256), 3584, 248320),
     "qwen3-8b": _shape("qwen3", 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
+    "qwen3-30b-a3b": _shape("qwen3_moe", 2048, 48, (32, 4, 128), 6144, 151936, tied=False)
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 }
+
+GPU_SHAPES = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `--device cuda`
 
 
 def write_model(shape: str, directory: Path, device: str) -> str:
@@ -111,11 +115,20 @@ def _random_weights(config: dict[str, Any], device: str, dtype: torch.dtype) -> 
 # -- what a token costs at the least -------------------------------------------------------------------
 
 
-def matrix_parameters(shape: str) -> int:
-    """Weights that every token is multiplied with: all but the embedding, the head included."""
+def matrix_parameters(shape: str, requests: int | None = None) -> float:
+    """Weights that every token is multiplied with: all but the embedding, the head included.
+
+    With `requests`: those that a step of so many reads, if each draws its experts at random.
+    """
     c = SHAPES[shape]
     heads, kv = (c[key] * c["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    layer = c["hidden_size"] * (2 * heads + 2 * kv + 3 * c["intermediate_size"])
+    mlp: float = 3 * c["intermediate_size"]
+    if experts := c.get("num_experts"):
+        used = best = c["num_experts_per_tok"]
+        if requests is not None:
+            used = experts * (1 - (1 - best / experts) ** requests)
+        mlp = experts + used * 3 * c["moe_intermediate_size"]
+    layer = c["hidden_size"] * (2 * heads + 2 * kv + mlp)
     return c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
 
 
@@ -124,8 +137,8 @@ def training_flops(shape: str) -> float:
     return 4.0 * matrix_parameters(shape)
 
 
-def step_bytes(shape: str, itemsize: int, cached_tokens: float) -> float:
-    """What one decoding step must read: every weight once, and the keys and values of `cached_tokens`."""
+def step_bytes(shape: str, itemsize: int, cached_tokens: float, requests: int) -> float:
+    """What one decoding step must read: the weights in use, and the keys and values of `cached_tokens`."""
     c = SHAPES[shape]
     kv = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
-    return itemsize * (matrix_parameters(shape) + kv * cached_tokens)
+    return itemsize * (matrix_parameters(shape, requests) + kv * cached_tokens)

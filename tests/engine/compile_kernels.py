@@ -17,6 +17,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from tinkex.engine.cuda import (
     elementwise,
+    expert_kernels,
     fused_projection,
     invariant_product,
     launch,
@@ -117,12 +118,47 @@ def attention(window: int | None) -> None:
         paged_attention.attend(q, k, k, pool, pool, queries, some(count, dtype=INT64), 16, window)
 
 
+def experts(tokens: int, rank: int, count: int, best: int) -> None:
+    width, inner = 2048, 768
+    logits, ids = some(tokens, count), some(tokens, best, dtype=INT32)
+    for score in expert_kernels.SCORES:
+        expert_kernels.route(logits, None, best, score, True, 1.0, torch.bfloat16)
+    rows = expert_kernels.place(ids, count)._replace(place_N=some(ids.numel(), dtype=INT32))  # nothing ran
+    expert_kernels.slots_of(some(6, 4, dtype=INT32), tokens, 64)
+    bounds = expert_kernels.bounds_of(rows, some(2, dtype=INT32))
+    table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), rank, vectors=True)
+    tiles, slots = RowTiles(some(6, 4, dtype=INT32), 64), some(tokens, dtype=INT32)
+    up = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 5, width, [inner, inner]), slots)
+    down = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 9, inner, [width]), slots)
+    x, weight_TK = some(tokens, width), some(tokens, best)
+    gate_up, down_weight = some(count, 2 * inner, width), some(count, width, inner)
+    for u, of in (
+        (None, None),
+        (some(1, tokens, 2 * rank), up),
+        (some(4, tokens, 2 * rank, dtype=FP32), up),
+    ):
+        h, kept = expert_kernels.gate_up(x, gate_up, rows, u, of, keep=u is not None)
+    assert kept is not None
+    u_N = expert_kernels.shrink_rows(h, rows, down, "A")
+    y = expert_kernels.product(h, down_weight, rows)
+    _, u_T = expert_kernels.combine(y, weight_TK, rows, u_N)
+    assert u_T is not None
+    grads, h, _ = expert_kernels.down_backward(x, down_weight, rows, kept, weight_TK, u_T[None], down)
+    expert_kernels.add_outer(u_T, h, weight_TK, rows, bounds, slots[:2], down.at, "A", False)
+    grad_u = expert_kernels.shrink_rows(grads, rows, up, "B")
+    expert_kernels.add_outer(some(tokens, 2 * rank), grads, None, rows, bounds, slots[:2], up.at, "B", True)
+    grad_x = expert_kernels.product(grads, gate_up, rows, transposed=True)
+    expert_kernels.combine(grad_x, None, rows, grad_u)
+
+
 if __name__ == "__main__":
     launch.Launcher._launch = compile_instead
     for rows, tile, count, invariant in ((16, 16, 1, False), (256, 64, 4, False), (256, 16, 16, True)):
         lora_of(rows, tile, count, invariant)
     elementwise_steps()
     logits_and_steps()
+    for tokens in (1, 64, 128, 4096):
+        experts(tokens, 32, 128, 8)
     attention(None)
     attention(100)
     print(*sorted(compiled))

@@ -87,7 +87,7 @@ class Case:
         """The first rows, by the sampler."""
         tiles = self.tiles(rows, 64 if rows <= 64 else tile_rows(rows))
         parts = tuple(Part("", out, "attn") for out in self.outs)
-        hook = CapturedLora({self.at: (self.width, parts)}, self.table, tiles, torch.cuda.Stream())
+        hook = CapturedLora({self.at: (self.width, parts)}, self.table, tiles, 0, torch.cuda.Stream())
         return hook.project(
             self.at, self.x[:rows].contiguous(), Frozen(self.weight, None, None, BACKEND.linear)
         )

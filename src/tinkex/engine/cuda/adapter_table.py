@@ -1,7 +1,8 @@
 """Adapters and rows as kernels see them: a table of addresses on the device, and tiles of one adapter's rows.
 
 A table has a row (slot) for each adapter. Its columns are the adapter's rank and, for each site, the address
-of A and of each part's Bᵀ; of experts, of the first expert's. Knows no kernel; `grouped_lora` fills the tables.
+of A and of each part's Bᵀ; of experts, of the first expert's. Knows no kernel; `grouped_lora` fills the
+tables.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tinkex.engine.torch.adapters import Adapter, SiteShape
 from tinkex.engine.torch.hooks import Site
 
 ALIGNED = 128  # rows: no tile crosses a multiple of it
-# Where a site's columns are among its layer's: a layer has one mixer, and one MLP or experts beside a shared one.
+# Where a site's columns are among its layer's. A layer has one mixer, and an MLP or experts and a shared one.
 _GROUPS = {
     "qkv": 0, "qkvz": 0, "o": 1, "delta_out": 1, "gate_up": 2, "experts_gate_up": 2, "down": 3,
     "experts_down": 3, "shared_gate_up": 4, "shared_down": 5, "unembed": 0,
@@ -121,15 +122,22 @@ def offsets_of(adapter: Adapter) -> np.ndarray:
         last = max((site.layer for site in read), default=-1)
         offsets = np.full(column_of(Site(last + 1, "qkv")), -1, np.int64)
         for site, shape in read.items():
-            starts = shape.start + np.cumsum([0, shape.a_size, *(shape.rank * out for out in shape.outs[:-1])])
+            starts = shape.start + np.cumsum(
+                [0, shape.a_size, *(shape.rank * out for out in shape.outs[:-1])]
+            )
             offsets[column_of(site) : column_of(site) + len(starts)] = starts
         adapter.offsets = offsets
     return adapter.offsets
 
 
 def usable(adapters: Iterable[Adapter | None]) -> bool:
-    """Whether the kernels can read these adapters' matrices."""
-    return all(a is None or not (np.maximum(offsets_of(a), 0) % _VECTOR).any() for a in adapters)
+    """Whether the kernels can read all of these adapters' matrices."""
+    return all(a is None or _readable(a) for a in adapters)
+
+
+def _readable(adapter: Adapter) -> bool:
+    known = all(has_column(site, shape) for site, shape in adapter.shapes.items())
+    return known and not (np.maximum(offsets_of(adapter), 0) % _VECTOR).any()
 
 
 def table_rows(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from tinkex.engine.cuda import lora_kernels, token_kernels
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.expert_kernels import slots_of
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
 from tinkex.engine.torch.kv import PAGE, KVCache
@@ -67,13 +69,23 @@ class Results(NamedTuple):
 class CapturedLora(LoraHook):
     """The `LoraHook` inside a graph: it applies the adapters that the table holds when it is replayed."""
 
-    def __init__(self, sites: Sites, table: AdapterTable, tiles: RowTiles, beside: torch.cuda.Stream) -> None:
-        self._sites, self._table, self._tiles, self._beside = sites, table, tiles, beside
+    def __init__(
+        self, sites: Sites, table: AdapterTable, tiles: RowTiles, rows: int, beside: torch.cuda.Stream
+    ) -> None:
+        self._sites, self._table, self._tiles, self._rows, self._beside = sites, table, tiles, rows, beside
+
+    def site(self, site: Site) -> SiteAdapters:
+        in_features, parts = self._sites[site]
+        outs = [part.out_features for part in parts]
+        return SiteAdapters(self._table, self._tiles, column_of(site), in_features, outs)
+
+    @cached_property
+    def slots_T(self) -> Tensor:
+        """int32: each row's slot in the table."""
+        return slots_of(self._tiles.cells, self._rows, self._tiles.rows)
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
-        (in_features, parts), rows = self._sites[site], x.shape[0]
-        outs = [part.out_features for part in parts]
-        at = SiteAdapters(self._table, self._tiles, column_of(site), in_features, outs)
+        at, rows = self.site(site), x.shape[0]
         free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if free and many and at.width <= lora_kernels.MAX_WRITTEN:
@@ -170,12 +182,14 @@ class DecodeGraphs:
                 gc.enable()
         return graph
 
-    def hook(self, slots: grouped.AdapterSlots, shape: grouped.SlotShape, cells: Tensor) -> LoraHook | None:
+    def hook(
+        self, slots: grouped.AdapterSlots, shape: grouped.SlotShape, cells: Tensor, rows: int
+    ) -> LoraHook | None:
         """The hook for a step to be captured, with adapters of `shape` in `slots` and in tiles of `cells`."""
         if not shape.tiles:
             return None
         tiles = RowTiles(cells, shape.rows)
-        return CapturedLora(self._decoder.sites(), slots.table(shape), tiles, self._beside)
+        return CapturedLora(self._decoder.sites(), slots.table(shape), tiles, rows, self._beside)
 
     def _step(self, key: DecodeGraphKey) -> None:
         tokens, slots = torch.empty(2, key.rows, dtype=torch.int64, device=self.device)
@@ -188,7 +202,7 @@ class DecodeGraphs:
         splits = splits_for(key.rows * self._cache.heads, tile)
         queries = paged.Queries(cells, self.table, tile, splits, self.slots.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
-        lora = self.hook(self.slots, key.adapters, self.cells(key.adapters.tiles))
+        lora = self.hook(self.slots, key.adapters, self.cells(key.adapters.tiles), key.rows)
         h_BD = self._decoder(tokens, (cos, sin), attend, lora)
         logits_BV, vocab = self._decoder.logits(h_BD, lora), self._decoder.config.vocab_size
         token_kernels.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from tinkex.engine.cuda.adapter_table import (
     tile_rows,
     usable,
 )
+from tinkex.engine.cuda.expert_kernels import slots_of
 from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.cuda.launch import power_of_2
 from tinkex.engine.torch.adapters import Adapter
@@ -85,7 +87,7 @@ def split_product(parts: int, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class CudaLora(LoraBatch):
-    """`LoraBatch` by kernels; adapters that they cannot read, and experts, take the plain path."""
+    """`LoraBatch` by kernels; adapters that they cannot read take the plain path."""
 
     def __init__(
         self, adapters: Sequence[Adapter | None], lengths: Sequence[int], device: torch.device,
@@ -113,6 +115,8 @@ class CudaLora(LoraBatch):
         part = copy(self)
         part.segments, part.tokens = [(a, i - start, j - start) for a, i, j in inside], stop - start
         part.readable = self.readable and any(a is not None for a, _, _ in inside)
+        for cached in ("slots_T", "_device_segments"):
+            part.__dict__.pop(cached, None)
         part._forget_rows()
         return part
 
@@ -121,7 +125,6 @@ class CudaLora(LoraBatch):
         if self._table is None or self._tiles is None:
             slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
             self._places = [(slots[a], start, stop) for a, start, stop in self.segments if a is not None]
-            self._atomic = len(self._places) > len({slot for slot, _, _ in self._places})
             rows = tile_rows(self.tokens // max(1, len(self._places)))
             cells = cut_tiles(self._places, rows)
             if self._table is None:
@@ -144,6 +147,35 @@ class CudaLora(LoraBatch):
                 table, tiles = self._on_device()
                 self._sites[site] = SiteAdapters(table, tiles, column_of(site), shape.in_features, shape.outs)
         return self._sites[site]
+
+    @cached_property
+    def slots_T(self) -> Tensor:
+        """int32: each token's slot in the table; -1: none."""
+        cells, rows = self._on_device()[1]
+        return slots_of(cells, self.tokens, rows)
+
+    @cached_property
+    def _device_segments(self) -> tuple[Tensor, Tensor]:
+        """int32: each segment's first token, and its slot."""
+        self._on_device()
+        slots = {adapter: slot for slot, adapter in enumerate(self._adapters)}
+        starts = np.array([start for _, start, _ in self.segments], np.int32)
+        of = np.array([-1 if a is None else slots[a] for a, _, _ in self.segments], np.int32)
+        starts_S, slots_S = all_to_device([starts, of], self._device)
+        return starts_S, slots_S
+
+    @property
+    def segments_at(self) -> Tensor:
+        return self._device_segments[0]
+
+    @property
+    def of_segments(self) -> Tensor:
+        return self._device_segments[1]
+
+    @property
+    def atomic(self) -> bool:
+        """Whether an adapter has several segments, whose gradients are then added atomically."""
+        return len(self._places) > len({slot for slot, _, _ in self._places})
 
     @property
     def _whole(self) -> bool:
@@ -171,9 +203,13 @@ class CudaLora(LoraBatch):
 
     def backward(self, at: SiteAdapters, grad_y: Tensor, x: Tensor, u: Tensor) -> Tensor:
         """Accumulate the adapters' gradients; returns the gradient to u, for `grad_x`."""
+        return lora_gradients.backward(grad_y, x, u, at, self.into(at), self.atomic)
+
+    def into(self, at: SiteAdapters) -> SiteAdapters:
+        """The addresses of the gradients of `at`, and whole segments as tiles."""
         if at.column not in self._back:
             self._back[at.column] = replace(at, table=self._gradients(), tiles=self._segment_tiles())
-        return lora_gradients.backward(grad_y, x, u, at, self._back[at.column], self._atomic)
+        return self._back[at.column]
 
     def grad_x(
         self, at: SiteAdapters, grad_y: Tensor, grad_u: Tensor, weight: Tensor, out: Tensor | None = None

@@ -94,8 +94,11 @@ def _outer_shape(wide: int) -> tuple[int, int, int, int, int]:
     return (64, 128, 64, 4, 4) if wide <= 64 else (128, 128, 64, 8, 3)
 
 
-def _add_outer(u: Tensor, g: Tensor, at: SiteMatrices, atomic: bool) -> None:
-    """Add uᵀ·g to the gradients of every adapter's matrix."""
+def add_outer(u: Tensor, g: Tensor, at: SiteMatrices, atomic: bool) -> None:
+    """Add uᵀ·g to the gradients of every adapter's matrix, which `at` has with whole segments as tiles.
+
+    `atomic`: an adapter has several segments.
+    """
     count, longest, wide = at.tiles.cells.shape[1], at.tiles.rows, at.multiple * at.table.widest
     block_m, block_n, block_k, warps, stages = _outer_shape(wide)
     blocks_m, blocks = cdiv(wide, block_m), at.blocks(block_n)
@@ -125,6 +128,6 @@ def backward(
     `into` has the gradients' addresses, and whole segments as tiles. `atomic`: an adapter has several.
     """
     grad_u = summed(shrink(grad_y, at.b), x.dtype)
-    _add_outer(summed(u, x.dtype), grad_y, into.b, atomic)
-    _add_outer(grad_u, x, into.a, atomic)
+    add_outer(summed(u, x.dtype), grad_y, into.b, atomic)
+    add_outer(grad_u, x, into.a, atomic)
     return grad_u

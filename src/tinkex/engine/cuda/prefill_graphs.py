@@ -186,5 +186,5 @@ class CapturedPrefill:
         tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
         queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
-        lora = self._graphs.hook(self._slots, key.adapters, cells)
+        lora = self._graphs.hook(self._slots, key.adapters, cells, key.rows)
         self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))

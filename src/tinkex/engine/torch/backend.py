@@ -20,12 +20,12 @@ from torch import Tensor
 
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.functions import linear
-from tinkex.engine.torch.hooks import Attend
+from tinkex.engine.torch.hooks import Attend, ForwardContext
 from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attend import PackedAttend
-from tinkex.engine.torch.models.moe import expert_linear
+from tinkex.engine.torch.models.moe import ExpertMlp, expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 
 if TYPE_CHECKING:
@@ -77,6 +77,16 @@ class Backend:
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None, packed: Tensor | None) -> Tensor:
         """x @ weight.T + bias for a frozen weight; `packed` is what `functions.pack` made of it."""
         return linear(x, weight, bias, packed)
+
+    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`ExpertMlp.route`."""
+        return experts.route(x_TD, known_TK)
+
+    def routed_experts(
+        self, experts: ExpertMlp, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """`ExpertMlp.routed`."""
+        return experts.routed(x_TD, weight_TK, expert_TK, context)
 
     def lora(
         self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False

@@ -111,3 +111,4 @@ class ForwardContext(NamedTuple):
     positions: Tensor | None = None  # of the tokens; None where only angles are known, of a uniform model
     states: Sequence[StateGroup] = ()  # of models with recurrent layers
     layer_inputs: Tensor | None = None  # [T, L, P] of `per_layer.LayerInputs`
+    chosen: dict[int, Tensor] | None = None  # experts [T, K] by layer: a recomputed layer takes the same

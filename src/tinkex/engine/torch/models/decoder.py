@@ -160,7 +160,9 @@ class Decoder(DecoderWeights):
         else:
             at, angles = None, [positions]
         stream, delta_TD = Stream(self.embed(tokens_T, images)), None
-        context, norm = ForwardContext(self.backend, angles, attend, lora, {}, at, states), self.config.norm
+        chosen = {} if checkpoint else None
+        context = ForwardContext(self.backend, angles, attend, lora, {}, at, states, chosen=chosen)
+        norm = self.config.norm
         if self.layer_inputs is not None:
             context = context._replace(layer_inputs=self.layer_inputs(tokens_T, stream.x, context))
         for i, layer in enumerate(self.layers):

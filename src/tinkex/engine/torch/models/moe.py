@@ -70,10 +70,13 @@ class ExpertMlp(Block):
         return self
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        weight_TK, expert_TK = self.route(x_TD)
+        known = None if context.chosen is None else context.chosen.get(self.layer)
+        weight_TK, expert_TK = context.backend.route(self, x_TD, known)
+        if context.chosen is not None:
+            context.chosen[self.layer] = expert_TK
         h = self._normed(x_TD, 2, context)
         h = h if self.latent_in is None else total(self.latent_in(h, context))
-        y_TD = self._routed(h, weight_TK, expert_TK, context)
+        y_TD = context.backend.routed_experts(self, h, weight_TK, expert_TK, context)
         if self.latent_out is not None:
             y_TD = total(self.latent_out(y_TD, context))
         y_TD = self._normed(y_TD, 3, context)
@@ -91,7 +94,8 @@ class ExpertMlp(Block):
         factor, impl = self.norm.factor(self.norms[index]), context.backend.elementwise
         return rms_norm(Stream(x_TD), factor, self.norm.eps, impl)
 
-    def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext) -> Tensor:
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext) -> Tensor:
+        """The sum of each token's experts' results, times their weights."""
         lora = context.lora
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         place_TK = torch.empty_like(expert_TK)  # the inverse permutation of `order_N`
@@ -121,22 +125,28 @@ class ExpertMlp(Block):
             return (up + 1) * (gate * torch.sigmoid(alpha * gate))
         return activated(gate_up, self.experts.activation, self.experts.gated, context)
 
-    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's experts and their weights, [T, K] both; probabilities in fp32."""
+    def route(self, x_TD: Tensor, known_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts, and the experts, [T, K] both; probabilities in fp32.
+
+        `known_TK` are the experts where they have been chosen before.
+        """
         router, best = self.experts.router, self.experts.per_token
         if self.router_scale is not None:
             wide = x_TD.float()
             unit = (wide * (wide.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()).to(x_TD.dtype)
             x_TD = unit * self.router_scale * x_TD.shape[-1] ** -0.5
         if router.score == "softmax_of_best":
-            best_TK, expert_TK = F.linear(x_TD, self.router, self.router_bias).topk(best, dim=-1)
-            return best_TK.softmax(dim=-1), expert_TK
+            logits_TE = F.linear(x_TD, self.router, self.router_bias)
+            expert_TK = logits_TE.topk(best, dim=-1).indices if known_TK is None else known_TK
+            return logits_TE.gather(1, expert_TK).softmax(dim=-1), expert_TK
         if router.score == "softmax":
             logits_TE = F.linear(x_TD, self.router, self.router_bias)
             score_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
         else:
             score_TE = F.linear(x_TD.float(), self.router.float()).sigmoid()
-        expert_TK = self._preferred(score_TE.detach()).topk(best, dim=-1).indices
+        expert_TK = known_TK
+        if expert_TK is None:
+            expert_TK = self._preferred(score_TE.detach()).topk(best, dim=-1).indices
         weight_TK = score_TE.gather(1, expert_TK)
         if router.normalise:
             weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)

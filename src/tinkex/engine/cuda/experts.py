@@ -1,0 +1,137 @@
+"""The routed experts of a layer by kernels: `moe.ExpertMlp.routed` with many adapters, forward and backward.
+
+Experts share the adapters' factor on the hidden side. So the first down-projection is computed once for each
+token, not for each of its experts, and the last up-projection once for each token, after the experts' results
+were added up. What is kept for the backward is x, gate and up.
+
+Shapes: T tokens, K experts of a token, N = T·K rows, E experts, D width, F expert width, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.cuda import expert_kernels as kernel
+from tinkex.engine.cuda import lora_gradients, lora_kernels
+from tinkex.engine.cuda.adapter_table import SiteAdapters
+from tinkex.engine.torch.hooks import Site
+from tinkex.engine.torch.models.architecture import ExpertsConfig
+
+
+class ExpertLora(Protocol):
+    """The adapters of a pass, as experts need them."""
+
+    def site(self, site: Site) -> SiteAdapters | None: ...
+
+    @property
+    def slots_T(self) -> Tensor:
+        """int32: each token's slot in the table; -1: none."""
+        ...
+
+
+class TrainedLora(ExpertLora, Protocol):
+    """Adapters that get gradients."""
+
+    atomic: bool  # an adapter has several segments
+    segments_at: Tensor  # int32: each segment's first token
+    of_segments: Tensor  # int32: each segment's slot; -1: none
+
+    def into(self, at: SiteAdapters) -> SiteAdapters:
+        """The gradients' addresses, and whole segments as tiles."""
+        ...
+
+
+class ExpertWeights(NamedTuple):
+    """The frozen weights of one layer's experts."""
+
+    layer: int
+    gate_up: Tensor  # [E, 2F, D]
+    down: Tensor  # [E, D, F]
+
+    @property
+    def count(self) -> int:
+        return len(self.gate_up)
+
+
+def serves(experts: ExpertsConfig) -> bool:
+    """Whether the kernels compute such experts: SwiGLU without biases, weighted after they were computed."""
+    return experts.activation == "silu" and experts.gated and not (experts.bias or experts.router.on_input)
+
+
+def _sites(weights: ExpertWeights, lora: ExpertLora | None) -> list[kernel.ExpertSite | None]:
+    if lora is None:
+        return [None, None]
+    found = (lora.site(Site(weights.layer, group)) for group in ("experts_gate_up", "experts_down"))
+    return [None if at is None else kernel.ExpertSite(at, lora.slots_T) for at in found]
+
+
+def forward(
+    x_TD: Tensor, weight_TK: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights,
+    lora: ExpertLora | None, keep: bool,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    """The experts' results, added up, and what `backward` needs: u of gate and up, these, and u of down."""
+    up, down = _sites(weights, lora)
+    u1 = None if up is None else lora_kernels.shrink(x_TD, up.at.a)
+    h, kept = kernel.gate_up(x_TD, weights.gate_up, rows, u1, up, keep)
+    u2_N = None if down is None else kernel.shrink_rows(h, rows, down, "A")
+    y_TD, u2_T = kernel.combine(kernel.product(h, weights.down, rows), weight_TK, rows, u2_N)
+    if down is not None and u2_T is not None:
+        lora_kernels.expand(u2_T[None], y_TD, down.at.b)
+    return y_TD, (u1, kept, u2_T)
+
+
+def backward(
+    grad_TD: Tensor, x_TD: Tensor, weight_TK: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights,
+    lora: TrainedLora | None, saved: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add to the adapters' gradients; returns those to x and to the routing weights."""
+    (u1, kept, u2_T), (up, down), grad_u2 = saved, _sites(weights, lora), None
+    assert kept is not None
+    bounds = None if lora is None else kernel.bounds_of(rows, lora.segments_at)
+    if down is not None and lora is not None and u2_T is not None:
+        into = lora.into(down.at)
+        grad_u2 = lora_kernels.summed(lora_kernels.shrink(grad_TD, down.at.b), x_TD.dtype)
+        lora_gradients.add_outer(u2_T[None], grad_TD, into.b, lora.atomic)
+    grads, h, grad_weight_TK = kernel.down_backward(
+        grad_TD, weights.down, rows, kept, weight_TK, grad_u2, down
+    )
+    if down is not None and lora is not None and grad_u2 is not None and bounds is not None:
+        into = lora.into(down.at)
+        args = (rows, bounds, lora.of_segments, into, "A", lora.atomic)
+        kernel.add_outer(grad_u2[0], h, weight_TK, *args)
+    del h
+    grad_u1_N = None
+    if up is not None and lora is not None and u1 is not None and bounds is not None:
+        grad_u1_N = kernel.shrink_rows(grads, rows, up, "B")
+        args = (rows, bounds, lora.of_segments, lora.into(up.at), "B", lora.atomic)
+        kernel.add_outer(lora_kernels.summed(u1, x_TD.dtype)[0], grads, None, *args)
+    grad_x_N = kernel.product(grads, weights.gate_up, rows, transposed=True)
+    grad_x, grad_u1 = kernel.combine(grad_x_N, None, rows, grad_u1_N)
+    if up is not None and lora is not None and grad_u1 is not None:
+        lora_gradients.add_outer(grad_u1[None], x_TD, lora.into(up.at).a, lora.atomic)
+        lora_kernels.expand(grad_u1[None], grad_x, up.at.a)
+    return grad_x, grad_weight_TK
+
+
+class RoutedExperts(torch.autograd.Function):
+    """`forward` and `backward` for autograd; adapters' gradients go to their buffers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_TK: Tensor, anchor: Tensor, rows: kernel.ExpertRows,
+        weights: ExpertWeights, lora: TrainedLora | None,
+    ) -> Tensor:  # fmt: skip
+        weight_TK = weight_TK.contiguous()
+        y, saved = forward(x, weight_TK, rows, weights, lora, keep=True)
+        ctx.save_for_backward(x, weight_TK, *saved)
+        ctx.rows, ctx.weights, ctx.lora = rows, weights, lora
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight_TK, *saved = ctx.saved_tensors
+        given = (x, weight_TK, ctx.rows, ctx.weights, ctx.lora, tuple(saved))
+        return *backward(grads[0].contiguous(), *given), None, None, None, None

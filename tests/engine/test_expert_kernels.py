@@ -1,0 +1,109 @@
+"""The kernels of experts against plain torch: routing, sorting, products with adapters, and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tests.engine.plain_lora import PlainLora
+from tinkex.engine.cuda import expert_kernels as kernel
+from tinkex.engine.cuda.cuda_backend import CudaBackend
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.hooks import ForwardContext
+from tinkex.engine.torch.lora import LoraBatch
+from tinkex.engine.torch.models.architecture import ExpertsConfig, ModelConfig, NormConfig, RouterConfig
+from tinkex.engine.torch.models.moe import ExpertMlp
+from tinkex.types.params import LoraConfig
+
+pytestmark = [*MARKS, pytest.mark.slow]
+BOUND = 1e-5 if INTERPRETED else 2e-2
+WIDTH, INNER, COUNT, BEST = 48, 32, 8, 3
+
+
+def near(got: Tensor, want: Tensor, bound: float = BOUND) -> None:
+    assert got.shape == want.shape
+    assert (got.float() - want.float()).norm() <= bound * want.float().norm()
+
+
+@pytest.mark.parametrize("router", [
+    RouterConfig(), RouterConfig(normalise=False), RouterConfig("softmax_of_best", bias=True),
+    RouterConfig("sigmoid", selection_bias=True, scale=2.5),
+], ids=lambda router: f"{router.score} {router.normalise}")  # fmt: skip
+def test_routing_equals_the_plain_one(router: RouterConfig) -> None:
+    block = experts(router)
+    x = random(20, WIDTH, seed=3)
+    weight, expert = CudaBackend(DEVICE, BF16).route(block, x, None)
+    want_weight, want_expert = block.route(x)
+    assert torch.equal(expert.long().sort(1).values, want_expert.sort(1).values)
+    order, want_order = expert.long().argsort(1), want_expert.argsort(1)
+    near(weight.gather(1, order), want_weight.gather(1, want_order))
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(1, 16), (5, 16), (40, 16), (70, 32)])
+def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, tile: int) -> None:
+    chosen = torch.stack([torch.randperm(COUNT)[:BEST] for _ in range(tokens)]).to(DEVICE)
+    chosen[chosen == 5] = 4  # one that nobody chose
+    rows = kernel.place(chosen.int(), COUNT, tile)
+    flat = chosen.flatten()
+    order = flat.sort(stable=True).indices
+    assert torch.equal(rows.order_N.long(), order)
+    assert torch.equal(rows.place_N.long()[order], torch.arange(len(order), device=DEVICE))
+    counts = torch.bincount(flat, minlength=COUNT)
+    assert torch.equal(rows.starts_E.long(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+    covered = []
+    for expert, start, count in rows.tiles.t().tolist():
+        assert count <= tile
+        assert (flat[order[start : start + count]] == expert).all()
+        covered += range(start, start + count)
+    assert covered == list(range(len(flat)))
+
+
+@pytest.mark.parametrize("segments", [[(1, 7), (None, 5), (0, 9)], [(0, 6), (1, 8), (0, 7)], [(0, 50)]])
+@pytest.mark.parametrize("tile", [None, 16, 64])
+def test_experts_with_adapters_and_their_gradients(
+    segments: list[tuple[int | None, int]], tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the plain block in fp32 with adapters in plain autograd operations."""
+    if tile is not None:
+        monkeypatch.setattr(kernel, "tile_rows", lambda rows, count: tile)
+    block, lengths = experts(RouterConfig()), [length for _, length in segments]
+    held = [adapter(block, 8, 1), adapter(block, 16, 2)]
+    used = [None if i is None else held[i] for i, _ in segments]
+    x, grad = random(sum(lengths), WIDTH, seed=3), random(sum(lengths), WIDTH, seed=4)
+    chosen = block.route(x)[1]  # the same for both, whatever their rounding
+
+    def run(backend: Backend, lora: LoraBatch, x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = block(x, ForwardContext(backend, (), lambda *_: x, lora, {}, chosen={0: chosen}))
+        y.backward(grad.to(y.dtype))
+        assert x.grad is not None
+        if isinstance(lora, PlainLora):
+            lora.collect()
+        grads = (one.take_grad() for one in held)
+        return [y.detach(), x.grad, *(one.clone() for one in grads if one is not None)]
+
+    kernels = CudaBackend(DEVICE, BF16)
+    got = run(kernels, kernels.lora(used, lengths, train=True), x)
+    block.float()
+    want = run(Backend(), PlainLora(used, lengths, train=True), x.float())
+    assert len(got) == len(want) == 2 + len({one for one in used if one is not None})
+    for one, other in zip(got, want, strict=True):
+        near(one, other)
+
+
+def experts(router: RouterConfig) -> ExpertMlp:
+    model = ModelConfig("", WIDTH, 9, 9, 99, False, NormConfig(), ())
+    block = ExpertMlp(model, ExpertsConfig(COUNT, BEST, INNER, router), 0)
+    generator = torch.Generator().manual_seed(0)
+    for view in block.weights().values():
+        view.copy_(torch.randn(view.shape, generator=generator) / view.shape[-1] ** 0.5)
+    return block.to(DEVICE, BF16)
+
+
+def adapter(block: ExpertMlp, rank: int, seed: int) -> Adapter:
+    one = Adapter.fresh(LoraConfig(rank=rank, seed=seed), block.sites(), DEVICE)
+    one.flat.copy_(0.3 * torch.randn(one.flat.shape, generator=torch.Generator().manual_seed(seed)))
+    return one
