@@ -189,7 +189,7 @@ def test_null_is_not_given():
 def test_unknown_fields_of_newer_clients_are_ignored_everywhere():
     body = {"model_id": "m", "adam_params": {"learning_rate": 0.5, "amsgrad": True}, "seq_id": 1, "new": 1}
     assert decode(ops.OPTIM_STEP, body).optim_params == t.AdamParams(learning_rate=0.5)
-    body = {"prompt": {"chunks": []}, "sampling_params": {"min_p": 0.5}, "new": {}}
+    body = {"prompt": {"chunks": []}, "sampling_params": {"mirostat": 0.5}, "new": {}}
     assert decode(ops.SAMPLE, body).sampling_params == t.SamplingParams()
 
 

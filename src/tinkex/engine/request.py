@@ -62,6 +62,8 @@ def check_work(work: SampleWork, vocab: int, padded_vocab: int, context: int) ->
         raise user_error(f"prompt_logprobs_last_n must be at least 1, got {work.prompt_logprobs_last_n}")
     if b"" in work.stop_bytes:
         raise user_error("a stop sequence is empty; use stop=[] to never stop early")
+    if work.params.logit_bias and max(work.params.logit_bias) >= vocab:
+        raise user_error(f"logit_bias has token {max(work.params.logit_bias)}; ids must be 0..{vocab - 1}")
     if work.target_prompt_logprobs is not None:
         _check_targets(work.target_prompt_logprobs, length, vocab)
     max_tokens = _max_tokens(work, length, context)
@@ -122,13 +124,16 @@ class Stops:
         self._sequences, self._table = work.stop_bytes, token_bytes
         self._given = frozenset(s for s in given or () if isinstance(s, int))
         never = not self._sequences and given is not None and len(given) == 0
-        self._ids = self._given if never else self._given.union(eos_ids)
+        self.ids = self._given if never or work.params.ignore_eos else self._given.union(eos_ids)
+        self._from = work.params.min_tokens
         self._keep = max(map(len, self._sequences), default=0)
         self._at_length: StopDetail = "context" if work.params.max_tokens is None else "max_tokens"
 
-    def after(self, tail: bytes, token: int) -> tuple[bool, bytes]:
-        """Whether the sequence ends with `token`, and the bytes to pass in for the next one."""
-        if token in self._ids:
+    def after(self, tail: bytes, token: int, count: int) -> tuple[bool, bytes]:
+        """Whether the sequence ends with `token`, its `count`-th; and the bytes to pass in next."""
+        if count < self._from:
+            return False, b""
+        if token in self.ids:
             return True, tail
         if not self._sequences:
             return False, tail
@@ -139,7 +144,7 @@ class Stops:
         """More of why a sequence of these tokens ended, and the token or the text that it stopped at."""
         if reason == "length":
             return self._at_length, None
-        if tokens[-1] in self._ids:
+        if tokens[-1] in self.ids:
             return ("stop_sequence" if tokens[-1] in self._given else "eos"), tokens[-1]
         text = b"".join(map(self._bytes_of, tokens))
         found = [s for s in self._sequences if s in text]
@@ -262,7 +267,7 @@ class Sample:
     def append(self, token: int, logprob: float, stops: Stops, max_tokens: int) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        stopped, self._tail = stops.after(self._tail, token)
+        stopped, self._tail = stops.after(self._tail, token, len(self.tokens))
         if stopped:
             self.reason = "stop"
         elif len(self.tokens) == max_tokens:

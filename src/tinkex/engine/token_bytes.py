@@ -30,11 +30,15 @@ class TokenTable:
         """Indexed by token id; () if `work` needs none. Raises EngineError if there is no tokenizer."""
         if not work.stop_bytes:
             return ()
-        return self._table if self._table is not None else await asyncio.to_thread(self._build)
+        return self._table if self._table is not None else await asyncio.to_thread(self.whole)
 
-    def _build(self) -> list[bytes]:
+    def whole(self) -> list[bytes]:
+        """The table, built if it was not yet: seconds, for a large vocabulary."""
         if self._directory is None or not Path(self._directory, "tokenizer.json").is_file():
-            message = f"{self._model} has no tokenizer here, so it cannot stop at strings; stop at ids"
+            message = (
+                f"{self._model} has no tokenizer here, so it cannot stop at strings or follow a grammar; "
+                "stop at ids"
+            )
             raise EngineError(message, "user")
         with self._lock:
             if self._table is None:

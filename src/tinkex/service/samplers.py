@@ -437,6 +437,8 @@ def _fingerprint(request: types.SampleRequest) -> int:
         request.topk_prompt_logprobs, request.topk_sample_logprobs, scored, request.prompt_alt_tokens_k,
         request.prompt_logprobs_last_n, request.record_stability_info,
         params.max_tokens, params.seed, stop, params.temperature, params.top_k, params.top_p,
+        params.presence_penalty, params.frequency_penalty, params.repetition_penalty, params.min_p,
+        params.min_tokens, params.ignore_eos, str(params.logit_bias), str(params.grammar),
     ))  # fmt: skip
 
 
@@ -471,9 +473,10 @@ def _work(request: types.SampleRequest, row: SamplerRow) -> SampleWork:
     params, given = request.sampling_params, request.sampling_params.stop
     stops = [given] if isinstance(given, str) else given or []
     strings = tuple(stop.encode() for stop in stops if isinstance(stop, str))
+    ids = [stop for stop in stops if isinstance(stop, int)]
     return SampleWork(
         request.prompt.to_numpy(),
-        replace(params, stop=None) if strings else params,
+        replace(params, stop=ids or None) if strings else params,
         row.adapter,
         request.num_samples,
         strings,

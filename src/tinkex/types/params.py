@@ -7,13 +7,16 @@ pydantic. Knows nothing of the wire.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 from tinkex.errors import InvalidInputError
 from tinkex.strict import Dumpable, check_count, strict
 
 MAX_STOPS = 1024  # stop sequences of one request
+MAX_BIASES = 4096  # entries of logit_bias
+MAX_GRAMMAR = 256 * 1024  # characters of a grammar
+GRAMMARS = ("json_schema", "regex", "lark")
 
 
 def _plain(owner: Any, name: str) -> Any:
@@ -60,11 +63,20 @@ class SamplingParams(Dumpable):
 
     max_tokens: int | None = None  # None: up to the end of the context
     seed: int | None = None
-    # A string, strings, or token ids. None: stop at the end-of-sequence token; []: never stop early.
-    stop: str | Sequence[str] | Sequence[int] | None = None
+    # A string, or strings and token ids. None: stop at the end-of-sequence token; []: never stop early.
+    stop: str | Sequence[str | int] | None = None
     temperature: float = 1.0  # 0.0 is greedy
     top_k: int = -1  # -1 or 0: off
     top_p: float = 1.0
+    # Extensions of Tinkex, for a server of Tinkex. They change what is drawn, never the reported logprobs.
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that was drawn
+    frequency_penalty: float = 0.0  # the same, times how often it was drawn
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen so far; multiplies others
+    min_p: float = 0.0  # tokens less likely than min_p times the likeliest are not drawn
+    min_tokens: int = 0  # nothing ends the sequence before so many
+    ignore_eos: bool = False  # go on after the end-of-sequence token
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+    grammar: Mapping[str, Any] | None = None  # {"json_schema": {…}}, {"regex": "…"} or {"lark": "…"}
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -76,8 +88,31 @@ class SamplingParams(Dumpable):
         _whole(self, "top_k", -1)
         if self.stop is not None:
             self._check_stop(self.stop)
+        self._check_extensions()
 
-    def _check_stop(self, given: str | Sequence[str] | Sequence[int]) -> None:
+    def _check_extensions(self) -> None:
+        _number(self, "presence_penalty", -2.0, 2.0)
+        _number(self, "frequency_penalty", -2.0, 2.0)
+        _number(self, "repetition_penalty", 0.01, 100.0)
+        _number(self, "min_p", 0.0, 1.0)
+        _whole(self, "min_tokens", 0)
+        if type(self.ignore_eos) is not bool:
+            raise InvalidInputError(
+                f"SamplingParams.ignore_eos must be True or False, got {self.ignore_eos!r}"
+            )
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.grammar is not None:
+            _check_grammar(self.grammar)
+            if self.min_tokens:
+                raise InvalidInputError("SamplingParams takes min_tokens or grammar, not both")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInputError(
+                f"SamplingParams.min_tokens must be at most max_tokens ({self.max_tokens}), "
+                f"got {self.min_tokens}"
+            )
+
+    def _check_stop(self, given: str | Sequence[str | int]) -> None:
         if isinstance(given, bytes) or not (isinstance(given, str | Sequence) or hasattr(given, "tolist")):
             must = "must be a string, strings, or token ids"
             raise InvalidInputError(f"SamplingParams.stop {must}, got {given!r}")
@@ -87,15 +122,45 @@ class SamplingParams(Dumpable):
             return
         check_count("SamplingParams.stop", len(given), MAX_STOPS)
         stop = [int(s) if hasattr(s, "__index__") else s for s in given]  # numpy ints too
-        if not (all(isinstance(s, str) for s in stop) or all(isinstance(s, int) for s in stop)):
-            raise InvalidInputError(
-                f"SamplingParams.stop must be all strings or all token ids, got {given!r}"
-            )
+        if not all(isinstance(s, str | int) for s in stop):
+            raise InvalidInputError(f"SamplingParams.stop must be strings or token ids, got {given!r}")
         if "" in stop:
             raise InvalidInputError("SamplingParams.stop has an empty string; use [] to never stop early")
         if any(isinstance(s, int) and s < 0 for s in stop):
             raise InvalidInputError(f"SamplingParams.stop has a negative token id: {stop}")
         object.__setattr__(self, "stop", stop)
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """`logit_bias` with whole numbers as keys: JSON has strings there."""
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(f"SamplingParams.logit_bias must map token ids to numbers, got {given!r:.80}")
+    biases = cast("Mapping[Any, Any]", given)
+    check_count("SamplingParams.logit_bias", len(biases), MAX_BIASES)
+    read: dict[int, float] = {}
+    for token, bias in biases.items():
+        number = int(token) if hasattr(token, "__index__") or str(token).isdecimal() else -1
+        if number < 0 or isinstance(token, bool):
+            raise InvalidInputError(f"SamplingParams.logit_bias has {token!r:.80}, which is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise InvalidInputError(
+                f"SamplingParams.logit_bias[{number}] must be a number in [-100, 100], got {bias!r:.80}"
+            )
+        read[number] = float(bias)
+    return read
+
+
+def _check_grammar(given: Any) -> None:
+    names = ", ".join(GRAMMARS)
+    grammar = cast("Mapping[Any, Any]", given if isinstance(given, Mapping) else {})
+    if len(grammar) != 1 or next(iter(grammar)) not in GRAMMARS:
+        raise InvalidInputError(f"SamplingParams.grammar must have exactly one of {names}, got {given!r:.80}")
+    ((kind, text),) = grammar.items()
+    kinds, wanted = (Mapping, "a JSON schema") if kind == "json_schema" else (str, "a string")
+    if not isinstance(text, kinds):
+        raise InvalidInputError(f"SamplingParams.grammar[{kind!r}] must be {wanted}, got {text!r:.80}")
+    if len(str(cast("object", text))) > MAX_GRAMMAR:
+        raise InvalidInputError(f"SamplingParams.grammar has more than {MAX_GRAMMAR} characters")
 
 
 @strict

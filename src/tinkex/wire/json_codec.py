@@ -218,8 +218,10 @@ def write_sample_request(request: t.SampleRequest) -> Json:
     params: Json = request.sampling_params.__dict__.copy()
     out: Json = {**request.__dict__, "type": "sample", "sampling_params": params}
     out["prompt"] = write_model_input(request.prompt)
-    for name in _OPTIONAL_PARAMS:
-        if params[name] is None:
+    if biases := request.sampling_params.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in biases.items()}
+    for name, absent in _OPTIONAL_PARAMS:
+        if params[name] == absent:
             del params[name]
     for name in _OPTIONAL:
         if out[name] is None:
@@ -229,7 +231,10 @@ def write_sample_request(request: t.SampleRequest) -> Json:
     return out
 
 
-_OPTIONAL_PARAMS = tuple(f.name for f in fields(t.SamplingParams) if f.default is None)
+# Not sent at their defaults: what is optional, and what other servers do not know.
+_OPTIONAL_PARAMS = tuple(
+    (f.name, f.default) for f in fields(t.SamplingParams) if f.name not in ("temperature", "top_k", "top_p")
+)
 _OPTIONAL = tuple(f.name for f in fields(t.SampleRequest) if f.default is None)
 _SAMPLE_FIELDS: dict[str, type] = {  # optional: their defaults are SampleRequest's
     "num_samples": int, "sampling_session_id": str, "seq_id": int, "base_model": str, "model_path": str,

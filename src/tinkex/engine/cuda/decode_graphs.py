@@ -2,8 +2,8 @@
 
 `DecodeGraphs` captures a whole step (decoder, adapters, attention, drawing) for every batch size that occurs.
 `DecodePipeline` launches the next step before the last step's tokens have reached the host: the device reads
-them from its own memory, and tokens computed past a stop are dropped. Serves requests without top-k, top-p
-and lists of likely tokens; the sampler's plain step serves the others.
+them from its own memory, and tokens computed past a stop are dropped. Serves requests that `draws_plainly`:
+no cuts, penalties, bias, grammar or lists of likely tokens; the sampler's plain step serves the others.
 
 Shapes: B rows of a step, D width, V padded vocabulary.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from tinkex.engine.fake.bigram import BASE, CONTEXT, EOS, VOCAB
 from tinkex.engine.fake.sampler import FakeSampler
 from tinkex.engine.fake.trainer import FakeTrainer
+from tinkex.engine.grammar import Grammars
 from tinkex.engine.protocol import EngineConfig, Heartbeat, ModelInfo
 from tinkex.engine.token_bytes import TokenTable
 from tinkex.types.losses import FORMULAS
@@ -24,7 +25,9 @@ class FakeEngine:
         context = config.max_context or CONTEXT
         self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(FORMULAS), config.model)
         self.trainer = FakeTrainer(config.name or config.model, context, config.max_pass_tokens)
-        self.sampler = FakeSampler(self.trainer, TokenTable(config))
+        table = TokenTable(config)
+        self._grammars = Grammars(config, table, VOCAB, (EOS,))
+        self.sampler = FakeSampler(self.trainer, table, self._grammars)
 
     def heartbeat(self) -> Heartbeat:
         running = self.sampler.running()
@@ -45,3 +48,4 @@ class FakeEngine:
 
     def close(self) -> None:
         self.trainer.close()
+        self._grammars.close()

@@ -45,9 +45,12 @@ class Head:
         self._head_DV = matrix.T @ UNEMBED.T
         self._rows: dict[int, tuple[np.ndarray, list[float]]] = {}
 
-    def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
         """[N, V]: of the token after each of `tokens`."""
-        return log_softmax(features(tokens) @ self._head_DV)
+        return features(tokens) @ self._head_DV
+
+    def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+        return log_softmax(self.logits(tokens))
 
     def after(self, token: int) -> tuple[np.ndarray, list[float]]:
         """[V] and [V]: the logprobs of the token after `token`, and their cumulative probabilities."""

@@ -11,6 +11,8 @@ import numpy as np
 
 from tinkex.engine.fake.bigram import BASE, EOS, VOCAB, FakeAdapter, FakeExport, Head, log_softmax
 from tinkex.engine.fake.trainer import FakeTrainer
+from tinkex.engine.grammar import Grammars, GrammarState
+from tinkex.engine.logit_rules import LogitRules
 from tinkex.engine.protocol import ExportedAdapter, Location, SampledTokens, SampleWork
 from tinkex.engine.request import PromptScores, Sample, Stops, check_work, padded_top, seed_of, user_error
 from tinkex.engine.rng import exponentials, stream_key
@@ -50,7 +52,14 @@ class _PublishedHead:
 class _FakeRequest:
     """One `SampleWork` under way; `advance` draws one token for each of its samples."""
 
-    def __init__(self, work: SampleWork, head: Head, most: int, token_bytes: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        work: SampleWork,
+        head: Head,
+        most: int,
+        token_bytes: Sequence[bytes],
+        grammar: GrammarState | None,
+    ) -> None:
         self._work, self._head, self._most = work, head, most
         self._seed, self._stops = seed_of(work), Stops(work, (EOS,), token_bytes)
         self._scores = PromptScores(work, self._seed) if PromptScores.asked(work) else None
@@ -59,6 +68,8 @@ class _FakeRequest:
             self._scores.add(_ArrayRows(rows_NV), wanted)
         self._position = len(work.prompt)
         self.samples = [Sample(work.first_sample + i) for i in range(work.num_samples)]
+        self._rules = LogitRules(work, self._stops.ids) if LogitRules.asked(work) else None
+        self._grammars = [grammar and (grammar.fork() if i else grammar) for i in range(work.num_samples)]
 
     @property
     def going(self) -> list[Sample]:
@@ -70,10 +81,27 @@ class _FakeRequest:
         for sample in drawing:
             last = sample.tokens[-1] if sample.tokens else int(self._work.prompt[-1])
             key = stream_key(self._seed, sample.index, self._position)
-            token, logprob = _draw(self._work, sample, last, self._head, key)
+            grammar = self._grammars[sample.index - self._work.first_sample]
+            changed = self._changed(sample, last, grammar)
+            token, logprob = _draw(self._work, sample, last, self._head, key, changed)
             sample.append(token, logprob, self._stops, self._most)
+            if grammar is not None:
+                grammar.consume(token)
         self._position += 1
         return drawing
+
+    def _changed(self, sample: Sample, last: int, grammar: GrammarState | None) -> np.ndarray | None:
+        """[V]: the logits to draw from; None if no rule changes them."""
+        if self._rules is None and grammar is None:
+            return None
+        logits_V = self._head.logits(np.array([last]))[0]
+        if self._rules is not None:
+            edit = self._rules.edit(sample.tokens)
+            logits_V[edit.ids] = edit.apply(logits_V[edit.ids])
+        if grammar is not None:
+            allowed = np.unpackbits(grammar.mask(), bitorder="little")[:VOCAB]
+            logits_V[allowed == 0] = -np.inf
+        return logits_V
 
     def response(self) -> SampleResponse:
         sequences = [sample.finished(self._stops) for sample in self.samples]
@@ -83,14 +111,14 @@ class _FakeRequest:
 class FakeSampler:
     """Any number of requests, each a coroutine."""
 
-    def __init__(self, trainer: FakeTrainer, table: TokenTable) -> None:
-        self._trainer, self._table = trainer, table
+    def __init__(self, trainer: FakeTrainer, table: TokenTable, grammars: Grammars) -> None:
+        self._trainer, self._table, self._grammars = trainer, table, grammars
         self._base = _PublishedHead(_BASE)
         self.published: dict[str, _PublishedHead] = {}
         self._requests: set[_FakeRequest] = set()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        request, published = self._admit(work, await self._table.of(work))
+        request, published = self._admit(work, await self._table.of(work), await self._grammars.of(work))
         try:
             request.advance()
             while request.going:
@@ -101,7 +129,7 @@ class FakeSampler:
             self._leave(request, published)
 
     async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
-        request, published = self._admit(work, await self._table.of(work))
+        request, published = self._admit(work, await self._table.of(work), await self._grammars.of(work))
         try:
             while request.going:
                 for sample in request.advance():
@@ -115,13 +143,15 @@ class FakeSampler:
         await asyncio.sleep(0)
         self._trainer.check_open()
 
-    def _admit(self, work: SampleWork, table: Sequence[bytes]) -> tuple[_FakeRequest, _PublishedHead]:
+    def _admit(
+        self, work: SampleWork, table: Sequence[bytes], grammar: GrammarState | None
+    ) -> tuple[_FakeRequest, _PublishedHead]:
         self._trainer.check_open()
         most = check_work(work, VOCAB, VOCAB, self._trainer.context)
         published = self._base if work.adapter is None else self.published.get(work.adapter)
         if published is None:
             raise user_error(f"there is no published adapter {work.adapter!r}")
-        request = _FakeRequest(work, published.head, most, table)
+        request = _FakeRequest(work, published.head, most, table, grammar)
         self._requests.add(request)
         published.users += 1
         return request, published
@@ -157,19 +187,23 @@ class FakeSampler:
         return [sample for request in list(self._requests) for sample in request.going]
 
 
-def _draw(work: SampleWork, sample: Sample, last: int, head: Head, key: int) -> tuple[int, float]:
+def _draw(
+    work: SampleWork, sample: Sample, last: int, head: Head, key: int, changed_V: np.ndarray | None
+) -> tuple[int, float]:
+    """A token, drawn from the `changed_V` logits if there are such, and its logprob by the unchanged ones."""
     params = work.params
     logprobs_V, totals = head.after(last)
     if params.temperature not in (0.0, 1.0):
         logprobs_V = log_softmax(logprobs_V / params.temperature)
         totals = np.exp(logprobs_V).cumsum()
-    if params.top_k > 0 or params.top_p < 1:
-        totals = _cut(np.exp(logprobs_V), params).cumsum()
+    drawn_V = logprobs_V if changed_V is None else log_softmax(changed_V / (params.temperature or 1.0))
+    if changed_V is not None or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        totals = _cut(np.exp(drawn_V), params).cumsum()
     if params.temperature > 0:
         share = ((key >> 11) + 1) * 2.0**-53  # in (0, 1]: a token that was cut is never drawn
         token = bisect_left(totals, share * totals[-1])
     else:
-        token = int(logprobs_V.argmax())
+        token = int(drawn_V.argmax())
     if work.topk_sample_logprobs:
         ids, values = _ArrayRows(logprobs_V[None]).top(work.topk_sample_logprobs)
         sample.top.append((ids[0], values[0]))
@@ -177,11 +211,12 @@ def _draw(work: SampleWork, sample: Sample, last: int, head: Head, key: int) -> 
 
 
 def _cut(p_V: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """`p_V` with 0 for the ids that top-k and top-p remove."""
+    """`p_V` with 0 for the ids that top-k, top-p and min-p remove."""
     order = np.argsort(-p_V, kind="stable")
     if params.top_k > 0:
         p_V[order[params.top_k :]] = 0
     if params.top_p < 1:
         ranked = p_V[order] / p_V.sum()
         p_V[order[1:][(ranked.cumsum() - ranked)[1:] >= params.top_p]] = 0
+    p_V[p_V < params.min_p * p_V.max()] = 0
     return p_V

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.grammar import GrammarState
+from tinkex.engine.logit_rules import LogitRules
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.engine_thread import settle
@@ -113,17 +115,24 @@ class ContinuousBatch:
         token_bytes: Sequence[bytes] = (),
         listener: Listener | None = None,
         images: Sequence[PlacedImage] = (),
+        grammar: GrammarState | None = None,
     ) -> RunningRequest:
         """Queue a request that `check_work` let pass. `listener` is called with each token drawn.
 
-        `images` fill positions of the prompt, whose token ids are placeholders there.
+        `images` fill positions of the prompt, whose token ids are placeholders there. `grammar` is where the
+        first sample begins.
         """
         seed, stops = seed_of(work), Stops(work, self.decoder.config.eos_ids, token_bytes)
         scores = PromptScores(work, seed)
         shown = images, spans_of(images) if self.decoder.config.whole_images else (), page_extras(images)
-        request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, listener, *shown)
+        rules = LogitRules(work, stops.ids) if LogitRules.asked(work) else None
+        request = RunningRequest(
+            work, future, published, max_tokens, seed, stops, scores, listener, rules, *shown
+        )
+        grammars = [grammar and (grammar.fork() if i else grammar) for i in range(work.num_samples)]
         request.sequences = [
-            RunningSequence(work.first_sample + i, request=request) for i in range(work.num_samples)
+            RunningSequence(work.first_sample + i, request=request, grammar=state)
+            for i, state in enumerate(grammars)
         ]
         request.unforked = request.sequences[1:]
         request.ahead = self._pipeline is not None and self._pipeline.serves(request)
@@ -423,6 +432,11 @@ class ContinuousBatch:
         if not math.isfinite(logprob):
             return self._fail(request, _diverged(request))
         sequence.append(token, logprob, request.stops, request.max_tokens)
+        if sequence.grammar is not None:
+            try:
+                sequence.grammar.consume(token)
+            except EngineError as error:
+                return self._fail(request, error)
         if request.listener:
             try:
                 request.listener(sequence.piece())

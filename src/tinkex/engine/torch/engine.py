@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
+from tinkex.engine.grammar import Grammars
 from tinkex.engine.protocol import Command, EngineConfig, Heartbeat, ModelInfo, R
 from tinkex.engine.request import user_error
 from tinkex.engine.token_bytes import TokenTable
@@ -79,7 +80,10 @@ class TorchEngine:
         self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self._stats)
         self.trainer = QueuedTrainer(self._thread, self._trainer)
         table = TokenTable(config)
-        self.sampler = TorchSampler(self._thread, self._trainer, self._batch, self._published, table)
+        self._grammars = Grammars(config, table, shape.vocab_size, shape.eos_ids)
+        self.sampler = TorchSampler(
+            self._thread, self._trainer, self._batch, self._published, table, self._grammars
+        )
         self.info = ModelInfo(
             arch=shape.arch,
             vocab_size=shape.vocab_size,
@@ -111,6 +115,7 @@ class TorchEngine:
 
     def close(self) -> None:
         self._thread.close()
+        self._grammars.close()
 
 
 def probe(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """From logits to next tokens and to the logprobs that a request asked for.
 
 A row's draw depends on its own logits and its own random stream alone. Reported logprobs are log_softmax(
-logits / T) before any top-k or top-p cut, at T = 1 when greedy. Ids from `vocab` on are padding: their
-logits are -inf, so that they are in no normaliser, and are never drawn or listed.
+logits / T) before any cut, penalty, bias or grammar, at T = 1 when greedy. Ids from `vocab` on are padding:
+their logits are -inf, so that they are in no normaliser, and are never drawn or listed.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, B blocks, S block size, K candidates.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.request import padded_top
 from tinkex.engine.rng import exponentials, stream_key
+from tinkex.engine.torch.shaping import shaped
 from tinkex.engine.torch.upload import to_device
 
 if TYPE_CHECKING:
@@ -41,16 +42,19 @@ class Choice:
     top_k: Tensor  # int64 [N]; 0 or less: off
     top_p: Tensor  # float32 [N]
     keys: np.ndarray  # uint64 [N]: one random stream per row (engine/rng.py)
+    min_p: Tensor | None = None  # float32 [N]; None: off in every row
 
     @classmethod
     def of(cls, sequences: Sequence[RunningSequence], device: torch.device) -> Choice:
         params = [s.request.work.params for s in sequences]
         keys = [stream_key(s.request.seed, s.index, s.length) for s in sequences]
+        min_p = [p.min_p for p in params]
         return cls(
             to_device(np.array([p.temperature for p in params], np.float32), device),
             to_device(np.array([p.top_k for p in params]), device),
             to_device(np.array([p.top_p for p in params], np.float32), device),
             np.array(keys, np.uint64),
+            to_device(np.array(min_p, np.float32), device) if any(min_p) else None,
         )
 
 
@@ -76,6 +80,8 @@ def draw(logprobs_NV: Tensor, choice: Choice) -> Tensor:
     if bool(cut.any()):
         rows = cut.nonzero()[:, 0]
         p_NV[rows] = keep_likeliest(p_NV[rows], choice.top_k[rows], choice.top_p[rows])
+    if choice.min_p is not None:
+        p_NV = p_NV.masked_fill(p_NV < choice.min_p[:, None] * p_NV.amax(-1, keepdim=True), 0.0)
     tokens_N = race(p_NV, choice.keys)
     if bool(greedy_N.any()):
         tokens_N[greedy_N] = logprobs_NV[greedy_N].argmax(-1)
@@ -125,7 +131,7 @@ def draw_next(
 ) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
     """Each sequence's next token, its logprob, and the likeliest tokens if the request lists them.
 
-    A batch-invariant backend draws rows with top-k, top-p or lists one by one: torch's sums and the winners
+    A batch-invariant backend draws rows with cuts, rules or lists one by one: torch's sums and the winners
     of ties depend on the number of rows.
     """
     plain = [i for i, s in enumerate(sequences) if s.request.draws_plainly]
@@ -145,7 +151,8 @@ def draw_next(
         logprobs_NV = backend.logprobs(logits, Choice.of(some, logits.device).temperature, vocab)
         at_once = 1 if backend.invariant else len(some)
         for i in range(0, len(some), at_once):
-            yield from _draw_listed(some[i : i + at_once], logprobs_NV[i : i + at_once], vocab)
+            part = slice(i, i + at_once)
+            yield from _draw_listed(some[part], logits[part], logprobs_NV[part], vocab)
 
 
 def _rows(
@@ -155,9 +162,15 @@ def _rows(
 
 
 def _draw_listed(
-    sequences: Sequence[RunningSequence], logprobs_NV: Tensor, vocab: int
+    sequences: Sequence[RunningSequence], logits_NV: Tensor, logprobs_NV: Tensor, vocab: int
 ) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
-    tokens_N = draw(logprobs_NV, Choice.of(sequences, logprobs_NV.device))
+    choice, drawn_from_NV = Choice.of(sequences, logprobs_NV.device), logprobs_NV
+    if (changed := shaped(sequences, logits_NV)) is not None:
+        rows, some_NV = changed
+        drawn_from_NV = logprobs_NV.index_copy(
+            0, rows, scaled_logprobs(some_NV, choice.temperature[rows], vocab)
+        )
+    tokens_N = draw(drawn_from_NV, choice)
     chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
     most = max(s.request.work.topk_sample_logprobs for s in sequences)
     ids, logprobs = likeliest(logprobs_NV, most, vocab) if most else (None, None)

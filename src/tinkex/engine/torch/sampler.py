@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
 
+from tinkex.engine.grammar import Grammars, GrammarState
 from tinkex.engine.protocol import EngineLost, ExportedAdapter, Location, SampledTokens, SampleWork
 from tinkex.engine.request import user_error
 from tinkex.engine.token_bytes import TokenTable
@@ -33,17 +34,20 @@ class TorchSampler:
         batch: ContinuousBatch,
         published: dict[str, PublishedAdapter],
         table: TokenTable,
+        grammars: Grammars,
     ) -> None:
         self._thread, self._trainer, self._batch, self._table = thread, trainer, batch, table
+        self._grammars = grammars
         self._published = published
         self._serial = itertools.count()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        with self._submitted(work, await self._table.of(work)) as future:
+        table, grammar = await self._table.of(work), await self._grammars.of(work)
+        with self._submitted(work, table, grammar) as future:
             return await asyncio.wrap_future(future)
 
     async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
-        table = await self._table.of(work)
+        table, grammar = await self._table.of(work), await self._grammars.of(work)
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         pieces: deque[SampledTokens] = deque()
 
@@ -55,7 +59,7 @@ class TorchSampler:
             pieces.append(piece)
             wake()
 
-        with self._submitted(work, table, listen) as future:
+        with self._submitted(work, table, grammar, listen) as future:
             future.add_done_callback(wake)
             done = False
             while not done:
@@ -68,7 +72,11 @@ class TorchSampler:
 
     @contextlib.contextmanager
     def _submitted(
-        self, work: SampleWork, token_bytes: Sequence[bytes], listener: Listener | None = None
+        self,
+        work: SampleWork,
+        token_bytes: Sequence[bytes],
+        grammar: GrammarState | None,
+        listener: Listener | None = None,
     ) -> Iterator[Future[SampleResponse]]:
         """Submit a request; leaving before it is done cancels it."""
         max_tokens = self._batch.check_work(work)  # raises at once, even while a command runs
@@ -79,7 +87,9 @@ class TorchSampler:
             if not future.cancelled():
                 try:
                     published = self._find(work.adapter)
-                    request = self._batch.submit(work, max_tokens, published, future, token_bytes, listener)
+                    request = self._batch.submit(
+                        work, max_tokens, published, future, token_bytes, listener, grammar=grammar
+                    )
                     admitted.append(request)
                 except Exception as error:
                     future.set_exception(error)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tinkex.engine.grammar import GrammarState
+from tinkex.engine.logit_rules import LogitRules
 from tinkex.engine.protocol import SampledTokens, SampleWork
 from tinkex.engine.request import PromptScores, Sample, Stops
 from tinkex.engine.torch.adapters import Adapter
@@ -51,6 +53,7 @@ class RunningRequest:
     stops: Stops
     scores: PromptScores
     listener: Listener | None = None
+    rules: LogitRules | None = None  # penalties and the like
     images: Sequence[PlacedImage] = ()  # of its prompt
     spans: Spans = ()  # of its images, if the model's layers attend within whole ones
     extras: Mapping[int, bytes] = field(default_factory=dict)  # `page_extras` of them
@@ -69,9 +72,11 @@ class RunningRequest:
 
     @property
     def draws_plainly(self) -> bool:
-        """Neither top-k, nor top-p, nor a list of likely tokens."""
+        """No top-k, top-p, min-p, penalty, bias or grammar, and no list of likely tokens."""
         params = self.work.params
-        return params.top_k <= 0 and params.top_p >= 1.0 and not self.work.topk_sample_logprobs
+        changed = self.rules is not None or params.min_p > 0 or params.grammar is not None
+        cut = changed or params.top_k > 0 or params.top_p < 1.0
+        return not cut and not self.work.topk_sample_logprobs
 
     def response(self) -> SampleResponse:
         sequences = [sequence.finished(self.stops) for sequence in self.sequences]
@@ -88,6 +93,7 @@ class RunningSequence(Sample):
     computed: int = 0
     in_flight: int = 0  # decode steps that were launched and have not come back
     links: list[bytes] = field(default_factory=list)  # digests of its full pages
+    grammar: GrammarState | None = None
 
     @property
     def length(self) -> int:
